@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Makes .venv at the repository root and installs spes_swarm with its development tools, at the tested versions.
+# Needs only Python 3.11 or newer. Does nothing when nothing has changed since the last time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stamp=.venv/.installed
+wanted=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | sha256sum)
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    exit 0
+fi
+
+python=${PYTHON:-}
+if [ -z "$python" ]; then
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            python=$candidate
+            break
+        fi
+    done
+fi
+if [ -z "$python" ]; then
+    echo "setup: Python 3.11 or newer is needed (on Debian: apt-get install python3 python3-venv)" >&2
+    exit 2
+fi
+
+[ -x .venv/bin/python ] || "$python" -m venv .venv || {
+    echo "setup: $python cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2
+    exit 2
+}
+echo "setup: installing into .venv (a few minutes the first time)"
+# torch first and on its own: asked for as a dependency, pip may take a CUDA build of several GB.
+torch=$(grep '^torch==' scripts/constraints.txt)
+.venv/bin/python -m pip install --quiet --disable-pip-version-check "$torch" -c scripts/constraints.txt
+.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c scripts/constraints.txt
+echo "$wanted" >"$stamp"

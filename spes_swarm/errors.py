@@ -1,0 +1,69 @@
+"""Every error that spes_swarm raises on purpose.
+
+SwarmError
+├── UserError             a mistake that the person at the keyboard can mend: one line on stderr, exit code 2
+│   ├── ConfigError       unknown key, wrong type, impossible value
+│   ├── AddressError      an address that cannot be parsed or announced
+│   ├── BootstrapError    none of the initial peers could be reached, or none knows the run
+│   ├── ManifestError     the run's description fails verification, or it is another run
+│   ├── DataError         a token file, corpus or tokenizer that cannot be used
+│   └── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
+├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
+├── RoundError            a round could not be held; the reference and the live weights are unchanged
+└── NetworkProcessError   the network process died or does not answer
+"""
+
+from __future__ import annotations
+
+
+class SwarmError(Exception):
+    """Base class of all deliberate errors of this package."""
+
+
+class UserError(SwarmError):
+    """A mistake that the user can mend; the command line prints its message and exits with code 2."""
+
+
+class ConfigError(UserError):
+    """A configuration has an unknown key, a value of the wrong type or an impossible value."""
+
+
+class AddressError(UserError):
+    """A multiaddress cannot be parsed, or cannot be used for what it was given for."""
+
+
+class BootstrapError(UserError):
+    """No initial peer could be reached, or none of them takes part in the wanted run."""
+
+
+class ManifestError(UserError):
+    """The manifest of a run fails verification or describes another run."""
+
+
+class DataError(UserError):
+    """A token file, corpus or tokenizer is missing, corrupt or does not fit the model."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is corrupt, belongs to another run, or could not be written."""
+
+
+class ProtocolError(SwarmError):
+    """A peer sent something that the protocol does not allow.
+
+    Attributes:
+        kind: short machine-readable reason, the `kind` of the `fault` metric.
+    """
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(f"{kind}: {detail}")
+        self.kind = kind
+        self.detail = detail
+
+
+class RoundError(SwarmError):
+    """A round could not be held; the reference and the live weights are unchanged."""
+
+
+class NetworkProcessError(SwarmError):
+    """The network process died or does not answer."""
