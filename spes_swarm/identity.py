@@ -1,0 +1,122 @@
+"""A peer's identity: one RSA key that names it in libp2p and signs everything it says.
+
+The identity file is the private key in libp2p's protobuf envelope, the format that the P2P daemon reads, so the peer id
+that other peers see on a connection and the key that signs records are the same thing by construction.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+
+from spes_swarm.errors import ProtocolError, UserError
+
+_KEY_BITS = 2048
+_MAX_PUBLIC_KEY_BYTES = 1024
+_PADDING = padding.PKCS1v15()
+_HASH = hashes.SHA256()
+
+
+def _peer_id_of(public_key_der: bytes) -> str:
+    """Base58 libp2p peer id of an RSA public key (multihash of its protobuf envelope, libp2p spec peer-ids.md)."""
+    envelope = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public_key_der).SerializeToString()
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(envelope)
+    sha2_256_multihash_prefix = b"\x12\x20"
+    return str(PeerID(sha2_256_multihash_prefix + digest.finalize()))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The key pair of this peer."""
+
+    private_key: rsa.RSAPrivateKey
+    path: Path
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Identity:
+        """Reads the identity file, or makes a new one (mode 0400) where there is none.
+
+        Raises:
+            UserError: the file exists but is not an RSA identity, or it cannot be read or written.
+        """
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_new_identity(path)
+            data = path.read_bytes()
+        except OSError as exc:
+            raise UserError(f"identity file {path}: {exc.strerror}") from exc
+        try:
+            key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(data).data, password=None)
+        except Exception as exc:  # protobuf and cryptography raise many types here; all mean the same to the user
+            raise UserError(f"identity file {path} is not a libp2p RSA key; move it away to get a new one") from exc
+        if not isinstance(key, rsa.RSAPrivateKey):
+            raise UserError(f"identity file {path} holds a key that is not RSA; move it away to get a new one")
+        return cls(private_key=key, path=path)
+
+    @cached_property
+    def public_key_der(self) -> bytes:
+        """SubjectPublicKeyInfo in DER, as sent inside signed messages."""
+        return self.private_key.public_key().public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+
+    @cached_property
+    def peer_id(self) -> str:
+        """Base58 libp2p peer id."""
+        return _peer_id_of(self.public_key_der)
+
+    def sign(self, payload: bytes) -> bytes:
+        """RSA PKCS#1 v1.5 signature with SHA-256, 256 bytes (deterministic, so equal statements are equal bytes)."""
+        return self.private_key.sign(payload, _PADDING, _HASH)
+
+
+def _write_new_identity(path: Path) -> None:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=_KEY_BITS)
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    envelope = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(envelope)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@lru_cache(maxsize=4096)
+def _parse_public_key(public_key_der: bytes) -> tuple[rsa.RSAPublicKey, str]:
+    if len(public_key_der) > _MAX_PUBLIC_KEY_BYTES:
+        raise ProtocolError("signature", f"public key of {len(public_key_der)} bytes")
+    try:
+        key = serialization.load_der_public_key(public_key_der)
+    except Exception as exc:  # malformed DER surfaces as several exception types
+        raise ProtocolError("signature", "malformed public key") from exc
+    if not isinstance(key, rsa.RSAPublicKey) or key.key_size < _KEY_BITS:
+        raise ProtocolError("signature", "the public key is not RSA of at least 2048 bits")
+    return key, _peer_id_of(public_key_der)
+
+
+def verify(public_key_der: bytes, payload: bytes, signature: bytes) -> str:
+    """Checks a signature and returns the base58 peer id of its writer.
+
+    Raises:
+        ProtocolError: (`signature`) the key is malformed or the signature does not fit.
+    """
+    key, peer_id = _parse_public_key(public_key_der)
+    try:
+        key.verify(signature, payload, _PADDING, _HASH)
+    except InvalidSignature as exc:
+        raise ProtocolError("signature", f"a message of {peer_id} is not signed by its key") from exc
+    return peer_id

@@ -1,0 +1,195 @@
+"""The plan of a round: who sends what to whom, as a pure function of the members' statements.
+
+Every member computes it on its own and gets the same plan, so nothing about it has to be agreed on. Blocks are cut into
+parts; each part has one reducer, which gathers the contributors' differences, averages them and hands out the result.
+
+Which base a block's differences refer to is decided by plurality: the (version, digest) that most members report. Who
+reports another one is sent full values. Its own contribution is a difference to its own, older base (its work, not its
+stale weights), unless its base is *not* older: then the swarm had split, and it contributes full values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+
+from spes_swarm.layout import SHARED_BLOCK, Layout
+from spes_swarm.statement import Group, Member
+
+# A part is never cut below this, or headers would outweigh the payload.
+MIN_PART_ELEMENTS = 1024
+# With fewer parts than this for each member, shares of the reducing could not be even.
+PARTS_PER_MEMBER = 16
+# No member weighs more than this many times the median: one claim of absurd tokens must not decide the average.
+MAX_WEIGHT_RATIO = 16.0
+
+
+class Form(IntEnum):
+    """What the values of a message are."""
+
+    DELTA = 0  # a difference to the sender's base (push) or to the plan's base (result), in the run's codec
+    FULL = 1  # the values themselves, in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One member's part in a block's average."""
+
+    member: int
+    weight: float
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """What happens to one block."""
+
+    block: int
+    base_version: int
+    base_digest: bytes
+    in_base: frozenset[int]  # members that hold the base
+    contributions: tuple[Contribution, ...]
+
+    def receives(self, member: int) -> bool:
+        """Whether a member wants this block's results: when it changes, or when the member has another base."""
+        return bool(self.contributions) or member not in self.in_base
+
+    def result_form(self, member: int) -> Form:
+        """How the result reaches a member."""
+        return Form.DELTA if member in self.in_base else Form.FULL
+
+    def new_version(self, round_number: int) -> int:
+        """Version after the commit."""
+        return round_number if self.contributions else self.base_version
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of one block with its reducer."""
+
+    index: int
+    block: int
+    start: int  # first element in the flat vector
+    size: int
+    reducer: int  # member index
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a round."""
+
+    round: int
+    num_members: int
+    blocks: dict[int, BlockPlan]  # only the blocks that have parts
+    parts: tuple[Part, ...]
+
+    def block_of(self, part: Part) -> BlockPlan:
+        """The plan of the part's block."""
+        return self.blocks[part.block]
+
+    def pushes(self, sender: int, reducer: int) -> list[tuple[Part, Contribution]]:
+        """The parts that `sender` pushes to `reducer`, in order."""
+        if sender == reducer:
+            return []
+        return [
+            (part, contribution)
+            for part in self.parts
+            if part.reducer == reducer
+            for contribution in self.block_of(part).contributions
+            if contribution.member == sender
+        ]
+
+    def wanted(self, member: int) -> list[Part]:
+        """The parts whose results a member wants."""
+        return [part for part in self.parts if self.block_of(part).receives(member)]
+
+
+def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
+    """Derives the plan from the members' statements."""
+    members = group.members
+    block_plans = [_plan_block(members, block.index) for block in layout.blocks]
+    part_elements = _part_elements(layout.blocks[SHARED_BLOCK].size, len(members), max_part_elements)
+    load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
+    # Experts first: their reducers are given (their holders), the shared parts then level the loads.
+    pieces: dict[int, list[tuple[int, int, int]]] = {}
+    for block_plan in sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK):
+        block = layout.blocks[block_plan.block]
+        candidates = _reducers(members, block_plan, prefer_contributors=block.expert is not None)
+        if not candidates:
+            continue
+        pieces[block.index] = []
+        for start in range(block.start, block.stop, part_elements):
+            size = min(part_elements, block.stop - start)
+            reducer = min(
+                candidates, key=lambda m: (load[m] + size / members[m].statement.bandwidth_mbps, members[m].peer_id)
+            )
+            load[reducer] += size / members[reducer].statement.bandwidth_mbps
+            pieces[block.index].append((start, size, reducer))
+    parts: list[Part] = []
+    for block_index in sorted(pieces):
+        for start, size, reducer in pieces[block_index]:
+            parts.append(Part(len(parts), block_index, start, size, reducer))
+    blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
+    return Plan(group.round, len(members), blocks, tuple(parts))
+
+
+def _part_elements(shared_size: int, num_members: int, maximum: int) -> int:
+    even = math.ceil(shared_size / (PARTS_PER_MEMBER * num_members))
+    return max(min(even, maximum), min(MIN_PART_ELEMENTS, maximum))
+
+
+def _plan_block(members: Sequence[Member], block: int) -> BlockPlan | None:
+    """The plan of one block, None where there is nothing to do."""
+    holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
+    for i, member in enumerate(members):
+        holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
+
+    def preference(base: tuple[int, bytes]) -> tuple[bool, int, int, bytes]:
+        holders = holders_of_base[base]
+        return any(members[i].statement.reachable for i in holders), len(holders), *base
+
+    version, digest = max(holders_of_base, key=preference)
+    in_base = frozenset(holders_of_base[version, digest])
+    contributions = tuple(
+        Contribution(
+            i,
+            weight,
+            Form.FULL if i not in in_base and members[i].statement.versions[block] >= version else Form.DELTA,
+        )
+        for i, weight in _weights(members, block)
+    )
+    if not contributions and len(in_base) == len(members):
+        return None
+    return BlockPlan(block, version, digest, in_base, contributions)
+
+
+def _weights(members: Sequence[Member], block: int) -> list[tuple[int, float]]:
+    """Who contributes to a block, with what weight: tokens for shared, tokens routed to the expert for its holders."""
+    if block == SHARED_BLOCK:
+        raw = {i: m.statement.tokens for i, m in enumerate(members) if m.statement.tokens > 0}
+    else:
+        expert = block - 1
+        raw = {
+            i: m.statement.routed[m.statement.held.index(expert)]
+            for i, m in enumerate(members)
+            if expert in m.statement.held and m.statement.tokens > 0
+        }
+    if not raw:
+        return []
+    if not any(raw.values()):  # no token was routed to this expert, but weight decay and merges changed it
+        return [(i, 1.0) for i in raw]
+    limit = MAX_WEIGHT_RATIO * median(count for count in raw.values() if count > 0)
+    return [(i, min(float(count), limit)) for i, count in raw.items() if count > 0]
+
+
+def _reducers(members: Sequence[Member], block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
+    """Members that may reduce a block: reachable and holding the base; for an expert its contributors, if any can."""
+    able = [i for i in sorted(block_plan.in_base) if members[i].statement.reachable]
+    if prefer_contributors:
+        contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
+        return [i for i in able if i in contributors] or able
+    return able

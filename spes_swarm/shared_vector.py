@@ -1,0 +1,40 @@
+"""A flat fp32 vector in memory that two processes share.
+
+The memory is an anonymous file (memfd): it has no name that could be left behind, and the kernel frees it when the last
+of its users ends, however that happens. Pages that are never written take no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_swarm.codec import FloatArray
+
+
+@dataclass(frozen=True)
+class SharedVector:
+    """`values_N` is a view of the shared memory; `fd` is what another process maps it with."""
+
+    fd: int
+    values_N: FloatArray
+
+    @classmethod
+    def create(cls, num_elements: int) -> SharedVector:
+        """Allocates zeros.
+
+        Raises:
+            OSError: the kernel refused the file descriptor or the mapping.
+        """
+        fd = os.memfd_create("spes_swarm")
+        os.ftruncate(fd, 4 * num_elements)
+        return cls.attach(fd, num_elements)
+
+    @classmethod
+    def attach(cls, fd: int, num_elements: int) -> SharedVector:
+        """Maps the memory behind a descriptor that another process created and sent."""
+        memory = mmap.mmap(fd, 4 * num_elements)
+        return cls(fd=fd, values_N=np.frombuffer(memory, dtype=np.float32))

@@ -1,0 +1,114 @@
+"""What a member brings to a round: a signed statement.
+
+The plan of a round is a pure function of its members' statements, so they carry everything the plan depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from blake3 import blake3
+from pydantic import Field, model_validator
+
+from spes_swarm.errors import ProtocolError
+from spes_swarm.identity import Identity
+from spes_swarm.signed import SignedModel, seal, unseal
+
+KIND = "statement"
+DIGEST_BYTES = 32
+_MAX_TOKENS = 1 << 48
+
+_Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
+_Round = Annotated[int, Field(ge=0, lt=1 << 40)]
+
+
+class Statement(SignedModel):
+    """One member's view of the reference and what it has trained since the last commit."""
+
+    round: _Round  # the round to be committed
+    held: list[Annotated[int, Field(ge=0)]]  # experts trained by this member, ascending
+    tokens: _Count  # tokens trained on since the member's last commit
+    routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
+    bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6)]  # upload speed; its share of the reducing follows it
+    reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
+    versions: list[_Round]  # for each block, the round of its last change
+    digests: list[Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]]  # for each block
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Statement:
+        if len(self.routed) != len(self.held):
+            raise ValueError("routed must have one count for each held expert")
+        if len(self.versions) != len(self.digests):
+            raise ValueError("versions and digests must have one entry for each block")
+        if self.held != sorted(set(self.held)):
+            raise ValueError("held must be ascending without repetition")
+        if self.held and self.held[-1] >= len(self.digests) - 1:
+            raise ValueError("held names an expert that the model does not have")
+        return self
+
+
+@dataclass(frozen=True)
+class Member:
+    """A verified statement with its writer."""
+
+    peer_id: str
+    statement: Statement
+
+
+@dataclass(frozen=True)
+class Group:
+    """The members of one round, ordered by peer id, the same on every peer."""
+
+    run_id: str
+    round: int
+    members: tuple[Member, ...]
+    sealed: tuple[bytes, ...]  # the signed statements, in the order of the members
+
+    @property
+    def id(self) -> bytes:
+        """Digest of the signed statements: names the group in every message of its exchange."""
+        hasher = blake3(f"{self.run_id}|{self.round}".encode())
+        for data in self.sealed:
+            hasher.update(blake3(data).digest())
+        return hasher.digest()
+
+    def index_of(self, peer_id: str) -> int | None:
+        """Position of a peer among the members, None if it is not one."""
+        return next((i for i, member in enumerate(self.members) if member.peer_id == peer_id), None)
+
+
+def seal_statement(identity: Identity, run_id: str, statement: Statement) -> bytes:
+    """Signs a statement."""
+    return seal(identity, KIND, run_id, statement)
+
+
+def open_statement(data: bytes, run_id: str, round_number: int, num_blocks: int) -> Member:
+    """Verifies a signed statement for a given round.
+
+    Raises:
+        ProtocolError: bad signature or schema, (`round`) other round, (`shape`) other number of blocks.
+    """
+    peer_id, statement = unseal(data, KIND, run_id, Statement)
+    if statement.round != round_number:
+        raise ProtocolError("round", f"statement of {peer_id} is for round {statement.round}, not {round_number}")
+    if len(statement.digests) != num_blocks:
+        raise ProtocolError("shape", f"statement of {peer_id} has {len(statement.digests)} blocks, not {num_blocks}")
+    return Member(peer_id, statement)
+
+
+def form_group(run_id: str, round_number: int, sealed: Iterable[bytes], num_blocks: int) -> Group:
+    """Verifies the statements that a leader gathered and puts them in the canonical order.
+
+    Raises:
+        ProtocolError: a statement fails verification, or (`duplicate`) a peer appears twice.
+    """
+    entries: Sequence[tuple[Member, bytes]] = sorted(
+        ((open_statement(data, run_id, round_number, num_blocks), data) for data in sealed),
+        key=lambda entry: entry[0].peer_id,
+    )
+    members = tuple(member for member, _ in entries)
+    if len({member.peer_id for member in members}) != len(members):
+        raise ProtocolError("duplicate", "a peer appears twice in the group")
+    return Group(run_id, round_number, members, tuple(data for _, data in entries))
