@@ -119,7 +119,9 @@ class Daemon:
         if str(peer_id) == self.peer_id:
             raise ConnectionError("that is this peer's own address")
         try:
-            await asyncio.wait_for(self.p2p._client.connect(peer_id, [parsed.decapsulate(f"/p2p/{peer_id}")]), timeout_s)
+            await asyncio.wait_for(
+                self.p2p._client.connect(peer_id, [parsed.decapsulate(f"/p2p/{peer_id}")]), timeout_s
+            )
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
         except OSError:

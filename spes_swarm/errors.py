@@ -60,6 +60,10 @@ class ProtocolError(SwarmError):
         self.kind = kind
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type[ProtocolError], tuple[str, str]]:
+        """Errors travel between the processes of a peer; the default would call __init__ with the joined text."""
+        return type(self), (self.kind, self.detail)
+
 
 class RoundError(SwarmError):
     """A round could not be held; the reference and the live weights are unchanged."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from blake3 import blake3
 
 from spes_swarm.codec import FloatArray
@@ -32,14 +33,12 @@ class Chunk:
 def chunks_of(block: Block) -> list[Chunk]:
     """The chunks of a block, in order; all but the last have CHUNK_ELEMENTS elements."""
     starts = range(block.start, block.stop, CHUNK_ELEMENTS)
-    return [
-        Chunk(block.index, i, start, min(CHUNK_ELEMENTS, block.stop - start)) for i, start in enumerate(starts)
-    ]
+    return [Chunk(block.index, i, start, min(CHUNK_ELEMENTS, block.stop - start)) for i, start in enumerate(starts)]
 
 
 def chunk_digest(values_N: FloatArray) -> bytes:
     """BLAKE3 of the little-endian fp32 values."""
-    return blake3(values_N.astype("<f4", copy=False).data).digest()
+    return blake3(values_N.astype("<f4", copy=False).view(np.uint8).data).digest()
 
 
 def block_digest(chunk_digests: Sequence[bytes]) -> bytes:

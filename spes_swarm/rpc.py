@@ -66,9 +66,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             raise RemoteError(f"{method} at {peer_id}: {answer['error']}")
         return answer
 
-    async def rpc_call(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> averaging_pb2.DownloadData:
+    async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
         """Serves one call."""
         peer_id = str(context.remote_id)
         try:

@@ -70,9 +70,7 @@ class Channel:
         Raises:
             STREAM_ERRORS: the other side is gone, or did not take the frame in time.
         """
-        header = _HEADER.pack(
-            frame.kind, frame.form, len(frame.extra), frame.part, frame.weight, len(frame.payload)
-        )
+        header = _HEADER.pack(frame.kind, frame.form, len(frame.extra), frame.part, frame.weight, len(frame.payload))
         self._writer.write(header + frame.extra)
         self._writer.write(frame.payload)
         await asyncio.wait_for(self._writer.drain(), self._timeout_s)

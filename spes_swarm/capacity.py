@@ -1,0 +1,34 @@
+"""How many experts fit into a device's memory."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from spes_swarm.layout import SHARED_BLOCK, Layout
+
+_BYTES_PER_WEIGHT = 4
+# A trained weight has, besides itself, a gradient and two AdamW moments.
+_EXTRA_BYTES_PER_TRAINED_WEIGHT = 12
+# What is left for activations, the allocator's fragments and everybody else.
+_USABLE_FRACTION = 0.7
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device at this moment."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def experts_that_fit(layout: Layout, want: int, device: torch.device, free: int | None = None) -> int:
+    """The largest number of experts, up to `want`, that can be trained in the device's free memory; at least one.
+
+    Args:
+        free: bytes; measured when None.
+    """
+    budget = (free if free is not None else free_bytes(device)) * _USABLE_FRACTION
+    budget -= _BYTES_PER_WEIGHT * layout.num_elements
+    budget -= _EXTRA_BYTES_PER_TRAINED_WEIGHT * layout.blocks[SHARED_BLOCK].size
+    per_expert = _EXTRA_BYTES_PER_TRAINED_WEIGHT * layout.expert_block(0).size
+    return max(1, min(want, int(budget // per_expert)))

@@ -1,0 +1,683 @@
+"""What a run is (`RunConfig`, the same for the whole swarm) and how one peer takes part in it (`PeerConfig`).
+
+A RunConfig travels in the run's manifest: whoever joins builds exactly the founder's model and schedule, and
+its digest is compared. A PeerConfig never leaves its machine. Both come from one YAML file with the optional
+sections `run:` and `peer:`. Every section checks itself when it is made, wherever its values came from: types
+are strict; an int becomes a float where a float is wanted, so that equal configurations are equal bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import yaml
+from blake3 import blake3
+
+from spes_swarm.codec import CODECS
+from spes_swarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# ---------------------------------------------------------------------------------------------- constraints
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field accepts."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False  # low itself is excluded
+
+    def holds(self, value: float) -> bool:
+        """Whether the field accepts `value`."""
+        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        lower = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
+        return lower if self.high == math.inf else f"{lower} and at most {self.high:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which texts a field accepts."""
+
+    regex: str
+    meaning: str  # completes "expected ..."
+
+    def holds(self, value: str) -> bool:
+        """Whether the field accepts `value`."""
+        return re.fullmatch(self.regex, value) is not None
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
+Count = Annotated[int, Range(1)]
+CountOrNone = Annotated[int, Range(0)]  # 0 switches something off
+Positive = Annotated[float, Range(0, open_low=True)]
+NotNegative = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Beta = Annotated[float, Range(0, 0.999999)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+Text = Annotated[str, Pattern(r".+", "a text that is not empty")]
+Hex64 = Annotated[str, Pattern(r"[0-9a-f]{64}", "64 hexadecimal digits")]
+Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
+
+
+class _Section:
+    """Base of all sections: brings its fields to their declared types and checks them."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            # Frozen for everybody else; here an int becomes the float that was declared, a list a tuple.
+            object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that concern several fields; a ConfigError's message starts with the dotted key."""
+
+
+# --------------------------------------------------------------------------------------------- swarm-wide
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelConfig(_Section):
+    """Which model the swarm trains."""
+
+    type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
+    settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
+
+    def _check(self) -> None:
+        config = transformers_config(self)
+        if _first(config, _NUM_EXPERTS) is None or _first(config, _EXPERTS_PER_TOKEN) is None:
+            raise ConfigError(f"type: found {self.type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
+        if not isinstance(_first(config, ("vocab_size",)), int):
+            raise ConfigError(f"type: found {self.type!r}, expected a text model (it has no vocab_size)")
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"settings: a token goes to {self.experts_per_token} experts, "
+                f"expected 1 to {self.num_experts} (all experts)"
+            )
+        hidden, heads = _first(config, ("hidden_size",)), _first(config, ("num_attention_heads",))
+        if hidden and heads and _first(config, ("head_dim",)) is None and hidden % heads:
+            raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer, whatever the architecture calls it."""
+        return int(_first(transformers_config(self), _NUM_EXPERTS))
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that process a token (top-k)."""
+        return int(_first(transformers_config(self), _EXPERTS_PER_TOKEN))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; token ids are below it."""
+        return int(_first(transformers_config(self), ("vocab_size",)))
+
+    @property
+    def max_sequence_length(self) -> int | None:
+        """Tokens that positions are defined for; None where the architecture has no limit."""
+        limit = _first(transformers_config(self), ("max_position_embeddings",))
+        return None if limit is None else int(limit)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TokenizerConfig(_Section):
+    """How text becomes token ids."""
+
+    name: Text = "bytes"  # "bytes", "bpe" (trained on the embedded corpus), or a transformers tokenizer
+    digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by joiners
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainingConfig(_Section):
+    """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
+
+    sequence_length: Annotated[int, Range(2)]  # tokens
+    batch_size: Count  # sequences per local step, unless a peer overrides it
+    learning_rate: Positive  # at its peak, after warm-up
+    warmup_steps: CountOrNone  # inner steps of linear warm-up
+    total_steps: Count  # inner steps until the learning rate has reached its minimum
+    min_learning_rate_ratio: Fraction = 0.1  # minimum divided by peak
+    adam_beta1: Beta = 0.9  # decay of the first moment
+    adam_beta2: Beta = 0.95  # decay of the second moment
+    adam_eps: Positive = 1e-8  # added to the root of the second moment
+    weight_decay: NotNegative = 0.1  # decoupled
+    max_grad_norm: Positive = 1.0  # gradients with a larger norm are scaled down to it
+    load_balance_weight: NotNegative = 0.01  # weight of the load-balancing loss
+    router_z_weight: NotNegative = 0.001  # weight of the z-loss of router logits
+    logit_z_weight: NotNegative = 1e-5  # weight of the z-loss of output logits
+    local_balance_start: Fraction | None = None  # first factor on held experts' load (paper: 0.7); None = off
+    local_balance_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2  # of training until it is 1
+    seed: Seed = 0  # of the initial weights and the held-out split
+
+    def _check(self) -> None:
+        if self.warmup_steps >= self.total_steps:
+            raise ConfigError(
+                f"warmup_steps: found {self.warmup_steps}, expected fewer than total_steps ({self.total_steps})"
+            )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RoundConfig(_Section):
+    """When a sync round is due, what travels in it, and every deadline."""
+
+    inner_steps: Count  # local steps per round (H)
+    codec: str = "fp16"  # how differences to the reference are encoded
+    part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
+    window_s: Positive = 10.0  # how long a rendezvous waits for live peers that are not there yet
+    stall_timeout_s: Positive = 10.0  # a peer that sends no byte for so long counts as dead
+    timeout_s: Positive = 300.0  # a whole exchange; what is missing then stays at the old reference
+    max_update_rms: Positive = 1.0  # largest root mean square of a part's difference that a reducer accepts
+    progress_ttl_s: Positive = 30.0  # life of a progress record: without a new one the peer counts as gone
+    lease_s: Positive = 120.0  # life of an expert lease: how long a dead holder keeps its experts
+    overlap: bool = False  # train on during the exchange
+
+    def _check(self) -> None:
+        if self.codec not in CODECS:
+            raise ConfigError(f"codec: found {self.codec!r}, expected one of {', '.join(CODECS)}")
+        for shorter, longer in (
+            ("stall_timeout_s", "timeout_s"),
+            ("window_s", "timeout_s"),
+            # A lease is renewed with progress: a shorter one would lapse while its holder counts as alive.
+            ("progress_ttl_s", "lease_s"),
+        ):
+            if getattr(self, shorter) > getattr(self, longer):
+                raise ConfigError(
+                    f"{shorter}: found {getattr(self, shorter):g}, "
+                    f"expected at most {longer} ({getattr(self, longer):g})"
+                )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class MergeConfig(_Section):
+    """Expert-merging warm-up (SPES, Eqs. 5-6); alpha 0 switches it off."""
+
+    alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
+    steps: CountOrNone  # T_merge: inner steps over which alpha falls to 0
+    interval: CountOrNone  # inner steps between merges; 0 = never
+    neighbours: Count = 4  # K: most similar experts that are averaged
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EvaluationConfig(_Section):
+    """Loss on text that nobody trains on."""
+
+    holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # of every data source
+    every_rounds: CountOrNone = 1  # rounds between evaluations; 0 = never
+    sequences: Count = 32  # sequences per evaluation
+
+    def _check(self) -> None:
+        if self.every_rounds and self.holdout_fraction == 0:
+            raise ConfigError("holdout_fraction: found 0, expected more than 0 unless every_rounds is 0")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunConfig(_Section):
+    """Everything that all peers of a run have in common."""
+
+    name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = (
+        "quickstart"  # first part of run ids
+    )
+    model: ModelConfig  # what is trained
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)  # how text becomes token ids
+    training: TrainingConfig  # optimisation
+    round: RoundConfig  # synchronisation
+    merge: MergeConfig  # expert-merging warm-up
+    experts_per_peer: Count  # experts that a peer trains unless it asks for others
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # held-out loss
+
+    def _check(self) -> None:
+        model, length = self.model, self.training.sequence_length
+        if self.experts_per_peer > model.num_experts:
+            raise ConfigError(
+                f"experts_per_peer: found {self.experts_per_peer}, "
+                f"expected 1 to {model.num_experts} (the model's experts)"
+            )
+        if model.max_sequence_length is not None and length > model.max_sequence_length:
+            raise ConfigError(
+                f"training.sequence_length: found {length}, expected at most {model.max_sequence_length} "
+                "(the model's max_position_embeddings)"
+            )
+        if self.tokenizer.name == "bytes" and model.vocab_size <= 256:
+            raise ConfigError(
+                f"model.settings.vocab_size: found {model.vocab_size}, expected at least 257 "
+                "(the bytes tokenizer has 256 bytes and an end of document)"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
+        """Reads plain values that came from `source` (a file, a manifest).
+
+        Raises:
+            ConfigError: naming the source, the dotted key, what was found and what is expected.
+        """
+        return _read(cls, values, f"{source}: ", "run")
+
+    @property
+    def digest(self) -> str:
+        """Hex BLAKE3 of the canonical JSON."""
+        return blake3(canonical_json(self)).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- peer-local
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class PeerConfig(_Section):
+    """How this peer takes part; never leaves the machine."""
+
+    output_dir: Text = "runs/peer"  # checkpoints and metrics
+    identity: Text | None = None  # file of the private key; None = inside output_dir
+    experts: Text = "auto"  # "auto" (the run's experts_per_peer), "N" experts, or which ones: "i,j,k"
+    data: Text = "stdlib"  # data source
+    device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
+    batch_size: Count | None = None  # sequences per local step; None = the run's
+    kernel: Text = "torch"  # expert kernel
+    num_threads: Count | None = None  # CPU threads of the trainer; None = torch decides
+    seed: Seed | None = None  # of the data order; None = derived from the peer id
+    initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
+    run_id: Text | None = None  # the run to join; None = the one that the initial peers take part in
+    host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
+    announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to tell others; none = those listened on
+    client_mode: bool = False  # accept no connections: for peers that cannot be reached
+    wait_for_peers: Count = 1  # peers, this one included, that must be there before training starts
+    max_rounds: Count | None = None  # rounds after which this peer leaves; None = stay
+    checkpoint_every_rounds: Count = 1  # rounds between checkpoints
+    keep_checkpoints: Count = 2  # newest checkpoints that are kept
+    bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
+    name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
+    upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `from_dict` is the inverse."""
+        return to_dict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
+        """Reads plain values that came from `source`; raises ConfigError as RunConfig.from_dict does."""
+        return _read(cls, values, f"{source}: ", "peer")
+
+
+def override(peer: PeerConfig, **flags: Any) -> PeerConfig:
+    """The configuration with command line flags applied; a flag that is None was not given.
+
+    Raises:
+        ConfigError: a value of the wrong type or an impossible one.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    return PeerConfig.from_dict(peer.to_dict() | given, "command line")
+
+
+ExpertsWanted = Literal["auto"] | int | tuple[int, ...]
+
+
+def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
+    """What `--experts` asks for: "auto", a number of experts (`"2"` -> 2), or a sorted tuple of which ones.
+
+    A single expert is chosen with a comma: `"3,"` -> (3,).
+
+    Raises:
+        ConfigError: garbage, a number of experts that the model does not have, or an expert named twice.
+    """
+    where, text = f"experts: found {text!r}", text.strip()
+    if text == "auto":
+        return "auto"
+    words = [word.strip() for word in text.split(",")]
+    is_list = len(words) > 1
+    if is_list and not words[-1]:
+        words.pop()
+    # isascii: other scripts' digits pass isdecimal, and what looks like a number should be one everywhere.
+    if not all(word.isascii() and word.isdecimal() and len(word) <= 9 for word in words):
+        raise ConfigError(f"{where}, expected auto, a number of experts, or experts such as 0,3,5")
+    numbers = [int(word) for word in words]
+    if not is_list:
+        if not 1 <= numbers[0] <= num_experts:
+            raise ConfigError(
+                f"{where}, expected 1 to {num_experts} experts (for expert {numbers[0]}: '{numbers[0]},')"
+            )
+        return numbers[0]
+    for number in numbers:
+        if number >= num_experts:
+            raise ConfigError(f"{where}, expected experts from 0 to {num_experts - 1}")
+        if numbers.count(number) > 1:
+            raise ConfigError(f"{where}, expected each expert once ({number} is repeated)")
+    return tuple(sorted(numbers))
+
+
+# ---------------------------------------------------------------------------------------- transformers' side
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+# Able to load code or files, or decided by the peer that builds the model.
+FORBIDDEN_SETTINGS = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_experts_implementation",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "experts_implementation",
+        "extra_config_files",
+        "extra_files",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "trust_remote_code",
+    }
+)
+
+
+def transformers_config(model: ModelConfig) -> PreTrainedConfig:
+    """Builds the transformers configuration of the model.
+
+    Raises:
+        ConfigError: its message starts with the key below `model`: `type` or `settings.KEY`.
+    """
+    # Takes seconds (it brings torch), so only those pay that look at a model.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if model.type not in CONFIG_MAPPING:
+        nearest = _nearest(model.type, CONFIG_MAPPING)
+        raise ConfigError(f"type: found {model.type!r}, expected a model type of transformers{nearest}")
+    config_class = CONFIG_MAPPING[model.type]
+    known = {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    known -= FORBIDDEN_SETTINGS
+    for key in model.settings:
+        if key in FORBIDDEN_SETTINGS:
+            raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
+        if key not in known:
+            raise ConfigError(f"settings.{key}: unknown key for {model.type}{_nearest(key, known)}")
+    try:
+        return config_class(**json.loads(json.dumps(model.settings)))  # a copy: it keeps what it is given
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as exc:
+        detail = " ".join(str(exc).split())
+        raise ConfigError(f"settings: transformers refuses them for {model.type}: {detail}") from exc
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that the configuration has, else None."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+# ------------------------------------------------------------------------------------------- serialisation
+
+
+def to_dict(section: _Section) -> dict[str, Any]:
+    """Plain JSON values of a section: dicts, lists and scalars, nothing shared with it."""
+    return {name: _plain(getattr(section, name)) for name in _hints(type(section))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Section):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def canonical_json(run: RunConfig) -> bytes:
+    """The one byte string of a configuration: ASCII, sorted keys, no spaces, shortest round-trip floats."""
+    return json.dumps(run.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+# ------------------------------------------------------------------------------------------ reading strictly
+
+
+_S = TypeVar("_S", bound=_Section)
+
+
+def _hints(cls: type[_Section]) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _read(cls: type[_S], values: Any, where: str, key: str) -> _S:
+    """Makes a section, and those inside it, of plain values; `key` is its own dotted key."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}{key}: found {_show(values)}, expected a section of keys")
+    hints = _hints(cls)
+    for name in values:
+        if name not in hints:
+            raise ConfigError(f"{where}{key}.{name}: unknown key{_nearest_key(cls, str(name), key)}")
+    missing = [
+        item.name
+        for item in dataclasses.fields(cls)  # type: ignore[arg-type]  # every section is a dataclass
+        if item.default is item.default_factory is dataclasses.MISSING and item.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {_expected(hints[missing[0]])}")
+    arguments = {
+        name: _read(hints[name], value, where, f"{key}.{name}") if _is_section(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return cls(**arguments)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}{key}.{exc}") from None
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, _Section)
+
+
+def _checked(hint: Any, value: Any, key: str) -> Any:
+    """The value as the declared type wants it, or a ConfigError that starts with the key."""
+    base, constraint, optional = _declared(hint)
+    if value is None and optional:
+        return None
+    wrong = ConfigError(f"{key}: found {_show(value)}, expected {_expected(hint)}")
+    if get_origin(base) is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong
+        return tuple(_checked(get_args(base)[0], item, f"{key}.{index}") for index, item in enumerate(value))
+    if get_origin(base) is dict:
+        if not isinstance(value, dict):
+            raise wrong
+        return _checked_setting(value, key, depth=0)
+    # A bool is an int to Python, but somebody who writes `true` for a number means something else.
+    if base is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise wrong from None
+    if type(value) is not base or (base is float and not math.isfinite(value)):
+        raise wrong
+    if constraint is not None and not constraint.holds(value):
+        raise wrong
+    return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values are equal bytes
+
+
+def _checked_setting(value: Any, key: str, depth: int) -> Any:
+    """A copy of a JSON value of bounded depth."""
+    if depth > 8:  # a YAML alias may even contain itself
+        raise ConfigError(f"{key}: nested too deeply")
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}: found the key {_show(name)}, expected text")
+        return {name: _checked_setting(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_checked_setting(item, f"{key}.{index}", depth + 1) for index, item in enumerate(value)]
+    if value is not None and type(value) not in (int, float, bool, str):
+        raise ConfigError(f"{key}: found {_show(value)}, expected a number, text, true, false, null, list or mapping")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{key}: found {_show(value)}, expected a finite number")
+        return value + 0.0
+    return value
+
+
+def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
+    """Splits a type hint into the bare type, its constraint, and whether None is allowed."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (item for item in get_args(hint) if item is not type(None))
+        base, constraint, _ = _declared(inner)
+        return base, constraint, True
+    if get_origin(hint) is Annotated:
+        base, constraint = get_args(hint)
+        return base, constraint, False
+    return hint, None, False
+
+
+def _expected(hint: Any) -> str:
+    """Describes a declared type to a person."""
+    base, constraint, optional = _declared(hint)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if isinstance(constraint, Pattern):
+        text = str(constraint)
+    elif get_origin(base) is tuple:
+        text = "a list"
+    elif get_origin(base) is dict or _is_section(base):
+        text = "a section of keys"
+    else:
+        text = names[base] + (f", {constraint}" if constraint else "")
+    return f"{text} (or null)" if optional else text
+
+
+def _show(value: Any) -> str:
+    """What was found, as one would write it in YAML, with its kind where that is the news."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping | list | tuple):
+        return "a section of keys" if isinstance(value, Mapping) else "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """Completes a message about an unknown word."""
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)
+    return f", did you mean {nearest[0]}?" if nearest else ""
+
+
+def _nearest_key(cls: type[_Section], word: str, key: str) -> str:
+    """Completes a message about an unknown key: the same key in a section below, else the nearest."""
+    for section, hint in _hints(cls).items():
+        if _is_section(hint) and word in _hints(hint):
+            return f", did you mean {key}.{section}.{word}?"
+    return _nearest(word, _hints(cls))
+
+
+# ----------------------------------------------------------------------------------------------------- YAML
+
+
+class ConfigFile(NamedTuple):
+    """What a configuration file says."""
+
+    run: RunConfig | None  # None: the file has no `run:` section
+    peer: PeerConfig  # defaults where the file has no `peer:` section
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML with the scalars of YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text, and no
+    duplicate keys.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As SafeLoader, but a key may stand only once."""
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode):
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value} stands twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1
+for _tag, _regex, _first_characters in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?[0-9]+[eE][-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_regex})$"), list(_first_characters))
+
+
+def default_config_path() -> Path:
+    """The quickstart configuration inside the package."""
+    return Path(__file__).parent / "default_config" / "quickstart.yaml"
+
+
+def load_config(path: str | Path) -> ConfigFile:
+    """Reads a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or says something that cannot be used.
+    """
+    source = str(path)
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+    except OSError as exc:
+        raise ConfigError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{source}: not UTF-8 text") from exc
+    except yaml.MarkedYAMLError as exc:
+        mark = exc.problem_mark or exc.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigError(f"{source}: {line}{exc.problem or exc.context}") from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(exc).split())}") from exc
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: found {_show(content)}, expected the sections run: and peer:")
+    for key in content:
+        if key not in ("run", "peer"):
+            raise ConfigError(f"{source}: {key}: unknown key{_nearest_section(str(key))}")
+    run = content.get("run")
+    peer = content.get("peer")
+    return ConfigFile(
+        run=None if run is None else RunConfig.from_dict(run, source),
+        peer=PeerConfig() if peer is None else PeerConfig.from_dict(peer, source),
+    )
+
+
+def _nearest_section(word: str) -> str:
+    """Completes a message about an unknown key at the top level."""
+    for section, cls in (("run", RunConfig), ("peer", PeerConfig)):
+        if word in _hints(cls):
+            return f", did you mean {section}.{word}?"
+    return _nearest(word, ("run", "peer"))

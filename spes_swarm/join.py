@@ -1,0 +1,502 @@
+"""`python -m spes_swarm.join`: takes part in a run, or founds one.
+
+Without --initial-peers it founds a run from --config (default: the quickstart), or goes on with the run that
+--output-dir belongs to, and prints the command with which others join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spes_swarm.address import best_first, check_listen_address, check_peer_address
+from spes_swarm.capacity import experts_that_fit
+from spes_swarm.checkpoint import Checkpoint, load_newest
+from spes_swarm.config import (
+    ExpertsWanted,
+    PeerConfig,
+    RunConfig,
+    default_config_path,
+    load_config,
+    override,
+    parse_experts,
+)
+from spes_swarm.corpus import open_source
+from spes_swarm.errors import ConfigError, ManifestError, NetworkProcessError, UserError
+from spes_swarm.identity import Identity
+from spes_swarm.layout import Layout
+from spes_swarm.manifest import Manifest, found_run
+from spes_swarm.metrics import Metrics
+from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.network_client import NetworkClient
+from spes_swarm.panel import PeerConsole, experts_text
+from spes_swarm.reference import ReferenceTable
+from spes_swarm.run_directory import RunDirectory
+from spes_swarm.sampler import Sampler
+from spes_swarm.services import Presence, RoundReport, RunSettings, SwarmView
+from spes_swarm.shared_vector import SharedVector
+from spes_swarm.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.trainer import Trainer, TrainerSetup, TrainingStatus
+from spes_swarm.transfer import TransferReport
+
+_DEFAULT_BANDWIDTH_MBPS = 100.0
+_EVALUATION_BATCH = 8
+_COMMAND_TIMEOUT_S = 120.0
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line of `join`; a flag that is given overrides the configuration file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spes_swarm.join",
+        description="Train a Mixture-of-Experts model together with others, without a server.",
+        argument_default=argparse.SUPPRESS,
+    )
+    run = parser.add_argument_group("the run")
+    run.add_argument("--config", type=Path, help="YAML file; its `run` section founds a run (default: quickstart)")
+    run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers that are in the run")
+    run.add_argument("--run-id", help="refuse any other run than this one")
+    run.add_argument("--wait-for-peers", type=int, metavar="N", help="begin when N peers are there, this one included")
+    run.add_argument("--max-rounds", type=int, metavar="N", help="leave after N rounds")
+    peer = parser.add_argument_group("this peer")
+    peer.add_argument("--experts", metavar="auto|N|i,j", help="which experts to train (default: auto)")
+    peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
+    peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
+    peer.add_argument("--name", help="public nickname")
+    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, or text (default: stdlib)")
+    peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
+    peer.add_argument("--seed", type=int, help="of the order of the data (default: from the peer id)")
+    peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    network = parser.add_argument_group("network")
+    network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="where to listen")
+    network.add_argument("--announce-maddrs", nargs="+", metavar="MADDR", help="what to tell others instead")
+    network.add_argument("--client-mode", action="store_true", help="only open connections, accept none")
+    network.add_argument("--bootstrap-timeout", dest="bootstrap_timeout_s", type=float, metavar="SECONDS")
+    return parser.parse_args(arguments)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The data of a run on this machine."""
+
+    sampler: Sampler
+    evaluation: list[np.ndarray[Any, np.dtype[np.int64]]]
+
+
+class Session:
+    """One stay of a peer in a run, from start to leaving."""
+
+    def __init__(self, options: argparse.Namespace, console: PeerConsole, stop: threading.Event) -> None:
+        self._started = time.monotonic()
+        self._console = console
+        self._stop = stop
+        settings = vars(options)
+        config_path = settings.pop("config", None)
+        self._founding_config, peer = load_config(config_path or default_config_path())
+        self._config_is_explicit = config_path is not None
+        self._peer: PeerConfig = override(peer, **settings)
+        for maddr in self._peer.initial_peers:
+            check_peer_address(maddr)
+        for maddr in self._peer.host_maddrs:
+            check_listen_address(maddr)
+        for maddr in self._peer.announce_maddrs:
+            check_listen_address(maddr, announced=True)
+        if self._founding_config is not None:
+            parse_experts(self._peer.experts, self._founding_config.model.num_experts)
+        self._device = _choose_device(self._peer.device)
+        self._directory = RunDirectory(Path(self._peer.output_dir))
+        self._lock = self._directory.prepare()
+        identity_path = Path(self._peer.identity) if self._peer.identity else self._directory.identity
+        self._identity = Identity.load_or_create(identity_path.absolute())
+        self._metrics = Metrics(self._directory.metrics, self._identity.peer_id)
+        self._status = TrainingStatus()
+        self._network = NetworkClient(self._identity.path, self._on_fault)
+        self._joined = False
+
+    def _on_fault(self, kind: str, peer: str, detail: str) -> None:
+        self._metrics.write("fault", kind=kind, peer=peer, detail=detail)
+        self._status.faults += 1
+
+    def run(self) -> None:
+        """Joins, trains until told to stop, leaves.
+
+        Raises:
+            UserError: something that the user can mend.
+            NetworkProcessError: the network process failed.
+        """
+        try:
+            self._run()
+        finally:
+            self._network.stop()
+            if self._joined:
+                self._metrics.write("leave", round=self._status.round)
+            self._metrics.close()
+            os.close(self._lock)
+
+    def _run(self) -> None:
+        if self._peer.num_threads is not None:
+            torch.set_num_threads(self._peer.num_threads)
+        maddrs, _ = self._network.ask(
+            "start_daemon",
+            _COMMAND_TIMEOUT_S,
+            host_maddrs=list(self._peer.host_maddrs),
+            announce_maddrs=list(self._peer.announce_maddrs),
+            client_mode=self._peer.client_mode,
+        )
+        self._console.say(f"peer {self._identity.peer_id}")
+        manifest = self._find_manifest()
+        run = manifest.run
+        self._console.say(f"run {manifest.run_id}")
+        tokenizer = _tokenizer_of(run)
+        data = self._open_data(run, tokenizer)
+        self._console.say(f"building {run.model.type} on {self._device}")
+        model = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        layout = layout_of(model)
+        if layout.digest != manifest.layout_digest:
+            raise ManifestError(
+                "this version of transformers lays the model out differently from the founder's; "
+                "install the version that the run uses"
+            )
+        wanted = parse_experts(self._peer.experts, layout.num_experts)
+        reference = SharedVector.create(layout.num_elements)
+        contribution = SharedVector.create(layout.num_elements)
+        checkpoint = self._load_checkpoint(manifest, layout, reference)
+        if checkpoint is None and manifest.founder == self._identity.peer_id:
+            reference.values_N[:] = flat_from_model(model, layout)
+        self._network.ask(
+            "open_run",
+            _COMMAND_TIMEOUT_S,
+            settings=RunSettings(
+                manifest=manifest,
+                layout=layout,
+                reference_fd=reference.fd,
+                contribution_fd=contribution.fd,
+                trainer_pid=os.getpid(),
+                client_mode=self._peer.client_mode,
+                bandwidth_mbps=self._peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
+                initial_peers=tuple(self._peer.initial_peers),
+            ),
+        )
+        self._announce("joining")
+        self._directory.remember(manifest)
+        table = self._obtain_reference(manifest, checkpoint)
+        held = self._claim(run, layout, wanted, checkpoint)
+        sparse = SparseModel(model.to(self._device), held, self._peer.kernel)
+        trainer = Trainer(
+            TrainerSetup(
+                run_id=manifest.run_id,
+                peer_id=self._identity.peer_id,
+                nickname=self._peer.name or "",
+                run=run,
+                model=sparse,
+                network=self._network,
+                reference_N=reference.values_N,
+                contribution_N=contribution.values_N,
+                sampler=data.sampler,
+                evaluation=data.evaluation,
+                device=self._device,
+                batch_size=self._peer.batch_size or run.training.batch_size,
+                metrics=self._metrics,
+                checkpoints=self._directory.checkpoints,
+                checkpoint_every_rounds=self._peer.checkpoint_every_rounds,
+                keep_checkpoints=self._peer.keep_checkpoints,
+                max_rounds=self._peer.max_rounds,
+                stop=self._stop,
+                status=self._status,
+                on_round=self._say_round,
+            )
+        )
+        if checkpoint is not None:
+            trainer.restore(checkpoint, table)
+        else:
+            trainer.load_reference(table)
+        self._tell_how_to_join(manifest, maddrs)
+        self._wait_for_peers()
+        self._joined = True
+        self._metrics.write("lease", gained=list(held), lost=[])
+        self._metrics.write(
+            "join",
+            run_id=manifest.run_id,
+            maddrs=maddrs,
+            experts=list(held),
+            round=table.round,
+            seconds=time.monotonic() - self._started,
+        )
+        self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
+        with self._console.live(self._status, manifest.run_id):
+            trainer.run()
+        self._console.say("leaving the swarm")
+
+    # The steps of joining.
+
+    def _find_manifest(self) -> Manifest:
+        stored = self._directory.manifest()
+        peer = self._peer
+        if stored is not None and peer.run_id not in (None, stored.run_id):
+            raise UserError(
+                f"output directory {self._directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
+                "choose another --output-dir"
+            )
+        if not peer.initial_peers:
+            if peer.run_id is not None and stored is None:
+                raise ConfigError("--run-id names a run to join, which needs --initial-peers")
+            if stored is not None:
+                if self._config_is_explicit and self._founding_config not in (None, stored.run):
+                    raise UserError(
+                        f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
+                        "differs from the given one; choose another --output-dir, or leave --config out to go on"
+                    )
+                self._console.say("going on with the run of this output directory")
+                return stored
+            return self._found()
+        self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
+        connected = self._network.ask(
+            "bootstrap",
+            peer.bootstrap_timeout_s + 30.0,
+            maddrs=list(peer.initial_peers),
+            timeout_s=peer.bootstrap_timeout_s,
+        )
+        expected = peer.run_id or (stored.run_id if stored is not None else None)
+        try:
+            manifest: Manifest = self._network.ask(
+                "fetch_manifest",
+                peer.bootstrap_timeout_s + 60.0,
+                peers=connected,
+                run_id=expected,
+                timeout_s=peer.bootstrap_timeout_s,
+            )
+        except ManifestError as exc:
+            if stored is not None and peer.run_id is None:
+                raise UserError(
+                    f"output directory {self._directory.path} belongs to run {stored.run_id}: {exc}; "
+                    "choose another --output-dir"
+                ) from exc
+            raise
+        if self._config_is_explicit and self._founding_config not in (None, manifest.run):
+            raise ConfigError(
+                f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
+                "the run's settings from the swarm: leave the section out"
+            )
+        return manifest
+
+    def _found(self) -> Manifest:
+        if self._founding_config is None:
+            raise ConfigError("founding a run needs a configuration with a `run` section")
+        run = self._founding_config
+        tokenizer = load_tokenizer(run.tokenizer.name)
+        if run.tokenizer.digest is None:
+            run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
+        _check_vocabulary(run, tokenizer)
+        model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
+        self._console.say("founding a new run")
+        return found_run(run, layout_of(model).digest, self._identity)
+
+    def _open_data(self, run: RunConfig, tokenizer: Tokenizer) -> _Opened:
+        self._console.say(f"opening data: {self._peer.data}")
+        files = open_source(self._peer.data, tokenizer)
+        seed = self._peer.seed if self._peer.seed is not None else self._identity.peer_id
+        sampler = Sampler(
+            files,
+            sequence_length=run.training.sequence_length,
+            seed=f"{run.training.seed}/{seed}",
+            holdout_fraction=run.evaluation.holdout_fraction,
+            tokenizer=tokenizer,
+        )
+        evaluation = (
+            list(sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
+            if run.evaluation.every_rounds
+            else []
+        )
+        return _Opened(sampler, evaluation)
+
+    def _load_checkpoint(self, manifest: Manifest, layout: Layout, reference: SharedVector) -> Checkpoint | None:
+        checkpoint, complaints = load_newest(
+            self._directory.checkpoints, manifest.run_id, self._identity.peer_id, layout
+        )
+        for complaint in complaints:
+            self._console.say(f"passing over a checkpoint: {complaint}")
+            self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
+        if checkpoint is not None:
+            checkpoint.reference(layout, reference.values_N)
+            self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
+        return checkpoint
+
+    def _obtain_reference(self, manifest: Manifest, checkpoint: Checkpoint | None) -> ReferenceTable:
+        if checkpoint is not None:
+            meta = checkpoint.meta
+            digest = self._network.ask(
+                "adopt", _COMMAND_TIMEOUT_S, table_round=meta.round, versions=tuple(meta.versions)
+            )
+            if digest != meta.reference_digest:
+                raise UserError(f"{checkpoint.path} does not have the digest that it was written with")
+        elif manifest.founder == self._identity.peer_id:
+            num_blocks = manifest.run.model.num_experts + 1
+            self._network.ask("adopt", _COMMAND_TIMEOUT_S, table_round=0, versions=(0,) * num_blocks)
+        view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+        if self._peer.initial_peers and (view.num_peers or checkpoint is None):
+            self._announce("syncing")
+            self._console.say("fetching the swarm's reference")
+            started = time.monotonic()
+            report: TransferReport = self._network.ask("download")
+            seconds = time.monotonic() - started
+            self._metrics.write(
+                "sync",
+                round=report.round,
+                seconds=seconds,
+                payload_bytes=report.payload_bytes,
+                donors=dict(report.chunks_by_donor),
+            )
+            self._console.say(
+                f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
+                f"{len(report.chunks_by_donor)} donor(s) in {seconds:.1f} s, verified"
+            )
+        table: ReferenceTable = self._network.ask("table", _COMMAND_TIMEOUT_S)
+        return table
+
+    def _claim(
+        self, run: RunConfig, layout: Layout, wanted: ExpertsWanted, checkpoint: Checkpoint | None
+    ) -> tuple[int, ...]:
+        """Takes leases; "auto" means as many as the run says, if they fit."""
+        choice: int | tuple[int, ...]
+        if checkpoint is not None and wanted in ("auto", len(checkpoint.meta.held)):
+            choice = tuple(checkpoint.meta.held)
+        elif wanted == "auto":
+            choice = experts_that_fit(layout, run.experts_per_peer, self._device)
+            if choice < run.experts_per_peer:
+                self._console.say(f"{choice} instead of {run.experts_per_peer} experts: more do not fit in memory")
+        else:
+            choice = wanted
+        held: tuple[int, ...] = self._network.ask("claim", _COMMAND_TIMEOUT_S, experts=choice)
+        return held
+
+    def _announce(self, state: Any) -> None:
+        self._status.phase = state
+        self._network.ask(
+            "set_presence",
+            _COMMAND_TIMEOUT_S,
+            presence=Presence(
+                name=self._peer.name or "",
+                state=state,
+                step=0,
+                tokens=0,
+                tokens_per_step=0,
+                tokens_per_second=0.0,
+                loss=None,
+                experts=(),
+            ),
+        )
+
+    def _wait_for_peers(self) -> None:
+        wanted = self._peer.wait_for_peers
+        if wanted <= 1:
+            return
+        self._announce("waiting")
+        shown = 0
+        while not self._stop.is_set():
+            view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+            here = view.num_peers + 1
+            if here >= wanted:
+                return
+            if here != shown:
+                shown = here
+                self._console.say(f"waiting for peers: {here} of {wanted}")
+            self._stop.wait(0.5)
+
+    # Telling the user.
+
+    def _tell_how_to_join(self, manifest: Manifest, maddrs: list[str]) -> None:
+        if not maddrs:
+            return
+        self._console.say("others join with:")
+        best = best_first(maddrs)[0]
+        self._console.command(
+            shlex.join(["python", "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
+        )
+
+    def _say_round(self, report: RoundReport, eval_loss: float | None) -> None:
+        if self._console.is_terminal:
+            return
+        status = self._status
+        loss = "-" if status.loss is None else f"{status.loss:.4f}"
+        evaluated = "-" if eval_loss is None else f"{eval_loss:.4f}"
+        self._console.say(
+            f"round {report.commit.round}: {len(report.commit.members)} peers, loss {loss}, eval loss {evaluated}, "
+            f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
+        )
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        # Asking for availability does not initialise CUDA, which must not happen before the fork.
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+    return device
+
+
+def _tokenizer_of(run: RunConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(run.tokenizer.name)
+    if run.tokenizer.digest is not None and tokenizer.digest != run.tokenizer.digest:
+        raise ManifestError(
+            f"tokenizer {run.tokenizer.name!r} on this machine is not the one that the run uses "
+            f"(digest {tokenizer.digest[:12]}, expected {run.tokenizer.digest[:12]})"
+        )
+    _check_vocabulary(run, tokenizer)
+    return tokenizer
+
+
+def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line entry point; returns the exit code."""
+    options = parse_arguments(arguments)
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: Any) -> None:
+        del frame
+        if stop.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.set()
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    try:
+        Session(options, PeerConsole(), stop).run()
+    except UserError as exc:
+        print(f"join: {exc}", file=sys.stderr)
+        return 2
+    except NetworkProcessError as exc:
+        print(f"join: {exc}; start again with the same --output-dir to go on from the last checkpoint", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("join: stopped at once; the last checkpoint is what remains", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

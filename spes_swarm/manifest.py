@@ -1,0 +1,90 @@
+"""The manifest of a run: its configuration and its founder, named by the run id itself.
+
+The run id ends in a digest of the manifest, so whoever knows the id can check a manifest that comes from anybody, and
+whoever knows only an address learns the id from the manifest and can compare it with what was announced elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from spes_swarm.config import RunConfig
+from spes_swarm.errors import ConfigError, ManifestError, ProtocolError
+from spes_swarm.identity import Identity, verify
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 256 * 1024
+_DIGEST_CHARS = 24
+_DOMAIN = b"spes_swarm/1\0manifest\0"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A verified manifest."""
+
+    run_id: str
+    run: RunConfig
+    layout_digest: str  # hex digest of the parameters' layout: another version of a model is noticed at once
+    founder: str  # peer id
+    data: bytes  # the signed bytes
+    signature: bytes
+
+    def to_wire(self) -> dict[str, bytes]:
+        """What peers send each other and what is kept beside checkpoints."""
+        return {"manifest": self.data, "signature": self.signature}
+
+
+def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest:
+    """Makes the manifest of a new run."""
+    content = {
+        "format": FORMAT,
+        "run": run.to_dict(),
+        "layout": layout_digest,
+        "founder": base64.b64encode(founder.public_key_der).decode(),
+    }
+    data = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return open_manifest({"manifest": data, "signature": founder.sign(_DOMAIN + data)}, source="this peer")
+
+
+def run_id_of(name: str, data: bytes) -> str:
+    """The self-certifying id of a run."""
+    return f"{name}-{blake3(data).hexdigest()[:_DIGEST_CHARS]}"
+
+
+def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None = None) -> Manifest:
+    """Verifies a manifest received from `source`.
+
+    Raises:
+        ManifestError: it is malformed, not signed by its founder, of another format, or not of `expected_run_id`.
+    """
+    data, signature = wire.get("manifest"), wire.get("signature")
+    if not isinstance(data, bytes) or not isinstance(signature, bytes) or len(data) > MAX_MANIFEST_BYTES:
+        raise ManifestError(f"what {source} sent as the run's manifest is not one")
+    try:
+        content = json.loads(data)
+        if content["format"] != FORMAT:
+            raise ManifestError(
+                f"the run's manifest has format {content['format']}; this version of spes_swarm knows {FORMAT}"
+            )
+        public_key = base64.b64decode(content["founder"], validate=True)
+        founder = verify(public_key, _DOMAIN + data, signature)
+        run = RunConfig.from_dict(content["run"], source=f"manifest from {source}")
+        layout_digest = str(content["layout"])
+    except ProtocolError as exc:
+        raise ManifestError(f"the manifest from {source} is not signed by its founder: do not join it") from exc
+    except ConfigError as exc:
+        raise ManifestError(f"the manifest from {source} cannot be used: {exc}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
+        raise ManifestError(f"what {source} sent as the run's manifest is malformed") from exc
+    run_id = run_id_of(run.name, data)
+    if expected_run_id is not None and run_id != expected_run_id:
+        raise ManifestError(
+            f"the manifest from {source} describes run {run_id}, not {expected_run_id}: "
+            "it fails verification, or the address belongs to another run"
+        )
+    return Manifest(run_id, run, layout_digest, founder, data, signature)

@@ -1,0 +1,202 @@
+"""The network process: everything of a peer that talks to other peers.
+
+Forked from the trainer before CUDA starts. It runs one event loop with the P2P daemon's client, a DHT node, and the
+services of the run, holds the reference and the contribution in memory shared with the trainer, and takes commands from
+it over a pipe (see network_client.py). It ends when the trainer ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from spes_swarm.daemon import Daemon, bootstrap
+from spes_swarm.errors import BootstrapError, ProtocolError, RoundError
+from spes_swarm.identity import Identity
+from spes_swarm.lifetime import die_with_parent
+from spes_swarm.manifest import Manifest, open_manifest
+from spes_swarm.reference import ReferenceTable
+from spes_swarm.rpc import Rpc
+from spes_swarm.services import Presence, RoundReport, RunServices, RunSettings, SwarmView
+from spes_swarm.transfer import TransferReport
+
+_MAX_FAULTS_PER_PEER = 20  # between two commits; a hostile peer must not fill the log
+
+
+class NetworkProcess:
+    """Executes the trainer's commands; each public coroutine is one."""
+
+    def __init__(self, pipe: Connection, identity: Identity) -> None:
+        self._pipe = pipe
+        self._identity = identity
+        self._daemon: Daemon | None = None
+        self._run: RunServices | None = None
+        self._rpc: Rpc | None = None
+        self._fault_counts: Counter[str] = Counter()
+
+    # Plumbing.
+
+    async def serve(self) -> None:
+        """Takes commands until the trainer says `stop` or goes away."""
+        loop = asyncio.get_running_loop()
+        incoming: asyncio.Queue[tuple[int, str, dict[str, Any]] | None] = asyncio.Queue()
+
+        def read() -> None:
+            try:
+                while self._pipe.poll():
+                    incoming.put_nowait(self._pipe.recv())
+            except (EOFError, OSError):
+                loop.remove_reader(self._pipe.fileno())
+                incoming.put_nowait(None)
+
+        loop.add_reader(self._pipe.fileno(), read)
+        tasks: set[asyncio.Task[None]] = set()
+        while True:
+            command = await incoming.get()
+            if command is None:
+                break
+            number, name, arguments = command
+            task = asyncio.create_task(self._execute(number, name, arguments))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if name == "stop":
+                await task
+                break
+
+    async def _execute(self, number: int, name: str, arguments: dict[str, Any]) -> None:
+        try:
+            self._send("reply", number, True, await getattr(self, name)(**arguments))
+        except Exception as exc:  # whatever went wrong belongs to the caller, who is in the other process
+            self._send("reply", number, False, exc)
+
+    def _send(self, *message: Any) -> None:
+        with suppress(OSError):  # the trainer is gone; the next read ends this process
+            self._pipe.send(message)
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        """Reports a peer's fault to the trainer's metrics, a limited number of times for each peer and round."""
+        self._fault_counts[peer_id] += 1
+        if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
+            self._send("event", "fault", {"kind": error.kind, "peer": peer_id, "detail": error.detail})
+
+    def on_round_over(self) -> None:
+        """Begins a new period for the limit on reported faults."""
+        self._fault_counts.clear()
+
+    def on_called(self, round_number: int) -> None:
+        """Tells the trainer that a leader calls for a round."""
+        self._send("event", "called", round_number)
+
+    def on_view(self, view: SwarmView) -> None:
+        """Tells the trainer about the others."""
+        self._send("event", "view", view)
+
+    # Commands.
+
+    async def start_daemon(
+        self, host_maddrs: list[str], announce_maddrs: list[str], client_mode: bool
+    ) -> tuple[list[str], int]:
+        """Starts p2pd; returns this peer's addresses and the daemon's process id."""
+        self._daemon = await Daemon.start(self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode)
+        self._rpc = Rpc(self._daemon.p2p, self.on_fault)
+        await self._rpc.start()
+        return await self._daemon.maddrs(), self._daemon.pid
+
+    async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
+        """Connects to the initial peers; see daemon.bootstrap."""
+        assert self._daemon is not None
+        return await bootstrap(self._daemon, maddrs, timeout_s)
+
+    async def fetch_manifest(self, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
+        """Asks peers for the manifest of the run they take part in.
+
+        Raises:
+            BootstrapError: none of them takes part in a run yet.
+            ManifestError: what they sent fails verification.
+        """
+        assert self._rpc is not None
+        deadline = time.monotonic() + timeout_s
+        reasons: dict[str, str] = {}
+        while True:
+            for peer in peers:
+                try:
+                    answer = await self._rpc.call(peer, "manifest", {}, 10.0)
+                except (OSError, ProtocolError) as exc:
+                    reasons[peer] = str(exc) or type(exc).__name__
+                    continue
+                return open_manifest(answer, source=peer, expected_run_id=run_id)
+            if time.monotonic() > deadline:
+                details = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
+                raise BootstrapError(f"the initial peers answer, but none of them takes part in a run: {details}")
+            await asyncio.sleep(1.0)
+
+    async def open_run(self, settings: RunSettings) -> None:
+        """Joins the run's DHT and opens its services. The shared vectors hold the reference to begin with."""
+        assert self._daemon is not None
+        assert self._rpc is not None
+        self._run = RunServices(self, self._daemon, self._rpc, self._identity, settings)
+        await self._run.start()
+
+    async def adopt(self, table_round: int, versions: tuple[int, ...]) -> str:
+        """Declares the shared reference (initial weights or a checkpoint) complete; returns its digest."""
+        return self._services.adopt(table_round, versions)
+
+    async def download(self) -> TransferReport:
+        """Fetches the reference from the other peers."""
+        return await self._services.download()
+
+    async def table(self) -> ReferenceTable:
+        """Table of this peer's reference."""
+        return self._services.reference.table
+
+    async def claim(self, experts: tuple[int, ...] | int) -> tuple[int, ...]:
+        """Takes leases: of these experts, or of that many chosen by the rules; returns the experts held."""
+        return await self._services.claim(experts)
+
+    async def set_presence(self, presence: Presence) -> None:
+        """Updates what others see of this peer."""
+        await self._services.set_presence(presence)
+
+    async def view(self) -> SwarmView:
+        """Reads the records of the others now."""
+        await self._services.refresh()
+        return self._services.view()
+
+    async def run_round(self, tokens: int, routed: tuple[int, ...]) -> RoundReport:
+        """Holds a round with the contribution in shared memory.
+
+        Raises:
+            RoundError: nothing was committed, and reference and contribution are unchanged.
+        """
+        return await self._services.run_round(tokens, routed)
+
+    async def stop(self) -> None:
+        """Leaves: releases the lease, tells the others, ends the daemon."""
+        if self._run is not None:
+            await self._run.leave()
+        if self._daemon is not None:
+            await self._daemon.stop()
+
+    @property
+    def _services(self) -> RunServices:
+        if self._run is None:
+            raise RoundError("no run is open")
+        return self._run
+
+
+def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
+    """Entry point of the forked process."""
+    die_with_parent(trainer_pid)
+    os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    asyncio.run(NetworkProcess(pipe, Identity.load_or_create(identity_path)).serve())

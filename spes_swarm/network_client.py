@@ -1,0 +1,131 @@
+"""The trainer's side of the pipe to the network process."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from spes_swarm.errors import NetworkProcessError
+from spes_swarm.network import run_network_process
+from spes_swarm.services import SwarmView
+
+FaultHandler = Callable[[str, str, str], None]
+
+
+class NetworkClient:
+    """Starts the network process and sends it commands.
+
+    Must be created before CUDA is initialised and in the main thread: the process is forked, and it dies with the
+    thread that forked it.
+
+    Attributes:
+        view: the newest news about the others, None before the first.
+        called_round: the newest round that a leader has called for, 0 before the first.
+    """
+
+    def __init__(self, identity_path: Path, on_fault: FaultHandler) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe(duplex=True)
+        self._process = context.Process(
+            target=_child, args=(self._pipe, theirs, identity_path, os.getpid()), name="spes-network", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._on_fault = on_fault
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._dead = False
+        self.view: SwarmView | None = None
+        self.called_round = 0
+        self._reader = threading.Thread(target=self._read_forever, name="spes-network-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the network process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def _read_forever(self) -> None:
+        try:
+            while True:
+                kind, *rest = self._pipe.recv()
+                if kind == "reply":
+                    number, succeeded, value = rest
+                    with self._lock:
+                        future = self._pending.pop(number, None)
+                    if future is not None and succeeded:
+                        future.set_result(value)
+                    elif future is not None:
+                        future.set_exception(value)
+                else:
+                    self._on_event(*rest)
+        except (EOFError, OSError):
+            with self._lock:
+                self._dead = True
+                pending, self._pending = self._pending, {}
+            for future in pending.values():
+                future.set_exception(NetworkProcessError("the network process has ended"))
+
+    def _on_event(self, name: str, value: Any) -> None:
+        if name == "view":
+            self.view = value
+        elif name == "called":
+            self.called_round = max(self.called_round, value)
+        elif name == "fault":
+            self._on_fault(value["kind"], value["peer"], value["detail"])
+
+    def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
+        """Sends a command; the future carries its result or exception.
+
+        Raises:
+            NetworkProcessError: the process is not there any more.
+        """
+        future: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            if self._dead:
+                raise NetworkProcessError("the network process has ended")
+            self._pending[number] = future
+            try:
+                self._pipe.send((number, command, arguments))
+            except OSError as exc:
+                del self._pending[number]
+                raise NetworkProcessError("the network process has ended") from exc
+        return future
+
+    def ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
+        """Sends a command and waits for its result.
+
+        Raises:
+            NetworkProcessError: the process ended, or did not answer within `wait_s`.
+            Exception: whatever the command raised there.
+        """
+        try:
+            return self.submit(command, **arguments).result(wait_s)
+        except TimeoutError as exc:
+            raise NetworkProcessError(f"the network process did not answer `{command}`") from exc
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Leaves the swarm and ends the process; after `timeout_s` by force."""
+        try:
+            self.ask("stop", timeout_s)
+        except NetworkProcessError:
+            pass  # it is gone already, or stuck; either way it is ended below
+        self._process.join(2.0)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _child(trainers_end: Connection, pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
+    trainers_end.close()  # or this process would never see that the trainer is gone
+    run_network_process(pipe, identity_path, trainer_pid)

@@ -1,0 +1,349 @@
+"""How the members of a round find each other: one group for each round, whoever dies meanwhile.
+
+The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer gathers the signed
+statements, calls the peers that are not there yet, and closes the group when all have come or the window is over. Who
+gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its followers there.
+Whoever has the closed group hands it on, so a leader that dies while it announces the group does not split it.
+
+hivemind's matchmaking was measured to form partial groups and knows no rounds; this one is built on plain calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from spes_swarm.errors import ProtocolError, RoundError
+from spes_swarm.identity import Identity
+from spes_swarm.rpc import Rpc
+from spes_swarm.statement import Group, Member, Statement, form_group, open_statement, seal_statement
+
+# A follower polls its leader at least this often; one that has been silent for three times as long is gone.
+_POLL_S = 1.0
+_CALL_TIMEOUT_S = 2.5
+_MAX_REDIRECTS = 16
+
+
+def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
+    """Order of the candidates for leading a round; the smallest leads."""
+    return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A live peer, as its progress record tells."""
+
+    peer_id: str
+    reachable: bool
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """What a leader has gathered for a round."""
+
+    sealed: dict[str, bytes] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    last_poll: dict[str, float] = field(default_factory=dict)
+    opened: float = field(default_factory=time.monotonic)
+    lost: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    redirect: str | None = None
+    failed: set[str] = field(default_factory=set)  # leaders that did not answer this peer
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def touch(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Rendezvous:
+    """Forms the groups of one run.
+
+    Args:
+        live_peers: the other live peers of the run at this moment.
+        target_round: the round that this peer wants to commit next.
+        on_called: told that a leader calls for a round; the trainer should come as soon as its step is done.
+        on_ahead: told that others gather for the round after `target_round`: this peer may have missed one.
+        window_s: how long a leader waits for live peers that have not come yet.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        identity: Identity,
+        run_id: str,
+        num_blocks: int,
+        *,
+        reachable: bool,
+        window_s: float,
+        live_peers: Callable[[], Collection[Neighbour]],
+        target_round: Callable[[], int],
+        on_called: Callable[[int], None],
+        on_ahead: Callable[[int], None],
+    ) -> None:
+        self._rpc = rpc
+        self._identity = identity
+        self._run_id = run_id
+        self._num_blocks = num_blocks
+        self._reachable = reachable
+        self._window_s = window_s
+        self._live_peers = live_peers
+        self._target_round = target_round
+        self._on_called = on_called
+        self._on_ahead = on_ahead
+        self._gatherings: dict[int, _Gathering] = {}
+        self._leading: dict[int, asyncio.Task[None]] = {}
+        self._following: tuple[int, str] | None = None
+        self._closed: Group | None = None  # the newest closed group known here
+        self._close_event = asyncio.Event()
+
+    async def start(self) -> None:
+        """Registers the handlers."""
+        await self._rpc.serve("gather", self._serve_gather)
+        await self._rpc.serve("call", self._serve_call)
+
+    async def join(self, statement: Statement) -> Group:
+        """Brings this peer's statement to the round and returns the closed group.
+
+        Raises:
+            RoundError: the round was closed without this peer, or no group formed in time.
+        """
+        sealed = seal_statement(self._identity, self._run_id, statement)
+        deadline = time.monotonic() + 2 * self._window_s + 20.0
+        failed: set[str] = set()
+        try:
+            while time.monotonic() < deadline:
+                leader = self._best_candidate(statement.round, failed)
+                if leader is None:
+                    raise RoundError("no peer that could lead the round is reachable")
+                if leader == self._identity.peer_id:
+                    group = await self._lead(statement.round, sealed, deadline, failed)
+                else:
+                    group = await self._follow(leader, statement.round, sealed, deadline, failed)
+                if group is not None and group.index_of(self._identity.peer_id) is None:
+                    raise RoundError(f"round {statement.round} began without this peer")
+                if group is not None:
+                    return group
+        finally:
+            self._following = None
+            self._stop_leading(statement.round)
+        raise RoundError(f"no group formed for round {statement.round}")
+
+    def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
+        candidates = [n.peer_id for n in self._live_peers() if n.reachable and n.peer_id not in failed]
+        if self._reachable:
+            candidates.append(self._identity.peer_id)
+        return min(candidates, key=lambda peer: rank(self._run_id, round_number, peer), default=None)
+
+    # Leading.
+
+    def _gathering(self, round_number: int) -> _Gathering:
+        gathering = self._gatherings.get(round_number)
+        if gathering is None:
+            gathering = self._gatherings[round_number] = _Gathering()
+            self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
+        return gathering
+
+    def _stop_leading(self, finished_round: int) -> None:
+        for round_number in [r for r in self._gatherings if r <= finished_round]:
+            gathering = self._gatherings.pop(round_number)
+            gathering.touch()
+            self._leading.pop(round_number).cancel()
+
+    def _add(self, gathering: _Gathering, round_number: int, sealed: bytes) -> Member:
+        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        if gathering.sealed.get(member.peer_id) != sealed:
+            gathering.sealed[member.peer_id] = sealed
+            gathering.members[member.peer_id] = member
+            gathering.touch()
+        gathering.lost.discard(member.peer_id)
+        gathering.last_poll[member.peer_id] = time.monotonic()
+        return member
+
+    async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
+        """Waits at this peer's own gathering. None: a better leader has turned up."""
+        gathering = self._gathering(round_number)
+        if gathering.redirect in failed:  # the better leader turned out to be gone: begin again without it
+            self._gatherings.pop(round_number)
+            self._leading.pop(round_number).cancel()
+            gathering = self._gathering(round_number)
+        gathering.failed = failed
+        self._following = (round_number, self._identity.peer_id)
+        while time.monotonic() < deadline:
+            group = self._closed_group(round_number)
+            if group is not None:
+                return group
+            if gathering.redirect is not None:
+                return None
+            self._add(gathering, round_number, sealed)
+            await self._wait(gathering.changed, _POLL_S)
+        return None
+
+    async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
+        """Calls the missing and closes the group when all are there or the window is over."""
+        me = self._identity.peer_id
+        callers: dict[str, asyncio.Task[None]] = {}
+        try:
+            while gathering.redirect is None and self._closed_group(round_number) is None:
+                expected = {n.peer_id for n in self._live_peers()} | {me}
+                missing = expected - gathering.sealed.keys() - gathering.lost
+                for peer_id in missing - {me} - callers.keys():
+                    callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
+                if me in missing:
+                    self._on_called(round_number)
+                waited_s = time.monotonic() - gathering.opened
+                if gathering.sealed and (not missing or waited_s > self._window_s):
+                    self._close(round_number, gathering)
+                    return
+                await self._wait(gathering.changed, min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
+        finally:
+            for task in callers.values():
+                task.cancel()
+
+    async def _call(self, peer_id: str, round_number: int, gathering: _Gathering) -> None:
+        """Calls one peer to the round until it comes; notes it as lost when it cannot be reached."""
+        failures = 0
+        while failures < 2:
+            try:
+                answer = await self._rpc.call(
+                    peer_id, "call", {"run": self._run_id, "round": round_number}, _CALL_TIMEOUT_S
+                )
+                failures = 0
+                self._adopt_group(answer, round_number)
+                leader = answer.get("leader")
+                if isinstance(leader, str) and leader not in gathering.failed and self._better(leader, round_number):
+                    gathering.redirect = leader
+                    gathering.touch()
+                    return
+                target = answer.get("target")
+                if isinstance(target, int) and target > round_number:
+                    break  # it is past this round
+            except (OSError, ProtocolError):
+                failures += 1
+            await asyncio.sleep(_POLL_S / 2)
+        gathering.lost.add(peer_id)
+        gathering.touch()
+
+    def _better(self, leader: str, round_number: int) -> bool:
+        live = {n.peer_id for n in self._live_peers() if n.reachable}
+        mine = rank(self._run_id, round_number, self._identity.peer_id)
+        return leader in live and rank(self._run_id, round_number, leader) < mine
+
+    def _close(self, round_number: int, gathering: _Gathering) -> None:
+        silent = {peer for peer, polled in gathering.last_poll.items() if time.monotonic() - polled > 3 * _POLL_S + 1.0}
+        sealed = [data for peer, data in gathering.sealed.items() if peer not in silent]
+        if sealed:
+            self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
+        gathering.touch()
+
+    # Following.
+
+    async def _follow(
+        self, leader: str, round_number: int, sealed: bytes, deadline: float, failed: set[str]
+    ) -> Group | None:
+        """Waits at a leader. None: it failed, or sent this peer to another one."""
+        redirects = 0
+        arguments = {"run": self._run_id, "round": round_number, "statement": sealed}
+        while time.monotonic() < deadline:
+            self._following = (round_number, leader)
+            try:
+                answer = await self._rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
+                self._adopt_group(answer, round_number)
+            except (OSError, ProtocolError):
+                failed.add(leader)
+                return None
+            group = self._closed_group(round_number)
+            if group is not None:
+                return group
+            if answer.get("over"):
+                raise RoundError(f"round {round_number} is over")
+            redirect = answer.get("leader")
+            if isinstance(redirect, str) and redirect not in failed and redirect != leader:
+                redirects += 1
+                if redirect == self._identity.peer_id or redirects > _MAX_REDIRECTS:
+                    return None
+                leader = redirect
+        return None
+
+    def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
+        """Takes over a closed group that another peer hands on."""
+        sealed = answer.get("group")
+        if sealed is None or self._closed_group(round_number) is not None:
+            return
+        if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
+            raise ProtocolError("malformed", "a group is a list of signed statements")
+        self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
+
+    def _set_closed(self, group: Group) -> None:
+        if self._closed is None or group.round >= self._closed.round:
+            self._closed = group
+            self._close_event.set()
+            self._close_event = asyncio.Event()
+        for gathering in self._gatherings.values():
+            gathering.touch()
+
+    def _closed_group(self, round_number: int) -> Group | None:
+        return self._closed if self._closed is not None and self._closed.round == round_number else None
+
+    # Serving.
+
+    def _check_request(self, request: dict[str, Any]) -> int:
+        round_number = request.get("round")
+        if request.get("run") != self._run_id or not isinstance(round_number, int):
+            raise ProtocolError("run", "a call for another run, or without a round")
+        return round_number
+
+    async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """A follower brings its statement, or asks again."""
+        round_number = self._check_request(request)
+        sealed = request.get("statement")
+        if not isinstance(sealed, bytes):
+            raise ProtocolError("malformed", "gather without a statement")
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        target = self._target_round()
+        if round_number < target:
+            return {"over": True}
+        if round_number > target + 1:
+            raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
+        if round_number > target:
+            self._on_ahead(round_number)
+        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        if member.peer_id != peer_id:
+            raise ProtocolError("sender", "a statement brought by another peer")
+        gathering = self._gathering(round_number)
+        if gathering.redirect is None:
+            self._add(gathering, round_number, sealed)
+            await self._wait(gathering.changed, _POLL_S)
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        return {"leader": gathering.redirect} if gathering.redirect else {}
+
+    async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """A leader calls this peer to a round."""
+        del peer_id
+        round_number = self._check_request(request)
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        if round_number == self._target_round() + 1:
+            self._on_ahead(round_number)
+        if round_number != self._target_round():
+            return {"target": self._target_round()}
+        self._on_called(round_number)
+        if self._following is not None and self._following[0] == round_number:
+            return {"leader": self._following[1]}
+        return {}
+
+    async def _wait(self, event: asyncio.Event, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except TimeoutError:
+            return

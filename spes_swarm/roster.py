@@ -1,0 +1,91 @@
+"""Who is in the swarm right now, as this peer knows it from signed records and from its own failed calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spes_swarm.records import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """One other live peer."""
+
+    peer_id: str
+    progress: Progress
+    seen_at: float  # local monotonic time at which this version of its record was first seen
+
+
+@dataclass
+class Roster:
+    """The other peers of the run.
+
+    Remote clocks are never compared with the local one: what counts is when a record was first seen here.
+    """
+
+    me: str
+    peers: dict[str, PeerView] = field(default_factory=dict)
+    committed_at: float = field(default_factory=time.monotonic)
+    _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
+
+    def update(self, records: Mapping[str, Progress]) -> list[str]:
+        """Takes in freshly read progress records; returns the peers that are new."""
+        now = time.monotonic()
+        views: dict[str, PeerView] = {}
+        for peer_id, progress in records.items():
+            if peer_id == self.me:
+                continue
+            known = self.peers.get(peer_id)
+            same = known is not None and known.progress.expires == progress.expires
+            views[peer_id] = known if known is not None and same else PeerView(peer_id, progress, now)
+        new = [peer_id for peer_id in views if peer_id not in self.peers]
+        self.peers = views
+        self._lost = {p: expires for p, expires in self._lost.items() if p in views}
+        return new
+
+    def lose(self, peer_id: str) -> None:
+        """Notes that a peer did not answer: it is not live until it writes a newer record."""
+        if peer_id in self.peers:
+            self._lost[peer_id] = self.peers[peer_id].progress.expires
+
+    def committed(self) -> None:
+        """Notes that a round was committed just now: everybody's count of tokens begins again."""
+        self.committed_at = time.monotonic()
+
+    def present(self) -> list[PeerView]:
+        """All other peers with a live record, whatever they are doing."""
+        return [view for peer, view in self.peers.items() if self._lost.get(peer, -1.0) < view.progress.expires]
+
+    def training(self) -> list[PeerView]:
+        """The other peers that take part in rounds."""
+        return [view for view in self.present() if view.progress.state == "training"]
+
+    def swarm_round(self, own_round: int) -> int:
+        """The round that the swarm has committed: the upper median of what the peers say.
+
+        Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
+        """
+        rounds = sorted([own_round, *(view.progress.round for view in self.training())], reverse=True)
+        return max(own_round, rounds[(len(rounds) - 1) // 2])
+
+    def tokens_per_step(self) -> int:
+        """Sum of the other peers' tokens per step."""
+        return sum(view.progress.tokens_per_step for view in self.training())
+
+    def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
+        """Estimate of the tokens that the others have processed since the last commit.
+
+        A record's count is carried forward at the peer's own rate, for at most `horizon_s`.
+        """
+        now = time.monotonic()
+        total = 0.0
+        for view in self.training():
+            progress = view.progress
+            if progress.round >= own_round and view.seen_at >= self.committed_at:
+                base, since = float(progress.tokens), view.seen_at
+            else:
+                base, since = 0.0, max(self.committed_at, view.seen_at - horizon_s)
+            total += base + progress.tokens_per_second * min(now - since, horizon_s)
+        return total

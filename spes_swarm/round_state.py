@@ -1,0 +1,333 @@
+"""One round as one member sees it: what it sends, reduces, receives and commits, without any I/O.
+
+`Exchange` moves the bytes. The reference changes only in `RoundState.commit`.
+
+Shapes: N elements of one part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from spes_swarm.codec import EXACT, Codec, FloatArray
+from spes_swarm.errors import ProtocolError
+from spes_swarm.plan import Contribution, Form, Part, Plan
+from spes_swarm.reference import Reference
+from spes_swarm.statement import Group
+from spes_swarm.wire import Frame, FrameKind
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """Deadlines and bounds of an exchange."""
+
+    stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
+    timeout_s: float  # the whole exchange
+    max_update_rms: float  # largest root mean square of a part's difference that is accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of one part, as it travels."""
+
+    form: Form
+    data: bytes
+    included: frozenset[int]  # members whose contribution is in it
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    """The running average of one part at its reducer."""
+
+    outstanding: set[int]  # contributors that have neither delivered nor been given up
+    included: set[int] = field(default_factory=set)
+    weight: float = 0.0
+    weighted_sum_N: np.ndarray[Any, np.dtype[np.float64]] | None = None
+
+    def add(self, member: int, weight: float, difference_N: FloatArray) -> None:
+        term_N = difference_N.astype(np.float64) * weight
+        self.weighted_sum_N = term_N if self.weighted_sum_N is None else self.weighted_sum_N + term_N
+        self.weight += weight
+        self.included.add(member)
+        self.outstanding.discard(member)
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """What a committed round changed."""
+
+    round: int
+    members: tuple[str, ...]
+    parts_total: int
+    parts_missing: int
+    changed_blocks: tuple[int, ...]
+    payload_bytes_sent: int
+    payload_bytes_received: int
+    experts_covered: int
+
+
+class RoundState:
+    """One round as one member sees it.
+
+    Args:
+        contribution_N: this member's live weights (only shared and held blocks are read); at commit it becomes what
+            the live weights of those blocks have to be.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        me: int,
+        reference: Reference,
+        contribution_N: FloatArray,
+        codec: Codec,
+        limits: ExchangeLimits,
+    ) -> None:
+        self.group = group
+        self.plan = plan
+        self.me = me
+        self.reference = reference
+        self.contribution_N = contribution_N
+        self.codec = codec
+        self.limits = limits
+        self.results: dict[int, Result] = {}
+        self.reduced: list[int] = []  # parts reduced here, in the order of completion
+        self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
+        self.finished = False  # no more results will come from reducers
+        self.committed = False
+        self.payload_bytes_sent = 0
+        self.payload_bytes_received = 0
+        self.last_heard = dict.fromkeys(range(plan.num_members), time.monotonic())
+        self.wanted = {part.index: part for part in plan.wanted(me)}
+        self._accumulators: dict[int, _Accumulator] = {}
+        for part in plan.parts:
+            if part.reducer == me:
+                contributions = plan.block_of(part).contributions
+                self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
+        self.num_to_reduce = len(self._accumulators)
+        for index in list(self._accumulators):
+            own = self._contribution(plan.parts[index], me)
+            if own is not None:
+                self._accumulators[index].add(me, own.weight, self.own_difference(plan.parts[index]))
+            self._complete_if_ready(index)
+
+    # What this member sends.
+
+    def own_difference(self, part: Part) -> FloatArray:
+        """This member's difference to its own reference."""
+        where = slice(part.start, part.start + part.size)
+        return self.contribution_N[where] - self.reference.values_N[where]
+
+    def push_frame(self, part: Part, contribution: Contribution) -> Frame:
+        """The message that carries this member's contribution."""
+        if contribution.form is Form.FULL:
+            payload = EXACT.encode(self.contribution_N[part.start : part.start + part.size])
+        else:
+            payload = self.codec.encode(self.own_difference(part))
+        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
+
+    # What the reducer does.
+
+    def _contribution(self, part: Part, member: int) -> Contribution | None:
+        return next((c for c in self.plan.block_of(part).contributions if c.member == member), None)
+
+    def accept(self, member: int, frame: Frame) -> None:
+        """Takes in a contribution.
+
+        Raises:
+            ProtocolError: it is not what the plan says, or its values are not acceptable; nothing has changed.
+        """
+        self.last_heard[member] = time.monotonic()
+        accumulator = self._accumulators.get(frame.part)
+        if accumulator is None:
+            if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
+                return  # completed without this member: it came too late
+            raise ProtocolError("part", f"part {frame.part} is not reduced here")
+        part = self.plan.parts[frame.part]
+        contribution = self._contribution(part, member)
+        if contribution is None:
+            raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
+        if member not in accumulator.outstanding:
+            raise ProtocolError("duplicate", f"part {frame.part} came twice, or after it was given up")
+        try:
+            if frame.form != contribution.form:
+                raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
+            if frame.weight != contribution.weight:
+                raise ProtocolError("weight", f"weight {frame.weight}, stated {contribution.weight}")
+            if contribution.form is Form.FULL:
+                base_N = self.reference.values_N[part.start : part.start + part.size]
+                difference_N = EXACT.decode(frame.payload, part.size) - base_N
+            else:
+                difference_N = self.codec.decode(frame.payload, part.size)
+            self._check_norm(difference_N)
+        except ProtocolError:
+            # The member's word for this part is spent: the part completes without it.
+            accumulator.outstanding.discard(member)
+            self._complete_if_ready(frame.part)
+            raise
+        self.payload_bytes_received += len(frame.payload)
+        accumulator.add(member, contribution.weight, difference_N)
+        self._complete_if_ready(frame.part)
+
+    def _check_norm(self, difference_N: FloatArray) -> None:
+        rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
+        if not rms <= self.limits.max_update_rms:
+            raise ProtocolError("norm", f"RMS {rms:.3g} of a difference exceeds {self.limits.max_update_rms:.3g}")
+
+    def give_up(self, member: int) -> int:
+        """Stops waiting for a contributor; returns for how many parts it was still awaited."""
+        awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
+        for index in awaited:
+            self._accumulators[index].outstanding.discard(member)
+            self._complete_if_ready(index)
+        return len(awaited)
+
+    def awaited_contributors(self) -> set[int]:
+        """Contributors that still owe something to this reducer."""
+        return set().union(*(a.outstanding for a in self._accumulators.values())) if self._accumulators else set()
+
+    def _complete_if_ready(self, index: int) -> None:
+        accumulator = self._accumulators[index]
+        if accumulator.outstanding:
+            return
+        del self._accumulators[index]
+        part = self.plan.parts[index]
+        if accumulator.weighted_sum_N is not None:
+            mean_N = (accumulator.weighted_sum_N / accumulator.weight).astype(np.float32)
+            self.results[index] = Result(Form.DELTA, self.codec.encode(mean_N), frozenset(accumulator.included))
+        elif not self.plan.block_of(part).contributions:
+            # Nobody trained this block; members with another base still need its values.
+            values_N = self.reference.values_N[part.start : part.start + part.size]
+            self.results[index] = Result(Form.FULL, EXACT.encode(values_N), frozenset())
+        self.reduced.append(index)
+        self.reduced_changed.set()
+        self.reduced_changed = asyncio.Event()
+
+    # Results.
+
+    def result_frame(self, index: int, member: int) -> Frame | None:
+        """The message that brings a result to a member, None if it is not held here in a form of use to it."""
+        result = self.results.get(index)
+        if result is None:
+            return None
+        form, data = result.form, result.data
+        block_plan = self.plan.block_of(self.plan.parts[index])
+        if form is Form.DELTA and block_plan.result_form(member) is Form.FULL:
+            if self.me not in block_plan.in_base:
+                return None
+            form, data = Form.FULL, EXACT.encode(self._new_values(self.plan.parts[index], result))
+        return Frame(FrameKind.DATA, form, index, 0.0, bitmap(result.included, self.plan.num_members), data)
+
+    def _new_values(self, part: Part, result: Result) -> FloatArray:
+        base_N = self.reference.values_N[part.start : part.start + part.size]
+        if self.committed:
+            return base_N
+        if result.form is Form.FULL:
+            return EXACT.decode(result.data, part.size)
+        return base_N + self.codec.decode(result.data, part.size)
+
+    def store_result(self, frame: Frame) -> None:
+        """Takes in a result.
+
+        Raises:
+            ProtocolError: it does not fit the plan or its values are not acceptable; nothing has changed.
+        """
+        part = self.wanted.get(frame.part)
+        if part is None:
+            raise ProtocolError("part", f"result for part {frame.part}, which this peer does not need")
+        if part.index in self.results:
+            return
+        if frame.form == Form.FULL:
+            EXACT.decode(frame.payload, part.size)
+        elif self.plan.block_of(part).result_form(self.me) is Form.DELTA and frame.form == Form.DELTA:
+            self._check_norm(self.codec.decode(frame.payload, part.size))
+        else:
+            raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
+        included = frozenset(members_of(frame.extra, self.plan.num_members))
+        self.results[part.index] = Result(Form(frame.form), frame.payload, included)
+        self.payload_bytes_received += len(frame.payload)
+
+    def missing(self) -> list[int]:
+        """Wanted parts whose results are not here."""
+        return [index for index in self.wanted if index not in self.results]
+
+    # Commit.
+
+    def commit(self) -> CommitReport:
+        """Moves the reference, and what the live weights have to be, to the outcome of the round."""
+        statement = self.group.members[self.me].statement
+        trained = {0, *(1 + e for e in statement.held)}
+        incomplete: set[int] = set()
+        changed: set[int] = set()
+        for part in self.wanted.values():
+            result = self.results.get(part.index)
+            block_plan = self.plan.block_of(part)
+            if result is None:
+                incomplete.add(part.block)
+                continue
+            where = slice(part.start, part.start + part.size)
+            new_N = self._new_values(part, result)
+            if part.block in trained:
+                self._update_target(part, block_plan.contributions, result, new_N)
+            self.reference.values_N[where] = new_N
+            changed.add(part.block)
+        self.committed = True
+        versions: list[tuple[int, int]] = []
+        for index in sorted(changed):
+            block_plan = self.plan.blocks[index]
+            # A block that could not be healed whole keeps its old version: it is behind, not a fork.
+            healed = self.me in block_plan.in_base or index not in incomplete
+            old_version = self.reference.versions[index]
+            versions.append((index, block_plan.new_version(self.plan.round) if healed else old_version))
+        self.reference.finish(self.plan.round, versions)
+        covered = {e for m in self.group.members for e in m.statement.held}
+        return CommitReport(
+            round=self.plan.round,
+            members=tuple(m.peer_id for m in self.group.members),
+            parts_total=len(self.wanted),
+            parts_missing=len(self.missing()),
+            changed_blocks=tuple(sorted(changed)),
+            payload_bytes_sent=self.payload_bytes_sent,
+            payload_bytes_received=self.payload_bytes_received,
+            experts_covered=len(covered),
+        )
+
+    def _update_target(
+        self, part: Part, contributions: tuple[Contribution, ...], result: Result, new_N: FloatArray
+    ) -> None:
+        """Sets what the live weights of a trained part have to be after the commit."""
+        where = slice(part.start, part.start + part.size)
+        in_base = self.me in self.plan.block_of(part).in_base
+        contributed = any(c.member == self.me for c in contributions)
+        if part.block != 0 and in_base and contributed and len(contributions) == 1 and self.me in result.included:
+            return  # the only holder keeps its live weights: what the codec lost stays in its next difference
+        if contributed and self.me not in result.included:
+            # The reducer went on without this member's work: carry it over to the new reference.
+            self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])
+        else:
+            self.contribution_N[where] = new_N
+
+
+def bitmap(members: Iterable[int], num_members: int) -> bytes:
+    """A set of small numbers, one bit each."""
+    bits = np.zeros(num_members, dtype=np.uint8)
+    bits[list(members)] = 1
+    return np.packbits(bits).tobytes()
+
+
+def members_of(data: bytes, num_members: int) -> list[int]:
+    """The inverse of `bitmap`.
+
+    Raises:
+        ProtocolError: (`malformed`) it has the wrong length.
+    """
+    if len(data) != -(-num_members // 8):
+        raise ProtocolError("malformed", "a bitmap of the wrong length")
+    return [int(i) for i in np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8))[:num_members])]

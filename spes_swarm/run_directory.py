@@ -1,0 +1,81 @@
+"""The output directory of a peer: what lies where, and that two runs or two processes never share one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_swarm.errors import CheckpointError, ManifestError, UserError
+from spes_swarm.manifest import Manifest, open_manifest
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside OUTPUT_DIR."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """The event log."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def identity(self) -> Path:
+        """Where the identity file is unless the user names another."""
+        return self.path / "identity.key"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def _manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    def prepare(self) -> int:
+        """Makes the directory and locks it for this process; returns the lock's file descriptor.
+
+        Raises:
+            UserError: it cannot be made, or another process uses it.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as exc:
+            raise UserError(f"output directory {self.path}: {exc.strerror}") from exc
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(lock)
+            raise UserError(f"output directory {self.path} is in use by another process") from exc
+        return lock
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of the run that this directory belongs to, None for a fresh directory.
+
+        Raises:
+            CheckpointError: there is one, but it is corrupt.
+        """
+        if not self._manifest.exists():
+            return None
+        try:
+            stored = json.loads(self._manifest.read_text(encoding="utf-8"))
+            wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
+            return open_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
+        except (OSError, ValueError, KeyError, TypeError, ManifestError) as exc:
+            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+
+    def remember(self, manifest: Manifest) -> None:
+        """Ties the directory to a run."""
+        wire = {key: value.hex() for key, value in manifest.to_wire().items()}
+        temporary = self._manifest.with_name(f".manifest.{os.getpid()}")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump({"run_id": manifest.run_id, **wire}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self._manifest)

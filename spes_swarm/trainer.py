@@ -1,0 +1,476 @@
+"""The training loop of one peer: local steps, and between them the rounds of the swarm.
+
+The trainer owns the model, the optimiser and the data; the network process owns the reference. A round goes: copy the
+trained blocks into the contribution, let the network process hold the round, then bring the live weights to what came
+out of it. A round that fails changes nothing, and the work since the last commit stays in the next difference.
+
+Shapes: B sequences, S tokens, N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spes_swarm.checkpoint import Checkpoint, CheckpointMeta, save_checkpoint
+from spes_swarm.codec import FloatArray
+from spes_swarm.config import RunConfig, TrainingConfig
+from spes_swarm.errors import RoundError
+from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
+from spes_swarm.merge import merge_alpha, merge_due, merged_slots
+from spes_swarm.metrics import Metrics
+from spes_swarm.model import SparseModel
+from spes_swarm.network_client import NetworkClient
+from spes_swarm.reference import ReferenceTable
+from spes_swarm.sampler import Sampler
+from spes_swarm.services import Presence, RoundReport
+
+_RETRY_S = 2.0  # after a round that did not take place
+_POLL_S = 0.2
+_SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
+
+
+def learning_rate(step: float, training: TrainingConfig) -> float:
+    """Linear warm-up, then cosine decay to `min_learning_rate_ratio`, on the global step."""
+    if step < training.warmup_steps:
+        return training.learning_rate * (step + 1) / training.warmup_steps
+    progress = (step - training.warmup_steps) / max(1, training.total_steps - training.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    floor = training.min_learning_rate_ratio
+    return training.learning_rate * (floor + (1 - floor) * cosine)
+
+
+@dataclass
+class TrainingStatus:
+    """What the panel shows; written by the trainer only."""
+
+    phase: str = "starting"
+    round: int = 0
+    step: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second: float = 0.0
+    peers: int = 1
+    held: tuple[int, ...] = ()
+    round_seconds: float = 0.0
+    round_megabytes: float = 0.0
+    faults: int = 0
+    progress: float = 0.0  # of the current round, 0 to 1
+
+
+@dataclass(kw_only=True)
+class TrainerSetup:
+    """Everything that a trainer works with."""
+
+    run_id: str
+    peer_id: str
+    nickname: str
+    run: RunConfig
+    model: SparseModel
+    network: NetworkClient
+    reference_N: FloatArray
+    contribution_N: FloatArray
+    sampler: Sampler
+    evaluation: list[np.ndarray[Any, np.dtype[np.int64]]]
+    device: torch.device
+    batch_size: int
+    metrics: Metrics
+    checkpoints: Path
+    checkpoint_every_rounds: int
+    keep_checkpoints: int
+    max_rounds: int | None
+    stop: threading.Event
+    status: TrainingStatus = field(default_factory=TrainingStatus)
+    on_round: Callable[[RoundReport, float | None], None] = lambda report, eval_loss: None
+
+
+class Trainer:
+    """Runs local steps and rounds until it is told to stop."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        training = setup.run.training
+        self._setup = setup
+        self._model = setup.model
+        self._network = setup.network
+        self._round_config = setup.run.round
+        self._optimiser = torch.optim.AdamW(
+            setup.model.param_groups(training.weight_decay),
+            lr=training.learning_rate,
+            betas=(training.adam_beta1, training.adam_beta2),
+            eps=training.adam_eps,
+        )
+        self._parameters = dict(setup.model.trainable_parameters())
+        self._loss_weights = LossWeights(
+            load_balance=training.load_balance_weight,
+            router_z=training.router_z_weight,
+            logit_z=training.logit_z_weight,
+            decayed_balance=training.local_balance_start is not None,
+            decayed_balance_start=training.local_balance_start or 1.0,
+            decayed_balance_fraction=training.local_balance_fraction,
+        )
+        self._trained_blocks = [0, *(1 + expert for expert in setup.model.held)]
+        self._tokens_per_step = setup.batch_size * training.sequence_length
+        self.round = 0
+        self.step = 0
+        self._steps_in_round = 0
+        self._tokens = 0
+        self._routed_E = np.zeros(setup.model.layout.num_experts, dtype=np.int64)
+        self._tokens_per_second = 0.0
+        self._loss: float | None = None
+        self._loss_sum = 0.0
+        self._retry_at = 0.0
+        self._snapshot: dict[int, FloatArray] = {}
+        self._pending: Future[RoundReport] | None = None
+        self._rounds_done = 0
+
+    # Where the weights come from.
+
+    def load_reference(self, table: ReferenceTable) -> None:
+        """Begins from the reference, as a newcomer: with the merge applied that the others applied to it."""
+        self.round = table.round
+        for block in self._model.layout.blocks:
+            self._model.write_block(block.index, self._setup.reference_N[block.start : block.stop])
+        self._merge_if_due()
+
+    def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
+        """Begins from a checkpoint, and then takes over what the swarm has committed since."""
+        meta, layout = checkpoint.meta, self._model.layout
+        self.load_reference(table)
+        live_N = self._setup.contribution_N
+        checkpoint.live(layout, live_N)
+        behind = table.round != meta.round
+        for index in self._trained_blocks:
+            block = layout.blocks[index]
+            # Shared weights move in every round, so the saved ones are only of use if no round was missed.
+            # An expert that nobody else has trained meanwhile is still this peer's to continue.
+            if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
+                self._model.write_block(index, live_N[block.start : block.stop])
+        self._load_optimiser(checkpoint.optimiser())
+        self.step = meta.step
+        if not behind:
+            self._steps_in_round, self._tokens = meta.steps_in_round, meta.tokens
+            self._routed_E[:] = meta.routed
+        self._setup.sampler.restore(meta.cursor)
+
+    # The loop.
+
+    def run(self) -> None:
+        """Trains until `stop` is set or `max_rounds` are done; leaves a checkpoint behind.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written.
+            NetworkProcessError: the network process ended.
+        """
+        setup = self._setup
+        self._announce("training")
+        while not setup.stop.is_set() and not self._finished():
+            if self._pending is not None:
+                if self._pending.done():
+                    self._end_round()
+                    continue
+            elif self._due():
+                self._begin_round()
+                if not self._round_config.overlap:
+                    self._await_round()
+                    continue
+            self._train_step()
+        if self._pending is not None:
+            self._await_round()
+        self._save()
+
+    def _finished(self) -> bool:
+        return self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
+
+    def _train_step(self) -> None:
+        started = time.monotonic()
+        training = self._setup.run.training
+        in_round = min(self._steps_in_round, self._round_config.inner_steps)
+        global_step = self.round * self._round_config.inner_steps + in_round
+        rate = learning_rate(global_step, training)
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        ids_BS = torch.from_numpy(self._setup.sampler.next_batch(self._setup.batch_size)).to(self._setup.device)
+        self._model.module.train()
+        with self._autocast():
+            losses = language_model_loss(
+                self._model.module,
+                ids_BS,
+                self._loss_weights,
+                self._model.held,
+                progress=min(1.0, global_step / training.total_steps),
+            )
+        self._optimiser.zero_grad(set_to_none=True)
+        losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
+        self._optimiser.step()
+        self._routed_E += self._model.pop_routed_tokens()
+        self.step += 1
+        self._steps_in_round += 1
+        self._tokens += self._tokens_per_step
+        self._loss = float(losses.cross_entropy)
+        self._loss_sum += self._loss
+        speed = self._tokens_per_step / max(time.monotonic() - started, 1e-6)
+        past = self._tokens_per_second
+        self._tokens_per_second = _SPEED_WINDOW * past + (1 - _SPEED_WINDOW) * speed if past else speed
+        self._setup.metrics.write(
+            "step",
+            round=self.round,
+            step=self.step,
+            loss=self._loss,
+            tokens=self._tokens_per_step,
+            tokens_per_second=self._tokens_per_second,
+            lr=rate,
+        )
+        self._announce("training")
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        if self._setup.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _due(self) -> bool:
+        """Whether the swarm has together done its inner steps since the last commit, or somebody says so."""
+        if time.monotonic() < self._retry_at or self._steps_in_round == 0:
+            return False
+        if self._network.called_round > self.round:
+            return True
+        inner_steps, view = self._round_config.inner_steps, self._network.view
+        done, wanted = float(self._tokens), float(inner_steps * self._tokens_per_step)
+        if view is not None and view.num_training > 0:
+            done += view.tokens + view.tokens_per_second * min(
+                time.monotonic() - view.at, self._round_config.progress_ttl_s
+            )
+            wanted += inner_steps * view.tokens_per_step
+        self._setup.status.progress = min(1.0, done / wanted)
+        return done >= wanted
+
+    # Rounds.
+
+    def _begin_round(self) -> None:
+        self._setup.status.phase = "synchronising"
+        for index in self._trained_blocks:
+            block = self._model.layout.blocks[index]
+            live_N = self._setup.contribution_N[block.start : block.stop]
+            self._model.read_block(index, live_N)
+            if self._round_config.overlap:
+                self._snapshot[index] = live_N.copy()
+        self._contributed_steps = self._steps_in_round
+        self._contributed_tokens = self._tokens
+        self._contributed_routed_E = self._routed_E.copy()
+        self._contributed_loss = self._loss_sum
+        self._pending = self._network.submit(
+            "run_round",
+            tokens=self._tokens,
+            routed=tuple(int(self._routed_E[expert]) for expert in self._model.held),
+        )
+
+    def _await_round(self) -> None:
+        assert self._pending is not None
+        stop_deadline: float | None = None
+        while True:
+            with contextlib.suppress(FutureTimeoutError):
+                self._pending.exception(timeout=_POLL_S)
+                break
+            if self._setup.stop.is_set():
+                # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
+                stop_deadline = stop_deadline or time.monotonic() + 2 * self._round_config.stall_timeout_s
+                if time.monotonic() > stop_deadline:
+                    self._pending = None
+                    return
+        self._end_round()
+
+    def _end_round(self) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        try:
+            report = pending.result()
+        except RoundError as exc:
+            self._retry_at = time.monotonic() + _RETRY_S
+            self._setup.metrics.write("fault", kind="round", peer=self._setup.peer_id, detail=str(exc))
+            self._setup.status.faults += 1
+            return
+        self._follow_commit(report)
+
+    def _follow_commit(self, report: RoundReport) -> None:
+        """Brings the live weights to the outcome of a round."""
+        setup, layout = self._setup, self._model.layout
+        previous_step = self.round * self._round_config.inner_steps
+        self.round = report.commit.round
+        for index in report.commit.changed_blocks:
+            block = layout.blocks[index]
+            where = slice(block.start, block.stop)
+            if index not in self._trained_blocks:
+                self._model.write_block(index, setup.reference_N[where])
+            elif not self._round_config.overlap:
+                self._model.write_block(index, setup.contribution_N[where])
+            else:
+                live_N = np.empty(block.size, dtype=np.float32)
+                self._model.read_block(index, live_N)
+                live_N += setup.contribution_N[where] - self._snapshot[index]
+                self._model.write_block(index, live_N)
+        self._snapshot.clear()
+        train_loss = self._contributed_loss / self._contributed_steps if self._contributed_steps else None
+        self._steps_in_round -= self._contributed_steps
+        self._tokens -= self._contributed_tokens
+        self._routed_E -= self._contributed_routed_E
+        self._loss_sum -= self._contributed_loss
+        alpha = self._merge_if_due(previous_step)
+        self._rounds_done += 1
+        eval_loss = self._evaluate()
+        self._report(report, alpha, train_loss, eval_loss)
+        # The view is from before the commit: until a new one comes, nobody has done anything yet.
+        self._network.view = self._network.ask("view", 30.0)
+        if self._rounds_done % setup.checkpoint_every_rounds == 0:
+            self._save()
+
+    def _merge_if_due(self, previous_step: int | None = None) -> float | None:
+        """Applies the expert merge to the live weights when the last commit made it due; returns its alpha.
+
+        `previous_step`: the global step of the commit before; by default one round earlier.
+        """
+        merge, inner_steps = self._setup.run.merge, self._round_config.inner_steps
+        step = self.round * inner_steps
+        previous = previous_step if previous_step is not None else max(0, step - inner_steps)
+        if self.round == 0 or not merge_due(previous, step, merge.interval):
+            return None
+        alpha = merge_alpha(step, merge.alpha, merge.steps)
+        if alpha == 0:
+            return None
+        reference_N, layout = self._setup.reference_N, self._model.layout
+        held = {expert: layout.expert_block(expert) for expert in self._model.held}
+        moved = {expert: np.empty(block.size, dtype=np.float32) for expert, block in held.items()}
+        for expert, block in held.items():
+            self._model.read_block(block.index, moved[expert])
+        for slot, merged in merged_slots(reference_N, layout, alpha, merge.neighbours):
+            if slot.expert in held:
+                # A held expert moves by what the merge changes: what it learnt since the reference stays.
+                start = slot.start - held[slot.expert].start
+                change_N = merged.reshape(-1) - reference_N[slot.start : slot.start + slot.size]
+                moved[slot.expert][start : start + slot.size] += change_N
+            else:
+                self._model.write_slot(slot, merged)
+        for expert, block in held.items():
+            self._model.write_block(block.index, moved[expert])
+        return alpha
+
+    def _evaluate(self) -> float | None:
+        every = self._setup.run.evaluation.every_rounds
+        if every == 0 or self.round % every or not self._setup.evaluation:
+            return None
+        self._setup.status.phase = "evaluating"
+        self._model.module.eval()
+        total, count = 0.0, 0
+        with torch.no_grad(), self._autocast():
+            for batch_BS in self._setup.evaluation:
+                ids_BS = torch.from_numpy(batch_BS).to(self._setup.device)
+                total += float(cross_entropy_only(self._model.module, ids_BS)) * len(batch_BS)
+                count += len(batch_BS)
+        return total / count
+
+    def _report(
+        self, report: RoundReport, alpha: float | None, train_loss: float | None, eval_loss: float | None
+    ) -> None:
+        commit, status = report.commit, self._setup.status
+        self._setup.metrics.write(
+            "round",
+            round=commit.round,
+            peers=len(commit.members),
+            group_seconds=report.group_seconds,
+            exchange_seconds=report.exchange_seconds,
+            payload_bytes_sent=commit.payload_bytes_sent,
+            payload_bytes_received=commit.payload_bytes_received,
+            parts_total=commit.parts_total,
+            parts_missing=commit.parts_missing,
+            digest=report.digest,
+            experts_covered=commit.experts_covered,
+            experts_held=list(self._model.held),
+            merge_alpha=alpha,
+            train_loss=train_loss,
+            eval_loss=eval_loss,
+        )
+        status.peers = len(commit.members)
+        status.round_seconds = report.group_seconds + report.exchange_seconds
+        status.round_megabytes = (commit.payload_bytes_sent + commit.payload_bytes_received) / 1e6
+        status.eval_loss = eval_loss if eval_loss is not None else status.eval_loss
+        self._setup.on_round(report, eval_loss)
+
+    # What others and the disk get to know.
+
+    def _announce(self, phase: str) -> None:
+        status = self._setup.status
+        status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
+        status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
+        self._network.submit(
+            "set_presence",
+            presence=Presence(
+                name=self._setup.nickname,
+                state="training",
+                step=self.step,
+                tokens=self._tokens,
+                tokens_per_step=self._tokens_per_step,
+                tokens_per_second=self._tokens_per_second,
+                loss=self._loss if self._loss is not None and math.isfinite(self._loss) else None,
+                experts=self._model.held,
+            ),
+        )
+
+    def _save(self) -> None:
+        self._setup.status.phase = "saving"
+        layout = self._model.layout
+        table: ReferenceTable = self._network.ask("table", 60.0)
+        live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
+        for index in self._trained_blocks:
+            block = layout.blocks[index]
+            self._model.read_block(index, live_N[block.start : block.stop])
+        meta = CheckpointMeta(
+            run_id=self._setup.run_id,
+            peer_id=self._setup.peer_id,
+            layout_digest=layout.digest,
+            round=self.round,
+            versions=list(table.versions),
+            reference_digest=table.digest.hex(),
+            held=list(self._model.held),
+            step=self.step,
+            tokens=self._tokens,
+            steps_in_round=self._steps_in_round,
+            routed=[int(count) for count in self._routed_E],
+            cursor=self._setup.sampler.state(),
+        )
+        save_checkpoint(
+            self._setup.checkpoints,
+            meta,
+            layout,
+            self._setup.reference_N,
+            live_N,
+            self._optimiser_arrays(),
+            self._setup.keep_checkpoints,
+        )
+
+    def _optimiser_arrays(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
+        arrays: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimiser.state.get(parameter, {}).items():
+                arrays[f"{name}/{key}"] = value.detach().cpu().numpy()
+        return arrays
+
+    def _load_optimiser(self, arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]) -> None:
+        for name, parameter in self._parameters.items():
+            state = {
+                key: torch.from_numpy(arrays[f"{name}/{key}"].copy())
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{name}/{key}" in arrays
+            }
+            if state:
+                moments = {k: v.to(parameter.device) for k, v in state.items() if k != "step"}
+                self._optimiser.state[parameter] = {"step": state["step"], **moments}

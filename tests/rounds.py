@@ -1,0 +1,121 @@
+"""Rounds held in one process: the real statements, plan and bookkeeping, with frames handed over directly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from spes_swarm.codec import FloatArray, get_codec
+from spes_swarm.identity import Identity
+from spes_swarm.layout import Layout
+from spes_swarm.plan import Plan, make_plan
+from spes_swarm.reference import Reference
+from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.wire import Frame
+
+RUN_ID = "test-run"
+LIMITS = ExchangeLimits(stall_timeout_s=5.0, timeout_s=30.0, max_update_rms=1e3)
+
+
+@lru_cache(maxsize=64)
+def identity(number: int) -> Identity:
+    """The same identities for all tests of a session: making RSA keys is slow."""
+    directory = Path(mkdtemp(prefix="spes-test-identity-"))
+    return Identity.load_or_create(directory / f"{number}.key")
+
+
+def identities(count: int) -> list[Identity]:
+    """Identities in the order of their peer ids, so that member i of a group is peer i of the test."""
+    return sorted((identity(i) for i in range(count)), key=lambda i: i.peer_id)
+
+
+@dataclass
+class FakePeer:
+    """One peer without processes."""
+
+    reference: Reference
+    live_N: FloatArray  # shared and held blocks are meaningful
+    held: tuple[int, ...]
+    tokens: int = 1
+    routed: tuple[int, ...] | None = None
+    reachable: bool = True
+    bandwidth_mbps: float = 100.0
+    reports: list[CommitReport] = field(default_factory=list)
+
+
+def peer(layout: Layout, values_N: FloatArray, held: Sequence[int], **fields: object) -> FakePeer:
+    """A peer whose reference and live weights are `values_N`."""
+    return FakePeer(Reference(layout, values_N.copy()), values_N.copy(), tuple(held), **fields)  # type: ignore[arg-type]
+
+
+def form(peers: Sequence[FakePeer], round_number: int) -> Group:
+    """The group that these peers form."""
+    sealed = []
+    for who, p in zip(identities(len(peers)), peers, strict=True):
+        statement = Statement(
+            round=round_number,
+            held=list(p.held),
+            tokens=p.tokens,
+            routed=list(p.routed if p.routed is not None else [p.tokens] * len(p.held)),
+            bandwidth_mbps=p.bandwidth_mbps,
+            reachable=p.reachable,
+            versions=list(p.reference.versions),
+            digests=list(p.reference.digests),
+        )
+        sealed.append(seal_statement(who, RUN_ID, statement))
+    return form_group(RUN_ID, round_number, sealed, len(peers[0].reference.layout.blocks))
+
+
+def hold_round(
+    peers: Sequence[FakePeer],
+    round_number: int,
+    *,
+    codec: str = "fp32",
+    part_elements: int = 64,
+    lose_push: Callable[[int, Frame], bool] = lambda sender, frame: False,
+    lose_result: Callable[[int, Frame], bool] = lambda receiver, frame: False,
+) -> tuple[Plan, list[RoundState]]:
+    """Holds a round among `peers`; their references and live weights move. Frames may be lost on the way."""
+    layout = peers[0].reference.layout
+    group = form(peers, round_number)
+    plan = make_plan(group, layout, part_elements)
+    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), LIMITS) for i, p in enumerate(peers)]
+    for sender, state in enumerate(states):
+        for reducer, target in enumerate(states):
+            for part, contribution in plan.pushes(sender, reducer):
+                frame = state.push_frame(part, contribution)
+                state.payload_bytes_sent += len(frame.payload)
+                if not lose_push(sender, frame):
+                    target.accept(sender, frame)
+    for target in states:
+        for member in target.awaited_contributors():
+            target.give_up(member)
+    for receiver, state in enumerate(states):
+        for index, part in state.wanted.items():
+            if part.reducer != receiver:
+                frame = states[part.reducer].result_frame(index, receiver)
+                if frame is not None and not lose_result(receiver, frame):
+                    states[part.reducer].payload_bytes_sent += len(frame.payload)
+                    state.store_result(frame)
+    for p, state in zip(peers, states, strict=True):
+        p.reports.append(state.commit())
+    # What the trainer does after a commit: trained blocks are what the contribution has become, the rest follows.
+    for p, state in zip(peers, states, strict=True):
+        trained = {0, *(1 + e for e in p.held)}
+        for block in layout.blocks:
+            if block.index not in trained:
+                p.live_N[block.start : block.stop] = p.reference.values_N[block.start : block.stop]
+        del state
+    return plan, states
+
+
+def small_layout(num_experts: int = 4, shared: int = 200, expert: int = 90) -> Layout:
+    """A layout with one layer."""
+    return Layout.build(
+        {"embed": (shared // 2,), "head": (shared - shared // 2,)},
+        {"layer.up": (num_experts, expert // 3 * 2), "layer.down": (num_experts, expert - expert // 3 * 2)},
+    )

@@ -1,0 +1,201 @@
+"""The expert merge against a direct float64 transcription of SPES, Eqs. 5-6 (arXiv 2602.11543)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_swarm.layout import Layout
+from spes_swarm.merge import (
+    merge_alpha,
+    merge_due,
+    merge_experts_layer,
+    merge_flat,
+    merged_slots,
+    nearest_experts,
+    similarity,
+)
+
+Array64 = npt.NDArray[np.float64]
+Array32 = npt.NDArray[np.float32]
+
+
+def equations_5_and_6(gate_up: Array32, down: Array32, alpha: float, k: int) -> tuple[Array64, Array64]:
+    """Loops over the equations as printed; nothing is shared with the code under test."""
+    num_experts, two_ffn, dim = gate_up.shape
+    ffn = two_ffn // 2
+    w_in = [[float(gate_up[j, f, d]) for f in range(ffn) for d in range(dim)] for j in range(num_experts)]
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        dot = math.fsum(x * y for x, y in zip(a, b, strict=True))
+        return dot / (math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b)))
+
+    results = []
+    for phi in (gate_up.astype(np.float64), down.astype(np.float64)):
+        new_phi = phi.copy()
+        for j in range(num_experts):
+            others = [i for i in range(num_experts) if i != j]
+            q_j = sorted(others, key=lambda i: (-cosine(w_in[j], w_in[i]), i))[:k]
+            if q_j:
+                new_phi[j] = phi[j] + alpha * sum(phi[i] - phi[j] for i in q_j) / len(q_j)
+        results.append(new_phi)
+    return results[0], results[1]
+
+
+def random_layer(num_experts: int, ffn: int, dim: int, seed: int) -> tuple[Array32, Array32]:
+    rng = np.random.default_rng(seed)
+    gate_up = rng.standard_normal((num_experts, 2 * ffn, dim), dtype=np.float32)
+    return gate_up, rng.standard_normal((num_experts, dim, ffn), dtype=np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_experts=st.integers(1, 6),
+    ffn=st.integers(1, 5),
+    dim=st.integers(2, 5),
+    alpha=st.floats(0.0, 1.0),
+    k=st.integers(0, 7),
+    seed=st.integers(0, 2**31),
+)
+def test_a_layer_merges_as_in_equations_5_and_6(
+    num_experts: int, ffn: int, dim: int, alpha: float, k: int, seed: int
+) -> None:
+    gate_up, down = random_layer(num_experts, ffn, dim, seed)
+    before = gate_up.copy(), down.copy()
+    merged = merge_experts_layer(gate_up, down, alpha, k)
+    expected = equations_5_and_6(gate_up, down, alpha, k)
+    for ours, theirs, original in zip(merged, expected, before, strict=True):
+        assert ours.dtype == np.float32
+        # At most a dozen fp32 operations on values below about 5.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=12 * 5 * 1.2e-7)
+        assert ours.shape == original.shape
+    np.testing.assert_array_equal(gate_up, before[0])
+    np.testing.assert_array_equal(down, before[1])
+
+
+def test_only_the_gate_half_decides_who_is_similar() -> None:
+    # Expert 0 and 1 share their gate, 0 and 2 share all the rest.
+    gate_up, down = random_layer(3, 4, 4, seed=1)
+    gate_up[1, :4] = gate_up[0, :4]
+    gate_up[2, 4:] = gate_up[0, 4:] * 100
+    gate_up[2, :4] = -gate_up[0, :4]
+    merged, _ = merge_experts_layer(gate_up, down, 1.0, 1)
+    np.testing.assert_allclose(merged[0], gate_up[1], atol=1e-5)
+
+
+def test_donors_are_the_copies_from_before_the_merge() -> None:
+    # With alpha 1 and two experts a simultaneous update swaps them; a sequential one would make them equal.
+    gate_up, down = random_layer(2, 3, 4, seed=2)
+    merged_gate_up, merged_down = merge_experts_layer(gate_up, down, 1.0, 4)
+    np.testing.assert_allclose(merged_gate_up, gate_up[::-1], atol=1e-6)
+    np.testing.assert_allclose(merged_down, down[::-1], atol=1e-6)
+
+
+def test_ties_go_to_the_lowest_index() -> None:
+    gate_up, _ = random_layer(1, 2, 3, seed=3)
+    same = np.repeat(gate_up, 5, axis=0).reshape(5, -1)
+    assert nearest_experts(similarity(same), 2).tolist() == [[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]]
+
+
+def test_a_dead_expert_is_similar_to_nobody() -> None:
+    gate = np.array([[1, 0], [0, 0], [1, 1]], dtype=np.float32)
+    root_half = math.sqrt(0.5)
+    expected = np.array([[1.0, 0.0, root_half], [0.0, 0.0, 0.0], [root_half, 0.0, 1.0]])
+    np.testing.assert_allclose(similarity(gate), expected, atol=1e-15)
+
+
+def test_negative_neighbours_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_neighbours"):
+        nearest_experts(np.eye(3), -1)
+
+
+# Layers 2 and 10 sort as 10 < 2: names must decide, not order.
+STACKED = {
+    f"m.{layer}.experts.{tensor}": shape
+    for layer in (2, 10)
+    for tensor, shape in (("gate_up_proj", (5, 6, 4)), ("down_proj", (5, 4, 3)))
+}
+
+
+def random_reference(seed: int) -> tuple[Layout, Array32]:
+    layout = Layout.build({"embed": (7, 4), "norm": (4,)}, STACKED)
+    return layout, np.random.default_rng(seed).standard_normal(layout.num_elements, dtype=np.float32)
+
+
+def stacked(layout: Layout, flat: Array32, name: str) -> Array32:
+    slots = [slot for block in layout.blocks for slot in block.slots if slot.name == name]
+    return np.stack([flat[slot.start : slot.start + slot.size].reshape(slot.shape) for slot in slots])
+
+
+def test_the_flat_merge_merges_every_layer_by_itself() -> None:
+    layout, reference = random_reference(0)
+    before = reference.copy()
+    merged = merge_flat(reference, layout, 0.3, 2)
+    for layer in (2, 10):
+        names = [f"m.{layer}.experts.{tensor}" for tensor in ("gate_up_proj", "down_proj")]
+        gate_up, down = (stacked(layout, reference, name) for name in names)
+        for name, expected in zip(names, equations_5_and_6(gate_up, down, 0.3, 2), strict=True):
+            np.testing.assert_allclose(stacked(layout, merged, name), expected, atol=1e-5)
+    np.testing.assert_array_equal(merged[: 7 * 4 + 4], reference[: 7 * 4 + 4])
+    np.testing.assert_array_equal(reference, before)
+
+
+def test_alpha_zero_returns_the_same_bits() -> None:
+    layout, reference = random_reference(1)
+    reference[-1], reference[-2] = -0.0, np.inf
+    assert merge_flat(reference, layout, 0.0, 2).tobytes() == reference.tobytes()
+
+
+def test_one_expert_has_nobody_to_merge_with() -> None:
+    layout = Layout.build({"norm": (2,)}, {"x.gate_up_proj": (1, 4, 3), "x.down_proj": (1, 3, 2)})
+    reference = np.random.default_rng(0).standard_normal(layout.num_elements, dtype=np.float32)
+    assert merge_flat(reference, layout, 0.5, 4).tobytes() == reference.tobytes()
+
+
+def test_the_slots_can_be_had_for_some_experts_only() -> None:
+    layout, reference = random_reference(2)
+    everything = merge_flat(reference, layout, 0.4, 3)
+    slots = list(merged_slots(reference, layout, 0.4, 3, experts=[4, 1]))
+    assert sorted({slot.expert for slot, _ in slots if slot.expert is not None}) == [1, 4]
+    assert len(slots) == 2 * 4
+    for slot, values in slots:
+        assert values.shape == slot.shape
+        np.testing.assert_array_equal(values.reshape(-1), everything[slot.start : slot.start + slot.size])
+
+
+def test_the_merge_never_writes_to_the_reference() -> None:
+    layout, reference = random_reference(3)
+    reference.flags.writeable = False
+    merge_flat(reference, layout, 0.4, 3)
+    with pytest.raises(ValueError, match="reference"):
+        merge_flat(reference, layout, 0.4, 3, out_N=reference)
+    with pytest.raises(ValueError, match="layout"):
+        merge_flat(reference[:-1], layout, 0.4, 3)
+
+
+def test_alpha_decays_linearly_to_zero() -> None:
+    assert merge_alpha(0, 0.1, 12_500) == 0.1
+    assert merge_alpha(6_250, 0.1, 12_500) == pytest.approx(0.05)
+    assert merge_alpha(12_500, 0.1, 12_500) == 0.0
+    assert merge_alpha(99_999, 0.1, 12_500) == 0.0
+    assert merge_alpha(0, 0.1, 0) == 0.0
+
+
+@given(interval=st.integers(1, 20), steps=st.lists(st.integers(1, 30), max_size=20))
+def test_a_merge_is_due_whenever_a_multiple_of_the_interval_was_passed(
+    interval: int, steps: list[int]
+) -> None:
+    now = 0
+    for step in steps:
+        passed = any(s % interval == 0 for s in range(now + 1, now + step + 1))
+        assert merge_due(now, now + step, interval) == passed
+        now += step
+
+
+def test_interval_zero_means_no_merge() -> None:
+    assert not merge_due(0, 100, 0)
