@@ -24,8 +24,7 @@ def free_bytes(device: torch.device) -> int:
 def experts_that_fit(layout: Layout, want: int, device: torch.device, free: int | None = None) -> int:
     """The largest number of experts, up to `want`, that can be trained in the device's free memory; at least one.
 
-    Args:
-        free: bytes; measured when None.
+    `free` is in bytes; it is measured when None.
     """
     budget = (free if free is not None else free_bytes(device)) * _USABLE_FRACTION
     budget -= _BYTES_PER_WEIGHT * layout.num_elements

@@ -1,7 +1,7 @@
 """Checkpoints: everything that a peer needs to go on as if it had never stopped.
 
-One directory for each, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the shared and held
-blocks, the optimiser state, and `meta.json`, which is written last and has the BLAKE3 digest of every other file. It is
+One directory for each, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the
+shared and held blocks, the optimiser state, and `meta.json`, which is written last and has the BLAKE3 digest of every other file. It is
 written under a temporary name, synced to disk and renamed, so that a directory with the final name is complete; a
 checkpoint that does not verify is passed over in favour of the one before.
 """

@@ -123,6 +123,16 @@ class ModelConfig(_Section):
                 f"settings: a token goes to {self.experts_per_token} experts, "
                 f"expected 1 to {self.num_experts} (all experts)"
             )
+        for key in _POSITIVE_SETTINGS:
+            number = _first(config, (key,))
+            if isinstance(number, int) and number < 1:
+                raise ConfigError(f"settings.{key}: found {number}, expected at least 1")
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            number = _first(config, (key,))
+            if isinstance(number, int) and not 0 <= number < self.vocab_size:
+                raise ConfigError(
+                    f"settings.{key}: found {number}, expected below vocab_size ({self.vocab_size}), or null"
+                )
         hidden, heads = _first(config, ("hidden_size",)), _first(config, ("num_attention_heads",))
         if hidden and heads and _first(config, ("head_dim",)) is None and hidden % heads:
             raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
@@ -381,6 +391,16 @@ def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_POSITIVE_SETTINGS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 # Able to load code or files, or decided by the peer that builds the model.
 FORBIDDEN_SETTINGS = frozenset(
     {

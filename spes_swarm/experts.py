@@ -62,9 +62,7 @@ def check_supported(name: str, module: nn.Module) -> None:
         raise ConfigError(f"{where} is not supported: it has no parameters {' and '.join(PROJECTIONS)}")
     E, D, F = down.shape
     if tuple(gate_up.shape) != (E, 2 * F, D):
-        raise ConfigError(
-            f"{where} is not supported: gate_up_proj is {tuple(gate_up.shape)}, expected {(E, 2 * F, D)}"
-        )
+        raise ConfigError(f"{where} is not supported: gate_up_proj is {tuple(gate_up.shape)}, expected {(E, 2 * F, D)}")
     own = {key for key, _ in module.named_parameters()} - set(PROJECTIONS)
     if own:
         raise ConfigError(f"{where} is not supported: it has further parameters {', '.join(sorted(own))}")
@@ -77,9 +75,7 @@ def check_held(held: Sequence[int], num_experts: int) -> tuple[int, ...]:
         ConfigError: an expert does not exist or is named twice.
     """
     if len(set(held)) != len(held) or any(not 0 <= expert < num_experts for expert in held):
-        raise ConfigError(
-            f"held experts must be distinct numbers from 0 to {num_experts - 1}, got {list(held)}"
-        )
+        raise ConfigError(f"held experts must be distinct numbers from 0 to {num_experts - 1}, got {list(held)}")
     return tuple(sorted(held))
 
 
@@ -133,9 +129,7 @@ class SparseExperts(nn.Module):
         self.kernel = kernel
         self.held = check_held(held, self.num_experts)
         for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
-            self._store(
-                projection, stacked.detach().unbind(0), down_EDF.dtype, foreign_dtype or down_EDF.dtype
-            )
+            self._store(projection, stacked.detach().unbind(0), down_EDF.dtype, foreign_dtype or down_EDF.dtype)
         device = down_EDF.device
         self.register_buffer("slot_of_expert", self._slot_table(device), persistent=False)
         self.register_buffer(

@@ -109,11 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
 def _ranges(ends_G: Tensor) -> list[tuple[int, int, int]]:
     """(group, start, stop) of every group that has rows; synchronises with the device once."""
     ends = ends_G.tolist()
-    return [
-        (g, start, stop)
-        for g, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
-        if stop > start
-    ]
+    return [(g, start, stop) for g, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)) if stop > start]
 
 
 def torch_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:

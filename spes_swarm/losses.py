@@ -93,9 +93,7 @@ class _CrossEntropyAndZ(torch.autograd.Function):
         for rows in _row_chunks(logits_NV):
             chunk_CV = torch.exp(logits_NV[rows].float() - lse_N[rows].unsqueeze(1))
             chunk_CV *= softmax_scale_N[rows].unsqueeze(1)
-            chunk_CV.scatter_add_(
-                1, targets_N[rows].clamp_min(0).unsqueeze(1), onehot_scale_N[rows].unsqueeze(1)
-            )
+            chunk_CV.scatter_add_(1, targets_N[rows].clamp_min(0).unsqueeze(1), onehot_scale_N[rows].unsqueeze(1))
             grad_NV[rows] = chunk_CV
         return grad_NV, None
 
@@ -177,9 +175,7 @@ def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
     The sum, not the mean, over layers is what SPES and megablocks (`batched_router_zloss`) use with factor
     0.001.
     """
-    return torch.stack(
-        [torch.logsumexp(x_TE.float(), dim=-1).square().mean() for x_TE in router_logits]
-    ).sum()
+    return torch.stack([torch.logsumexp(x_TE.float(), dim=-1).square().mean() for x_TE in router_logits]).sum()
 
 
 def language_model_loss(
@@ -209,9 +205,7 @@ def language_model_loss(
     if wants_router:
         router_logits = getattr(output, "router_logits", None)
         if not router_logits:
-            raise ConfigError(
-                f"{type(model).__name__} does not report router logits: its losses cannot be had"
-            )
+            raise ConfigError(f"{type(model).__name__} does not report router logits: its losses cannot be had")
         config: Any = model.config
         factor = balance_factor(weights, progress)
         load_balance = load_balance_loss(router_logits, config.num_experts_per_tok, held, factor)

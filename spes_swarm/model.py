@@ -302,9 +302,7 @@ class SparseModel:
         for experts in self._experts.values():
             old = [getattr(experts, projection) for projection in PROJECTIONS]
             experts.hold(held)
-            swapped.update(
-                zip(old, (getattr(experts, projection) for projection in PROJECTIONS), strict=True)
-            )
+            swapped.update(zip(old, (getattr(experts, projection) for projection in PROJECTIONS), strict=True))
         if optimizer is not None:
             _swap_parameters(optimizer, swapped, self.held, held)
         self.held = held
@@ -378,9 +376,7 @@ class SparseModel:
         """
         held = {getattr(experts, p) for experts in self._experts.values() for p in PROJECTIONS}
         shared = set(self._shared.values())
-        foreign = [
-            getattr(experts, f"foreign_{p}") for experts in self._experts.values() for p in PROJECTIONS
-        ]
+        foreign = [getattr(experts, f"foreign_{p}") for experts in self._experts.values() for p in PROJECTIONS]
 
         def class_of(tensor: Tensor) -> str:
             return "shared" if tensor in shared else "held" if tensor in held else "foreign"

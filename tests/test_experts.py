@@ -112,9 +112,7 @@ def test_the_loop_and_grouped_mm_agree_on_a_misaligned_start() -> None:
     assert not grouped_mm_applies(x, w)
     assert grouped_mm_applies(x.clone(), w)
     ends = ends_of([2, 1, 3])
-    torch.testing.assert_close(
-        torch_kernel(x, w, ends), torch_kernel(x.clone(), w, ends), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(torch_kernel(x, w, ends), torch_kernel(x.clone(), w, ends), rtol=1e-5, atol=1e-6)
 
 
 def test_autocast_casts_both_operands() -> None:
@@ -172,9 +170,7 @@ def original_experts(seed: int = 0) -> OlmoeExperts:
 
 
 def sparse(experts: Any, held: tuple[int, ...], **kwargs: Any) -> SparseExperts:
-    return SparseExperts(
-        experts.gate_up_proj, experts.down_proj, experts.act_fn, held, load_kernel("torch"), **kwargs
-    )
+    return SparseExperts(experts.gate_up_proj, experts.down_proj, experts.act_fn, held, load_kernel("torch"), **kwargs)
 
 
 def routed_batch(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,9 +222,7 @@ def test_float64_agrees_to_twelve_digits() -> None:
 def test_held_experts_without_tokens_get_a_gradient_of_zeros() -> None:
     module = sparse(original_experts(), (0, 4))
     index = torch.tensor([[1, 2], [2, 3]])
-    torch.autograd.backward(
-        module(torch.randn(2, DIM), index, torch.rand(2, TOP_K, requires_grad=True)).sum()
-    )
+    torch.autograd.backward(module(torch.randn(2, DIM), index, torch.rand(2, TOP_K, requires_grad=True)).sum())
     assert module.gate_up_proj.grad is not None
     assert module.down_proj.grad is not None
     assert not module.gate_up_proj.grad.any()

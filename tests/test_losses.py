@@ -69,9 +69,7 @@ def naive_balance(router_logits: list[Tensor], k: int, held: tuple[int, ...], fa
                 p[e] += math.exp(row[e] - top) / total / num_tokens
             for e in sorted(range(num_experts), key=lambda e: -row[e])[:k]:
                 f[e] += 1 / (num_tokens * k)
-        per_layer.append(
-            num_experts * sum((factor if e in held else 1) * f[e] * p[e] for e in range(num_experts))
-        )
+        per_layer.append(num_experts * sum((factor if e in held else 1) * f[e] * p[e] for e in range(num_experts)))
     return sum(per_layer) / len(per_layer)
 
 

@@ -102,6 +102,12 @@ def test_ties_go_to_the_lowest_index() -> None:
     assert nearest_experts(similarity(same), 2).tolist() == [[1, 2], [0, 2], [0, 1], [0, 1], [0, 1]]
 
 
+def test_similarities_that_differ_by_rounding_are_ties() -> None:
+    # As on another machine, whose sums end in other bits: 1 and 2 are equally similar to 0.
+    noisy = np.array([[1, 0.5, 0.5 + 1e-15], [0.5, 1, 0.1], [0.5 + 1e-15, 0.1, 1]])
+    assert nearest_experts(noisy, 1)[0].tolist() == [1]
+
+
 def test_a_dead_expert_is_similar_to_nobody() -> None:
     gate = np.array([[1, 0], [0, 0], [1, 1]], dtype=np.float32)
     root_half = math.sqrt(0.5)
@@ -187,9 +193,7 @@ def test_alpha_decays_linearly_to_zero() -> None:
 
 
 @given(interval=st.integers(1, 20), steps=st.lists(st.integers(1, 30), max_size=20))
-def test_a_merge_is_due_whenever_a_multiple_of_the_interval_was_passed(
-    interval: int, steps: list[int]
-) -> None:
+def test_a_merge_is_due_whenever_a_multiple_of_the_interval_was_passed(interval: int, steps: list[int]) -> None:
     now = 0
     for step in steps:
         passed = any(s % interval == 0 for s in range(now + 1, now + step + 1))
