@@ -136,6 +136,11 @@ class ModelConfig(_Section):
         hidden, heads = _first(config, ("hidden_size",)), _first(config, ("num_attention_heads",))
         if hidden and heads and _first(config, ("head_dim",)) is None and hidden % heads:
             raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
+        groups = _first(config, ("num_key_value_heads",))
+        if heads and groups and heads % groups:
+            raise ConfigError(
+                f"settings.num_key_value_heads: found {groups}, expected a divisor of {heads} attention heads"
+            )
 
     @property
     def num_experts(self) -> int:
@@ -163,7 +168,7 @@ class ModelConfig(_Section):
 class TokenizerConfig(_Section):
     """How text becomes token ids."""
 
-    name: Text = "bytes"  # "bytes", "bpe" (trained on the embedded corpus), or a transformers tokenizer
+    name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by joiners
 
 
@@ -423,6 +428,8 @@ FORBIDDEN_SETTINGS = frozenset(
         "trust_remote_code",
     }
 )
+# Honoured by transformers although the configuration classes have no such field; published configurations have them.
+EXTRA_SETTINGS = frozenset({"head_dim", "rope_scaling", "rope_theta"})
 
 
 def transformers_config(model: ModelConfig) -> PreTrainedConfig:
@@ -440,7 +447,7 @@ def transformers_config(model: ModelConfig) -> PreTrainedConfig:
         raise ConfigError(f"type: found {model.type!r}, expected a model type of transformers{nearest}")
     config_class = CONFIG_MAPPING[model.type]
     known = {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    known -= FORBIDDEN_SETTINGS
+    known = (known | EXTRA_SETTINGS) - FORBIDDEN_SETTINGS
     for key in model.settings:
         if key in FORBIDDEN_SETTINGS:
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
@@ -448,7 +455,7 @@ def transformers_config(model: ModelConfig) -> PreTrainedConfig:
             raise ConfigError(f"settings.{key}: unknown key for {model.type}{_nearest(key, known)}")
     try:
         return config_class(**json.loads(json.dumps(model.settings)))  # a copy: it keeps what it is given
-    except (StrictDataclassError, TypeError, ValueError, KeyError) as exc:
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
         detail = " ".join(str(exc).split())
         raise ConfigError(f"settings: transformers refuses them for {model.type}: {detail}") from exc
 

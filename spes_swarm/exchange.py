@@ -62,6 +62,18 @@ class Exchange:
                 raise RoundError(f"{missing} parts are missing after {self._limits.timeout_s:.0f} s") from None
         return state.commit()
 
+    async def traffic(self) -> tuple[int, int]:
+        """Payload bytes (sent, received) of the last round, once the others have pulled what they want from here."""
+        state = self._round
+        if state is None:
+            return 0, 0
+        if state.unserved:
+            try:
+                await asyncio.wait_for(state.all_served.wait(), self._limits.stall_timeout_s)
+            except TimeoutError:
+                pass  # somebody never came; what was sent until now is the figure
+        return state.payload_bytes_sent, state.payload_bytes_received
+
     async def _transfer(self, state: RoundState) -> None:
         plan, me = state.plan, state.me
         reducers = sorted({part.reducer for part in plan.parts} - {me})
@@ -240,7 +252,10 @@ class Exchange:
                 if frame is not None:
                     await self._send_result(state, channel, frame)
         else:
-            await self._stream_reduced(state, member, channel)
+            try:
+                await self._stream_reduced(state, member, channel)
+            finally:
+                state.served(member)
         await channel.send(Frame(FrameKind.END))
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:

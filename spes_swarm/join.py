@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from spes_swarm.address import best_first, check_listen_address, check_peer_address
 from spes_swarm.capacity import experts_that_fit
@@ -45,8 +46,8 @@ from spes_swarm.network_client import NetworkClient
 from spes_swarm.panel import PeerConsole, experts_text
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.run_directory import RunDirectory
-from spes_swarm.sampler import Sampler
-from spes_swarm.services import Presence, RoundReport, RunSettings, SwarmView
+from spes_swarm.sampler import Sampler, TokenStream
+from spes_swarm.services import Presence, RunSettings, SwarmView
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
 from spes_swarm.trainer import Trainer, TrainerSetup, TrainingStatus
@@ -55,6 +56,7 @@ from spes_swarm.transfer import TransferReport
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
+_BARRIER_S = 20.0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -123,12 +125,13 @@ class Session:
         self._identity = Identity.load_or_create(identity_path.absolute())
         self._metrics = Metrics(self._directory.metrics, self._identity.peer_id)
         self._status = TrainingStatus()
-        self._network = NetworkClient(self._identity.path, self._on_fault)
+        self._network = NetworkClient(self._identity.path, self._on_network_event)
         self._joined = False
 
-    def _on_fault(self, kind: str, peer: str, detail: str) -> None:
-        self._metrics.write("fault", kind=kind, peer=peer, detail=detail)
-        self._status.faults += 1
+    def _on_network_event(self, name: str, fields: dict[str, Any]) -> None:
+        self._metrics.write(name, **fields)
+        if name == "fault":
+            self._status.faults += 1
 
     def run(self) -> None:
         """Joins, trains until told to stop, leaves.
@@ -307,13 +310,14 @@ class Session:
     def _open_data(self, run: RunConfig, tokenizer: Tokenizer) -> _Opened:
         self._console.say(f"opening data: {self._peer.data}")
         files = open_source(self._peer.data, tokenizer)
-        seed = self._peer.seed if self._peer.seed is not None else self._identity.peer_id
+        # By default every identity has an order of its own, and keeps it.
+        own_seed = int.from_bytes(blake3(self._identity.peer_id.encode()).digest()[:6], "little")
         sampler = Sampler(
-            files,
+            TokenStream.open(files, tokenizer),
             sequence_length=run.training.sequence_length,
-            seed=f"{run.training.seed}/{seed}",
+            run_seed=run.training.seed,
+            peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
             holdout_fraction=run.evaluation.holdout_fraction,
-            tokenizer=tokenizer,
         )
         evaluation = (
             list(sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
@@ -409,11 +413,22 @@ class Session:
             view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
             here = view.num_peers + 1
             if here >= wanted:
+                self._announce("training")
+                self._await_training(wanted - 1)
                 return
             if here != shown:
                 shown = here
                 self._console.say(f"waiting for peers: {here} of {wanted}")
             self._stop.wait(0.5)
+
+    def _await_training(self, others: int) -> None:
+        """Gives the others the moment they need to see that all are there, so that nobody begins alone."""
+        deadline = time.monotonic() + _BARRIER_S
+        while not self._stop.is_set() and time.monotonic() < deadline:
+            view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+            if view.num_training >= others:
+                return
+            self._stop.wait(0.2)
 
     # Telling the user.
 
@@ -426,14 +441,14 @@ class Session:
             shlex.join(["python", "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
         )
 
-    def _say_round(self, report: RoundReport, eval_loss: float | None) -> None:
+    def _say_round(self) -> None:
         if self._console.is_terminal:
             return
         status = self._status
         loss = "-" if status.loss is None else f"{status.loss:.4f}"
-        evaluated = "-" if eval_loss is None else f"{eval_loss:.4f}"
+        evaluated = "-" if status.eval_loss is None else f"{status.eval_loss:.4f}"
         self._console.say(
-            f"round {report.commit.round}: {len(report.commit.members)} peers, loss {loss}, eval loss {evaluated}, "
+            f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {evaluated}, "
             f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
         )
 

@@ -61,8 +61,7 @@ EXTRA_SETTINGS = ("head_dim", "rope_scaling", "rope_theta")
 def build_model(
     model_type: str, settings: Mapping[str, Any], seed: int, device: torch.device | str, on_meta: bool = False
 ) -> PreTrainedModel:
-    """A freshly initialised causal language model in fp32: the same bits for the same arguments on one
-    machine.
+    """A freshly initialised causal language model in fp32: same arguments, same bits (on one machine).
 
     Weights are drawn on the CPU whatever `device` is, so that they do not depend on it; the global random
     state is left as it was. Attention is "sdpa" where the architecture has it, else "eager".
@@ -185,6 +184,44 @@ def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
             tensor = parameters[slot.name].detach()
             _as_tensor(flat_N, slot, 0).copy_(tensor if slot.expert is None else tensor[slot.expert])
     return flat_N
+
+
+def plain_state_dict(
+    model: nn.Module,
+    layout: Layout,
+    flat_N: FlatArray,
+    tied: Mapping[str, str] | None = None,
+    include_tied: bool = False,
+) -> dict[str, Tensor]:
+    """`SparseModel.state_dict_from_flat` for any model with this layout, e.g. an untouched one, which is left as it is.
+
+    Args:
+        model: gives the buffers; its parameters are not read.
+        layout: of the untouched model.
+        flat_N: the values (N,).
+        tied: every further name of a tied parameter with its first name; None takes them from `model`.
+        include_tied: add those further names.
+
+    Raises:
+        ValueError: `flat_N` has another size or dtype.
+    """
+    _check_array(flat_N, layout.num_elements)
+    tied = _tied_names(model) if tied is None else tied
+    state: dict[str, Tensor] = {}
+    for block in layout.blocks:
+        for slot in block.slots:
+            values = _as_tensor(flat_N, slot, 0)
+            if slot.expert is None:
+                state[slot.name] = values.clone()
+                continue
+            if slot.name not in state:
+                state[slot.name] = torch.empty((layout.num_experts, *slot.shape))
+            state[slot.name][slot.expert].copy_(values)
+    # What remains are buffers: a sparse model's own parameters are in `state` under the same names.
+    state.update({n: t.cpu().clone() for n, t in model.state_dict().items() if n not in state and n not in tied})
+    if include_tied:
+        state.update({alias: state[name] for alias, name in tied.items()})
+    return state
 
 
 def _as_tensor(array_N: FlatArray, slot: TensorSlot, array_start: int) -> Tensor:
@@ -348,24 +385,7 @@ class SparseModel:
         Raises:
             ValueError: `flat_N` has another size or dtype.
         """
-        _check_array(flat_N, self.layout.num_elements)
-        state: dict[str, Tensor] = {}
-        for block in self.layout.blocks:
-            for slot in block.slots:
-                values = _as_tensor(flat_N, slot, 0)
-                if slot.expert is None:
-                    state[slot.name] = values.clone()
-                    continue
-                if slot.name not in state:
-                    state[slot.name] = torch.empty((self.layout.num_experts, *slot.shape))
-                state[slot.name][slot.expert].copy_(values)
-        for name, tensor in self.module.state_dict().items():
-            # What remains: buffers. (The sparse experts' own parameters are in `state` under the same names.)
-            if name not in state and name not in self._tied:
-                state[name] = tensor.detach().cpu().clone()
-        if include_tied:
-            state.update({alias: state[name] for alias, name in self._tied.items()})
-        return state
+        return plain_state_dict(self.module, self.layout, flat_N, self._tied, include_tied)
 
     def bytes_per_class(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
         """Bytes that live tensors occupy now, by class.

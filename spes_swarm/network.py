@@ -87,6 +87,10 @@ class NetworkProcess:
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
             self._send("event", "fault", {"kind": error.kind, "peer": peer_id, "detail": error.detail})
 
+    def on_group(self, round_number: int, members: int) -> None:
+        """Tells the trainer that the exchange of a round begins."""
+        self._send("event", "group", {"round": round_number, "peers": members})
+
     def on_round_over(self) -> None:
         """Begins a new period for the limit on reported faults."""
         self._fault_counts.clear()
@@ -177,6 +181,10 @@ class NetworkProcess:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
         return await self._services.run_round(tokens, routed)
+
+    async def traffic(self) -> tuple[int, int]:
+        """Payload bytes (sent, received) of the last round, when the others have fetched their share from here."""
+        return await self._services.traffic()
 
     async def stop(self) -> None:
         """Leaves: releases the lease, tells the others, ends the daemon."""

@@ -16,7 +16,7 @@ from spes_swarm.errors import NetworkProcessError
 from spes_swarm.network import run_network_process
 from spes_swarm.services import SwarmView
 
-FaultHandler = Callable[[str, str, str], None]
+EventHandler = Callable[[str, dict[str, Any]], None]
 
 
 class NetworkClient:
@@ -25,12 +25,15 @@ class NetworkClient:
     Must be created before CUDA is initialised and in the main thread: the process is forked, and it dies with the
     thread that forked it.
 
+    `on_event` is told, in a thread of its own, about faults of other peers (`fault`) and about each group that this
+    peer is in (`group`), with the fields of the metric of that name.
+
     Attributes:
         view: the newest news about the others, None before the first.
         called_round: the newest round that a leader has called for, 0 before the first.
     """
 
-    def __init__(self, identity_path: Path, on_fault: FaultHandler) -> None:
+    def __init__(self, identity_path: Path, on_event: EventHandler) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe(duplex=True)
         self._process = context.Process(
@@ -38,7 +41,7 @@ class NetworkClient:
         )
         self._process.start()
         theirs.close()
-        self._on_fault = on_fault
+        self._on_event = on_event
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -67,7 +70,7 @@ class NetworkClient:
                     elif future is not None:
                         future.set_exception(value)
                 else:
-                    self._on_event(*rest)
+                    self._take_event(*rest)
         except (EOFError, OSError):
             with self._lock:
                 self._dead = True
@@ -75,13 +78,13 @@ class NetworkClient:
             for future in pending.values():
                 future.set_exception(NetworkProcessError("the network process has ended"))
 
-    def _on_event(self, name: str, value: Any) -> None:
+    def _take_event(self, name: str, value: Any) -> None:
         if name == "view":
             self.view = value
         elif name == "called":
             self.called_round = max(self.called_round, value)
-        elif name == "fault":
-            self._on_fault(value["kind"], value["peer"], value["detail"])
+        else:
+            self._on_event(name, value)
 
     def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
         """Sends a command; the future carries its result or exception.

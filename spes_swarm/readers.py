@@ -1,8 +1,8 @@
 """Documents out of text files, JSON lines and Parquet, in pieces that bound memory and can be parsed in parallel.
 
-Reading has two halves. `read_pieces` runs through a file in order and hands out *pieces* of about a megabyte: raw bytes
-cut where a record ends, or a few rows of a table. `parse_piece` turns a piece into documents; it is pure, so any process
-may do it. What is broken is counted by kind and passed over: one bad record of a crawl must not cost the others.
+Reading has two halves. `read_pieces` runs through a file in order and hands out *pieces* of about a megabyte: raw
+bytes cut where a record ends, or a few rows of a table. `parse_piece` turns a piece into documents; it is pure, so
+any process may do it. What is broken is counted by kind and passed over: one bad record must not cost the others.
 
 Kinds: `bad_json`, `bad_utf8`, `missing_field`, `wrong_type`, `too_long` (a record above 64 MiB), `truncated` (a
 compressed file ends early), `corrupt` (a compressed stream or table that cannot be decoded), `empty`.
@@ -72,7 +72,8 @@ def find_documents(sources: Sequence[str | Path]) -> list[Path]:
         elif path.is_file():
             matches = [path]
         else:
-            matches = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]
+            names = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob refuses absolute patterns
+            matches = [p for p in map(Path, names) if p.is_file()]
         if not matches:
             what = "holds no file with a known suffix" if path.is_dir() else "matches no file"
             raise DataError(f"{source} {what}; known are {_known_suffixes()}")
@@ -209,6 +210,8 @@ def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None
         consumed = len(raw)
         while raw:
             if stream is None:
+                if path.suffix.lower() == ".gz" and not (raw := raw.lstrip(b"\0")):
+                    break  # tape padding behind a member, which gzip itself passes over too
                 stream = _decompressor(path)
             try:
                 block = stream.decompress(raw)
@@ -218,7 +221,6 @@ def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None
             raw = stream.unused_data if stream.eof else b""
             if stream.eof:
                 stream = None
-                raw = raw.lstrip(b"\0") if path.suffix.lower() == ".gz" else raw  # tape padding, as gzip itself allows
             yield block, consumed, None
             consumed = 0
     if stream is not None:
@@ -228,7 +230,8 @@ def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None
 def _decompressor(path: Path) -> _Decompressor:
     if path.suffix.lower() == ".gz":
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: expect a gzip header
-    return cast(_Decompressor, _zstandard(path).ZstdDecompressor().decompressobj())
+    largest_window = 1 << 31  # as `zstd --long=31` makes; the library's own limit is lower
+    return cast(_Decompressor, _zstandard(path).ZstdDecompressor(max_window_size=largest_window).decompressobj())
 
 
 def _decompression_errors(path: Path) -> type[Exception]:
@@ -256,9 +259,12 @@ def _cut(
         consumed += block_consumed
         pending += block
         if fault is not None:
-            # What is whole is kept. The last record is cut short: it belongs to the same fault and is not counted twice.
-            whole = 0 if skipping else pending.rfind(separator) + len(separator) if separator in pending else 0
-            yield Piece(kind, bytes(pending[:whole]), consumed, Counter([fault]))
+            # What is whole is kept. The last record is cut short: it belongs to this fault and is not counted twice.
+            if skipping or separator not in pending:
+                pending.clear()
+            else:
+                del pending[pending.rfind(separator) + len(separator) :]
+            yield Piece(kind, bytes(pending), consumed, Counter([fault]))
             return
         if skipping:
             end = pending.find(separator)

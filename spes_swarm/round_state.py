@@ -67,8 +67,6 @@ class CommitReport:
     parts_total: int
     parts_missing: int
     changed_blocks: tuple[int, ...]
-    payload_bytes_sent: int
-    payload_bytes_received: int
     experts_covered: int
 
 
@@ -102,6 +100,8 @@ class RoundState:
         self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
         self.finished = False  # no more results will come from reducers
         self.committed = False
+        self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
+        self.all_served = asyncio.Event()
         self.payload_bytes_sent = 0
         self.payload_bytes_received = 0
         self.last_heard = dict.fromkeys(range(plan.num_members), time.monotonic())
@@ -117,6 +117,16 @@ class RoundState:
             if own is not None:
                 self._accumulators[index].add(me, own.weight, self.own_difference(plan.parts[index]))
             self._complete_if_ready(index)
+
+    def _owes(self, member: int) -> bool:
+        """Whether a member will pull results that are reduced here."""
+        return any(part.reducer == self.me and self.plan.block_of(part).receives(member) for part in self.plan.parts)
+
+    def served(self, member: int) -> None:
+        """Notes that a member has been sent all that it can get here, or is gone."""
+        self.unserved.discard(member)
+        if not self.unserved:
+            self.all_served.set()
 
     # What this member sends.
 
@@ -294,8 +304,6 @@ class RoundState:
             parts_total=len(self.wanted),
             parts_missing=len(self.missing()),
             changed_blocks=tuple(sorted(changed)),
-            payload_bytes_sent=self.payload_bytes_sent,
-            payload_bytes_received=self.payload_bytes_received,
             experts_covered=len(covered),
         )
 

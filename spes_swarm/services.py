@@ -102,6 +102,9 @@ class Listener(Protocol):
     def on_view(self, view: SwarmView) -> None:
         """There is news about the others."""
 
+    def on_group(self, round_number: int, members: int) -> None:
+        """A group has formed; its exchange begins now."""
+
     def on_round_over(self) -> None:
         """A round has ended, with or without a commit."""
 
@@ -127,11 +130,13 @@ class RunServices:
         self._ahead = 0  # the round that others gather for, when it is beyond our next one
         self._presence: Presence | None = None
         self._last_round: RoundReport | None = None
+        self._traffic = (0, 0)
         self._held: tuple[int, ...] = ()
         self._lease_expires = 0.0
         self._leases: dict[str, Lease] = {}
         self._expires: dict[str, float] = {}
         self._publish_now = asyncio.Event()
+        self._publishing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
         self._tasks: list[asyncio.Task[None]] = []
         self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, listener.on_fault)
         self._transfer = Transfer(
@@ -216,6 +221,10 @@ class RunServices:
             await asyncio.sleep(0.3)  # records are for watchers; a burst of events needs only the last
 
     async def _publish_progress(self) -> None:
+        async with self._publishing:
+            await self._store_progress()
+
+    async def _store_progress(self) -> None:
         presence = self._presence
         if presence is None:
             return
@@ -234,17 +243,18 @@ class RunServices:
             loss=presence.loss,
             experts=list(presence.experts),
             round_seconds=last.group_seconds + last.exchange_seconds if last else 0.0,
-            bytes_sent=last.commit.payload_bytes_sent if last else 0,
-            bytes_received=last.commit.payload_bytes_received if last else 0,
+            bytes_sent=self._traffic[0],
+            bytes_received=self._traffic[1],
         )
         await self._store("progress", record)
 
     async def _publish_lease(self) -> None:
-        self._lease_expires = self._next_expiration("leases", self._config.lease_s)
-        await self._store(
-            "leases",
-            Lease(expires=self._lease_expires, experts=list(self._held), since_round=self.reference.round),
-        )
+        async with self._publishing:
+            self._lease_expires = self._next_expiration("leases", self._config.lease_s)
+            await self._store(
+                "leases",
+                Lease(expires=self._lease_expires, experts=list(self._held), since_round=self.reference.round),
+            )
 
     def _next_expiration(self, kind: str, lifetime_s: float) -> float:
         # The DHT keeps the record that expires last, so a newer one must always expire later.
@@ -364,6 +374,7 @@ class RunServices:
         me = group.index_of(self._identity.peer_id)
         assert me is not None
         plan = make_plan(group, self._settings.layout, self._config.part_elements)
+        self._listener.on_group(group.round, len(group.members))
         state = RoundState(group, plan, me, self.reference, self._contribution_N, self._codec, self._limits)
         try:
             commit = await self._exchange.run(state)
@@ -378,6 +389,11 @@ class RunServices:
         self._last_round = report
         self._publish_now.set()
         return report
+
+    async def traffic(self) -> tuple[int, int]:
+        """See network.NetworkProcess.traffic."""
+        self._traffic = await self._exchange.traffic()
+        return self._traffic
 
     async def leave(self) -> None:
         """Gives the leases back and says goodbye."""

@@ -70,7 +70,11 @@ class Tokenizer(Protocol):
         """Text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens appear by their names."""
 
     def save(self, directory: Path) -> None:
-        """Writes files from which `transformers.AutoTokenizer.from_pretrained(directory)` makes the same ids."""
+        """Writes files from which `transformers.AutoTokenizer.from_pretrained(directory)` makes the same ids.
+
+        Raises:
+            DataError: the directory cannot be written.
+        """
 
 
 class FastTokenizer:
@@ -142,9 +146,12 @@ class FastTokenizer:
 
     def save(self, directory: Path) -> None:
         """See `Tokenizer`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files.items():
-            (directory / name).write_bytes(content)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, content in self._files.items():
+                (directory / name).write_bytes(content)
+        except OSError as exc:
+            raise DataError(f"{directory} cannot be written: {exc.strerror}; choose another directory") from exc
 
 
 class ByteTokenizer(FastTokenizer):

@@ -92,7 +92,7 @@ class TrainerSetup:
     max_rounds: int | None
     stop: threading.Event
     status: TrainingStatus = field(default_factory=TrainingStatus)
-    on_round: Callable[[RoundReport, float | None], None] = lambda report, eval_loss: None
+    on_round: Callable[[], None] = lambda: None
 
 
 class Trainer:
@@ -132,6 +132,8 @@ class Trainer:
         self._retry_at = 0.0
         self._snapshot: dict[int, FloatArray] = {}
         self._pending: Future[RoundReport] | None = None
+        self._traffic: Future[tuple[int, int]] | None = None
+        self._round_event: dict[str, Any] = {}  # of the last round, until its traffic is known
         self._rounds_done = 0
 
     # Where the weights come from.
@@ -180,13 +182,17 @@ class Trainer:
                     self._end_round()
                     continue
             elif self._due():
+                self._write_round_event(wait_s=0.0)
                 self._begin_round()
                 if not self._round_config.overlap:
                     self._await_round()
                     continue
             self._train_step()
+            if self._traffic is not None and self._traffic.done():
+                self._write_round_event(wait_s=0.0)
         if self._pending is not None:
             self._await_round()
+        self._write_round_event(wait_s=self._round_config.stall_timeout_s)
         self._save()
 
     def _finished(self) -> bool:
@@ -382,28 +388,40 @@ class Trainer:
         self, report: RoundReport, alpha: float | None, train_loss: float | None, eval_loss: float | None
     ) -> None:
         commit, status = report.commit, self._setup.status
-        self._setup.metrics.write(
-            "round",
-            round=commit.round,
-            peers=len(commit.members),
-            group_seconds=report.group_seconds,
-            exchange_seconds=report.exchange_seconds,
-            payload_bytes_sent=commit.payload_bytes_sent,
-            payload_bytes_received=commit.payload_bytes_received,
-            parts_total=commit.parts_total,
-            parts_missing=commit.parts_missing,
-            digest=report.digest,
-            experts_covered=commit.experts_covered,
-            experts_held=list(self._model.held),
-            merge_alpha=alpha,
-            train_loss=train_loss,
-            eval_loss=eval_loss,
-        )
+        self._round_event = {
+            "round": commit.round,
+            "peers": len(commit.members),
+            "group_seconds": report.group_seconds,
+            "exchange_seconds": report.exchange_seconds,
+            "parts_total": commit.parts_total,
+            "parts_missing": commit.parts_missing,
+            "digest": report.digest,
+            "experts_covered": commit.experts_covered,
+            "experts_held": list(self._model.held),
+            "merge_alpha": alpha,
+            "train_loss": train_loss,
+            "eval_loss": eval_loss,
+        }
+        # Others may still be fetching results from here; training goes on meanwhile.
+        self._traffic = self._network.submit("traffic")
+        status.round = self.round
         status.peers = len(commit.members)
         status.round_seconds = report.group_seconds + report.exchange_seconds
-        status.round_megabytes = (commit.payload_bytes_sent + commit.payload_bytes_received) / 1e6
         status.eval_loss = eval_loss if eval_loss is not None else status.eval_loss
-        self._setup.on_round(report, eval_loss)
+
+    def _write_round_event(self, wait_s: float) -> None:
+        """Writes the `round` event of the last round, with its traffic as far as that is known after `wait_s`."""
+        traffic, self._traffic = self._traffic, None
+        if traffic is None:
+            return
+        try:
+            sent, received = traffic.result(wait_s)
+        except FutureTimeoutError:
+            sent = received = None
+        event, self._round_event = self._round_event, {}
+        self._setup.metrics.write("round", **event, payload_bytes_sent=sent, payload_bytes_received=received)
+        self._setup.status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
+        self._setup.on_round()
 
     # What others and the disk get to know.
 

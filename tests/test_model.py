@@ -14,7 +14,7 @@ from spes_swarm.errors import ConfigError
 from spes_swarm.experts import SparseExperts
 from spes_swarm.layout import SHARED_BLOCK
 from spes_swarm.losses import LossWeights, language_model_loss
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of, replace_experts
+from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of, plain_state_dict, replace_experts
 
 torch.set_num_threads(1)
 
@@ -162,7 +162,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_counts(model_type:
         sparse = SparseModel(build(model_type), (1, 4))
         sparse.module.train()
         if checkpointing:
-            sparse.module.gradient_checkpointing_enable()  # type: ignore[operator]
+            sparse.module.activation_checkpointing_enable()  # type: ignore[operator]
         loss = language_model_loss(sparse.module, token_ids(), LossWeights(), sparse.held, 0.0)
         torch.autograd.backward(loss.total)
         gradients.append({name: parameter.grad for name, parameter in sparse.trainable_parameters()})
@@ -350,7 +350,10 @@ def test_an_exported_state_dict_loads_into_an_untouched_model(tied: bool) -> Non
     expected = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     with torch.no_grad():
         logits = source(token_ids()).logits
+    plain = plain_state_dict(source, layout_of(source), flat, include_tied=True)
     state = SparseModel(source, (2,)).state_dict_from_flat(flat, include_tied=True)
+    assert plain.keys() == state.keys()
+    assert all(torch.equal(plain[name], state[name]) for name in state)
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     target = build("olmoe", seed=4, tie_word_embeddings=tied)

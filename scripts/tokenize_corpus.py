@@ -1,0 +1,119 @@
+"""Turns text into token files for `--data`: python scripts/tokenize_corpus.py TEXT ... --output DIR
+
+Reads .txt (and .md, .rst, .py), .jsonl (plain, .gz, .zst) and .parquet. The result does not depend on the number of
+processes. Records that cannot be read are counted by kind and passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from tqdm import tqdm
+
+from spes_swarm.errors import UserError
+from spes_swarm.readers import find_documents
+from spes_swarm.sharding import (
+    DEFAULT_SHARD_TOKENS,
+    DocumentFormat,
+    ShardSummary,
+    prepare_output,
+    sample_documents,
+    write_shards,
+)
+from spes_swarm.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+_BPE_SAMPLE_CHARS = 200_000_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        summary, tokenizer = _run(options)
+    except UserError as exc:
+        print(f"tokenize_corpus: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tokenize_corpus: interrupted; the shards that were complete are kept", file=sys.stderr)
+        return 130
+    print(_table(summary, tokenizer))
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("inputs", nargs="+", metavar="TEXT", help="files, directories or globs")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the shards are written")
+    parser.add_argument("--tokenizer", default="bytes", help="bytes, bpe (trained here), or a path or hub name")
+    parser.add_argument("--bpe-vocab-size", type=int, default=16384, metavar="N", help="for --tokenizer bpe")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="field or column that holds the text")
+    parser.add_argument(
+        "--text-mode",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="what a document is in a plain text file",
+    )
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N")
+    parser.add_argument("--overwrite", action="store_true", help="replace shards that are there already")
+    parser.add_argument(
+        "--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a bar"
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> tuple[ShardSummary, Tokenizer]:
+    files = find_documents(options.inputs)
+    document_format = DocumentFormat(text_field=options.text_field, text_mode=options.text_mode)
+    tokenizer: Tokenizer
+    prepare_output(options.output, options.overwrite)  # before the tokenizer, which belongs to the shards
+    if options.tokenizer == "bpe":
+        tokenizer = train_bpe(sample_documents(files, _BPE_SAMPLE_CHARS, document_format), options.bpe_vocab_size)
+        tokenizer.save(options.output / "tokenizer")
+    else:
+        tokenizer = load_tokenizer(options.tokenizer)
+    total = sum(file.stat().st_size for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", disable=not options.progress) as bar:
+        summary = write_shards(
+            files,
+            options.output,
+            tokenizer,
+            document_format=document_format,
+            shard_tokens=options.shard_tokens,
+            processes=options.processes,
+            overwrite=options.overwrite,
+            on_progress=bar.update,
+        )
+    return summary, tokenizer
+
+
+def _table(summary: ShardSummary, tokenizer: Tokenizer) -> str:
+    rate = summary.num_tokens / max(summary.seconds, 1e-9)
+    rows = [
+        ("tokenizer", f"{tokenizer.name} ({tokenizer.vocab_size} ids, {tokenizer.digest[:12]})"),
+        ("shards", f"{len(summary.shards):,}"),
+        ("documents", f"{summary.num_documents:,}"),
+        ("tokens", f"{summary.num_tokens:,}"),
+        ("tokens/s", f"{rate:,.0f}"),
+        ("broken records", f"{summary.broken.total():,}"),
+        *((f"  {kind}", f"{count:,}") for kind, count in sorted(summary.broken.items())),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
