@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import psutil
 from hivemind.p2p import P2P, PeerID

@@ -1,6 +1,10 @@
 """The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
 
 `Exchange` serves the streams of the other members and drives this member's own; `RoundState` keeps the books.
+
+A deadline for each message is not enough: a hostile member could keep everybody waiting with a trickle of valid ones
+and let the whole exchange time out. So its phases have deadlines, too, as shares of its time: first reducers stop
+waiting for contributions, then all stop waiting for reducers, then for members that say they have not finished.
 """
 
 from __future__ import annotations
@@ -20,7 +24,10 @@ from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState, bit
 from spes_swarm.rpc import Rpc
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
 
-_MAX_HELLO_BYTES = 2 << 20
+_MAX_PUSH_HELLO_BYTES = 1024
+_MAX_PULL_HELLO_BYTES = 2 << 20
+_GROUP_ID_BYTES = 32
+_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE = 0.5, 0.75, 0.9
 FaultSink = Callable[[str, ProtocolError], None]
 
 
@@ -51,6 +58,8 @@ class Exchange:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
         self._round = state
+        if state.own_faults:
+            self._on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
         self._round_changed.set()
         self._round_changed = asyncio.Event()
         try:
@@ -75,6 +84,10 @@ class Exchange:
         return state.payload_bytes_sent, state.payload_bytes_received
 
     async def _transfer(self, state: RoundState) -> None:
+        begun = asyncio.get_running_loop().time()
+        collected, received, repaired = (
+            begun + share * self._limits.timeout_s for share in (_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE)
+        )
         plan, me = state.plan, state.me
         reducers = sorted({part.reducer for part in plan.parts} - {me})
         senders: dict[int, list[tuple[Part, Contribution]]] = {r: plan.pushes(me, r) for r in reducers}
@@ -82,24 +95,29 @@ class Exchange:
         for part in state.wanted.values():
             if part.reducer != me:
                 sources[part.reducer].add(part.index)
-        tasks = [asyncio.ensure_future(self._push(state, r, parts)) for r, parts in senders.items() if parts]
-        tasks += [asyncio.ensure_future(self._pull(state, r, parts)) for r, parts in sources.items() if parts]
-        tasks.append(asyncio.ensure_future(self._reduce(state)))
+        tasks = [asyncio.ensure_future(self._push(state, r, parts, collected)) for r, parts in senders.items() if parts]
+        tasks += [asyncio.ensure_future(self._pull(state, r, parts, received)) for r, parts in sources.items() if parts]
+        tasks.append(asyncio.ensure_future(self._reduce(state, collected)))
         try:
             await asyncio.gather(*tasks)
             state.finished = True
             if state.missing():
-                await self._repair(state)
+                await self._repair(state, repaired)
         finally:
             for task in tasks:
                 task.cancel()
             state.finished = True
 
-    async def _push(self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]]) -> None:
+    async def _push(
+        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
+    ) -> None:
         """Sends this member's contributions to one reducer; a reducer that is gone is somebody else's repair."""
         peer_id = state.group.members[reducer].peer_id
         try:
-            async with open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel:
+            async with (
+                asyncio.timeout_at(deadline),
+                open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
+            ):
                 await channel.send_hello(group=state.group.id)
                 for part, contribution in parts:
                     frame = state.push_frame(part, contribution)
@@ -108,19 +126,24 @@ class Exchange:
                 await channel.send(Frame(FrameKind.END))
                 answer = await channel.receive(max_payload_bytes=1024)
                 if answer.kind is FrameKind.ERROR:
-                    raise ProtocolError("refused", answer.payload.decode(errors="replace"))
+                    raise ProtocolError("refused", answer.error_text())
         except ProtocolError as exc:
             self._on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
             self._on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
 
-    async def _pull(self, state: RoundState, source: int, wanted: set[int], *, repair: bool = False) -> None:
+    async def _pull(
+        self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
+    ) -> None:
         """Fetches results from one member until it has sent all that is wanted of it, or fails."""
         peer_id = state.group.members[source].peer_id
         remaining = set(wanted)
-        max_bytes = max(EXACT.num_bytes(state.plan.parts[i].size) for i in wanted)
+        max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
         try:
-            async with open_channel(self._p2p, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel:
+            async with (
+                asyncio.timeout_at(deadline),
+                open_channel(self._p2p, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel,
+            ):
                 parts = np.array(sorted(wanted), dtype="<u4").tobytes() if repair else b""
                 await channel.send_hello(group=state.group.id, parts=parts)
                 while remaining:
@@ -128,7 +151,7 @@ class Exchange:
                     if frame.kind is FrameKind.END:
                         break
                     if frame.kind is FrameKind.ERROR:
-                        raise ProtocolError("refused", frame.payload.decode(errors="replace"))
+                        raise ProtocolError("refused", frame.error_text())
                     if frame.kind is FrameKind.DATA:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
@@ -139,8 +162,9 @@ class Exchange:
         except STREAM_ERRORS as exc:
             self._on_fault(peer_id, ProtocolError("pull", f"could not pull results: {_reason(exc)}"))
 
-    async def _reduce(self, state: RoundState) -> None:
-        """Waits until all parts reduced here are complete, giving up contributors that fall silent."""
+    async def _reduce(self, state: RoundState, deadline: float) -> None:
+        """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
+        loop = asyncio.get_running_loop()
         while len(state.reduced) < state.num_to_reduce:
             changed = state.reduced_changed
             try:
@@ -150,6 +174,9 @@ class Exchange:
                 for member in state.awaited_contributors():
                     if now - state.last_heard[member] > self._limits.stall_timeout_s:
                         self._give_up(state, member, "sent nothing")
+            if loop.time() > deadline:
+                for member in state.awaited_contributors():
+                    self._give_up(state, member, "was too slow")
 
     def _give_up(self, state: RoundState, member: int, why: str) -> None:
         num_parts = state.give_up(member)
@@ -157,32 +184,36 @@ class Exchange:
             error = ProtocolError("lost", f"{why}; {num_parts} parts are averaged without it")
             self._on_fault(state.group.members[member].peer_id, error)
 
-    async def _repair(self, state: RoundState) -> None:
+    async def _repair(self, state: RoundState, deadline: float) -> None:
         """Fetches missing results from members that hold them.
 
-        Ends when every member that answers has finished and holds nothing that is missing here.
+        Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. Who
+        claims to hold parts and delivers none of them has no say any more.
 
         Raises:
             RoundError: results are missing and no other member answers: this peer is cut off.
         """
         others = [i for i in range(state.plan.num_members) if i != state.me]
+        cut_off = True
         while True:
             answers = await asyncio.gather(*(self._ask_held(state, i) for i in others))
             known = {i: answer for i, answer in zip(others, answers, strict=True) if answer is not None}
-            if not known:
+            cut_off = cut_off and not known
+            if cut_off:
                 raise RoundError(f"{len(state.missing())} parts are missing and no other member answers")
+            if asyncio.get_running_loop().time() > deadline:
+                return
             fetch: dict[int, set[int]] = {}
             for index in state.missing():
                 holders = [i for i, (_, held) in known.items() if index in held]
-                if holders:  # spread over the holders; a holder that failed is not asked again next time around
+                if holders:  # spread over the holders
                     fetch.setdefault(holders[index % len(holders)], set()).add(index)
-            before = len(state.missing())
-            await asyncio.gather(*(self._pull(state, i, parts, repair=True) for i, parts in fetch.items()))
-            if not state.missing():
+            await asyncio.gather(*(self._pull(state, i, parts, deadline, repair=True) for i, parts in fetch.items()))
+            missing = set(state.missing())
+            if not missing:
                 return
-            if fetch and len(state.missing()) == before:
-                others = [i for i in others if i not in fetch]
-            elif not fetch:
+            others = [i for i in others if i not in fetch or not fetch[i] <= missing]
+            if not fetch:
                 if all(finished for finished, _ in known.values()):
                     return
                 await asyncio.sleep(self._limits.stall_timeout_s / 20)
@@ -208,6 +239,8 @@ class Exchange:
 
     async def _find_round(self, group_id: Any, peer_id: str) -> tuple[RoundState, int]:
         """The round of a group, waiting a little for the news of the group to arrive here too."""
+        if not isinstance(group_id, bytes) or len(group_id) != _GROUP_ID_BYTES:
+            raise ProtocolError("malformed", "a group is named by its digest")
         try:
             async with asyncio.timeout(self._limits.stall_timeout_s / 2):
                 while self._round is None or self._round.group.id != group_id:
@@ -220,11 +253,13 @@ class Exchange:
         return self._round, member
 
     async def _serve_push(self, channel: Channel) -> None:
-        hello = await channel.receive_hello(_MAX_HELLO_BYTES)
+        hello = await channel.receive_hello(_MAX_PUSH_HELLO_BYTES)
         state, member = await self._find_round(hello.get("group"), channel.peer_id)
-        max_bytes = EXACT.num_bytes(max(part.size for part in state.plan.parts))
+        owed = [part for part, _ in state.plan.pushes(member, state.me)]
+        max_bytes = _max_payload(state, max((part.size for part in owed), default=0))
+        num_frames = 0
         try:
-            while True:
+            while state is self._round:
                 frame = await channel.receive(max_bytes)
                 if frame.kind is FrameKind.END:
                     break
@@ -234,6 +269,9 @@ class Exchange:
                     state.accept(member, frame)
                 except ProtocolError as exc:
                     self._on_fault(channel.peer_id, exc)
+                num_frames += 1
+                if num_frames > len(owed):
+                    raise ProtocolError("oversized", f"more than the {len(owed)} parts that the sender owes")
                 await asyncio.sleep(0)
             await channel.send(Frame(FrameKind.END))
         finally:
@@ -241,13 +279,13 @@ class Exchange:
             self._give_up(state, member, "its stream ended early")
 
     async def _serve_pull(self, channel: Channel) -> None:
-        hello = await channel.receive_hello(_MAX_HELLO_BYTES)
+        hello = await channel.receive_hello(_MAX_PULL_HELLO_BYTES)
         state, member = await self._find_round(hello.get("group"), channel.peer_id)
         listed = hello.get("parts")
         if not isinstance(listed, bytes) or len(listed) % 4:
             raise ProtocolError("malformed", "a pull lists its parts as 32-bit numbers")
         if listed:
-            for index in np.frombuffer(listed, dtype="<u4").tolist():
+            for index in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
                 frame = state.result_frame(index, member)
                 if frame is not None:
                     await self._send_result(state, channel, frame)
@@ -260,7 +298,7 @@ class Exchange:
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
         position = 0
-        while position < state.num_to_reduce:
+        while position < state.num_to_reduce and state is self._round:
             if position == len(state.reduced):
                 changed = state.reduced_changed
                 try:
@@ -285,6 +323,11 @@ class Exchange:
         state, member = await self._find_round(request.get("group"), peer_id)
         del member  # any member may ask
         return {"finished": state.finished, "held": bitmap(state.results, len(state.plan.parts))}
+
+
+def _max_payload(state: RoundState, num_elements: int) -> int:
+    """Longest payload that so many values may take."""
+    return max(EXACT.num_bytes(num_elements), state.codec.num_bytes(num_elements))
 
 
 def _reason(exc: BaseException) -> str:

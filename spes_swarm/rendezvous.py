@@ -5,6 +5,11 @@ statements, calls the peers that are not there yet, and closes the group when al
 gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its followers there.
 Whoever has the closed group hands it on, so a leader that dies while it announces the group does not split it.
 
+Nobody is trusted to be honest. Only live peers of the run may call for a round or begin to gather one; a leader that
+does not close the group in time, or sends its followers in circles, is passed over; a group that leaves this peer out
+is believed only when it has most of the live peers in it; and a claim that the swarm is a round further on counts only
+when as many live peers make it as would move the median of their records.
+
 hivemind's matchmaking was measured to form partial groups and knows no rounds; this one is built on plain calls.
 """
 
@@ -27,6 +32,9 @@ from spes_swarm.statement import Group, Member, Statement, form_group, open_stat
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS = 16
+# A leader closes the group when the window is over; who takes so much longer is passed over.
+_LEADER_GRACE_S = 2 * _POLL_S
+_MAX_ROUND_GATHERINGS = 4
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
@@ -53,7 +61,6 @@ class _Gathering:
     lost: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     redirect: str | None = None
-    failed: set[str] = field(default_factory=set)  # leaders that did not answer this peer
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def touch(self) -> None:
@@ -99,6 +106,8 @@ class Rendezvous:
         self._gatherings: dict[int, _Gathering] = {}
         self._leading: dict[int, asyncio.Task[None]] = {}
         self._following: tuple[int, str] | None = None
+        self._failed: dict[int, set[str]] = {}  # for each round, leaders that failed this peer, in earlier attempts too
+        self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
         self._closed: Group | None = None  # the newest closed group known here
         self._close_event = asyncio.Event()
 
@@ -115,24 +124,38 @@ class Rendezvous:
         """
         sealed = seal_statement(self._identity, self._run_id, statement)
         deadline = time.monotonic() + 2 * self._window_s + 20.0
-        failed: set[str] = set()
+        failed = self._failed.get(statement.round, set())
+        self._failed = {statement.round: failed}
         try:
             while time.monotonic() < deadline:
                 leader = self._best_candidate(statement.round, failed)
                 if leader is None:
+                    failed.clear()
                     raise RoundError("no peer that could lead the round is reachable")
                 if leader == self._identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
                 else:
                     group = await self._follow(leader, statement.round, sealed, deadline, failed)
-                if group is not None and group.index_of(self._identity.peer_id) is None:
-                    raise RoundError(f"round {statement.round} began without this peer")
                 if group is not None:
+                    self._check_own_place(group, statement)
                     return group
         finally:
             self._following = None
             self._stop_leading(statement.round)
         raise RoundError(f"no group formed for round {statement.round}")
+
+    def _check_own_place(self, group: Group, statement: Statement) -> None:
+        """Checks that the group has this peer in it, as it is now.
+
+        A statement of an earlier attempt at the same round will do (fewer tokens give less weight), unless this peer's
+        experts or reference have changed since.
+        """
+        index = group.index_of(self._identity.peer_id)
+        if index is None:
+            raise RoundError(f"round {statement.round} began without this peer")
+        stated = group.members[index].statement
+        if (stated.held, stated.versions, stated.digests) != (statement.held, statement.versions, statement.digests):
+            raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
         candidates = [n.peer_id for n in self._live_peers() if n.reachable and n.peer_id not in failed]
@@ -145,6 +168,8 @@ class Rendezvous:
     def _gathering(self, round_number: int) -> _Gathering:
         gathering = self._gatherings.get(round_number)
         if gathering is None:
+            if len(self._gatherings) >= _MAX_ROUND_GATHERINGS:  # left over from rounds that this peer did not join
+                self._stop_leading(min(self._gatherings))
             gathering = self._gatherings[round_number] = _Gathering()
             self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
         return gathering
@@ -172,7 +197,6 @@ class Rendezvous:
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
-        gathering.failed = failed
         self._following = (round_number, self._identity.peer_id)
         while time.monotonic() < deadline:
             group = self._closed_group(round_number)
@@ -216,14 +240,18 @@ class Rendezvous:
                 failures = 0
                 self._adopt_group(answer, round_number)
                 leader = answer.get("leader")
-                if isinstance(leader, str) and leader not in gathering.failed and self._better(leader, round_number):
+                failed = self._failed.get(round_number, set())
+                if isinstance(leader, str) and leader not in failed and self._better(leader, round_number):
                     gathering.redirect = leader
                     gathering.touch()
                     return
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
                     break  # it is past this round
-            except (OSError, ProtocolError):
+            except ProtocolError as exc:
+                self._rpc.on_fault(peer_id, exc)
+                failures += 1
+            except OSError:
                 failures += 1
             await asyncio.sleep(_POLL_S / 2)
         gathering.lost.add(peer_id)
@@ -248,27 +276,43 @@ class Rendezvous:
     ) -> Group | None:
         """Waits at a leader. None: it failed, or sent this peer to another one."""
         redirects = 0
+        patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
         arguments = {"run": self._run_id, "round": round_number, "statement": sealed}
         while time.monotonic() < deadline:
             self._following = (round_number, leader)
+            asked = time.monotonic()
             try:
                 answer = await self._rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
                 self._adopt_group(answer, round_number)
-            except (OSError, ProtocolError):
+            except ProtocolError as exc:
+                self._rpc.on_fault(leader, exc)
+                failed.add(leader)
+                return None
+            except OSError:
                 failed.add(leader)
                 return None
             group = self._closed_group(round_number)
             if group is not None:
                 return group
             if answer.get("over"):
+                failed.add(leader)  # if the records do not say so, too, the next attempt goes to somebody else
                 raise RoundError(f"round {round_number} is over")
             redirect = answer.get("leader")
-            if isinstance(redirect, str) and redirect not in failed and redirect != leader:
+            if redirect == self._identity.peer_id:
+                return None
+            if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
+                self._rpc.on_fault(leader, ProtocolError("leader", f"it does not close the group of {round_number}"))
+                failed.add(leader)
+                return None
+            if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 redirects += 1
-                if redirect == self._identity.peer_id or redirects > _MAX_REDIRECTS:
-                    return None
                 leader = redirect
+            elif time.monotonic() - asked < _POLL_S / 4:  # an honest leader holds the question for a while
+                await asyncio.sleep(_POLL_S / 4)
         return None
+
+    def _may_lead(self, peer_id: str) -> bool:
+        return any(n.peer_id == peer_id and n.reachable for n in self._live_peers())
 
     def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
         """Takes over a closed group that another peer hands on."""
@@ -277,7 +321,12 @@ class Rendezvous:
             return
         if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
             raise ProtocolError("malformed", "a group is a list of signed statements")
-        self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
+        group = form_group(self._run_id, round_number, sealed, self._num_blocks)
+        if group.index_of(self._identity.peer_id) is None:
+            live = {n.peer_id for n in self._live_peers()}
+            if 2 * sum(member.peer_id in live for member in group.members) <= len(live) + 1:
+                return  # anybody can make a group of one; this peer goes on looking for its own
+        self._set_closed(group)
 
     def _set_closed(self, group: Group) -> None:
         if self._closed is None or group.round >= self._closed.round:
@@ -294,9 +343,20 @@ class Rendezvous:
 
     def _check_request(self, request: dict[str, Any]) -> int:
         round_number = request.get("round")
-        if request.get("run") != self._run_id or not isinstance(round_number, int):
+        if request.get("run") != self._run_id or type(round_number) is not int:  # a bool is an int, too
             raise ProtocolError("run", "a call for another run, or without a round")
         return round_number
+
+    def _is_live(self, peer_id: str) -> bool:
+        return any(n.peer_id == peer_id for n in self._live_peers())
+
+    def _note_ahead(self, peer_id: str, round_number: int) -> None:
+        """Takes note of a call for the round after the next one; see the head of this file."""
+        live = {n.peer_id for n in self._live_peers()}
+        self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in live}
+        self._ahead[peer_id] = round_number
+        if sum(claimed >= round_number for claimed in self._ahead.values()) > len(live) // 2:
+            self._on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """A follower brings its statement, or asks again."""
@@ -312,11 +372,15 @@ class Rendezvous:
             return {"over": True}
         if round_number > target + 1:
             raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
-        if round_number > target:
-            self._on_ahead(round_number)
         member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "a statement brought by another peer")
+        live = self._is_live(peer_id)
+        if live and round_number > target:
+            self._note_ahead(peer_id, round_number)
+        if not live and round_number not in self._gatherings:
+            await asyncio.sleep(_POLL_S)  # a newcomer whose record is not here yet is welcome, but begins nothing
+            return {}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             self._add(gathering, round_number, sealed)
@@ -328,13 +392,14 @@ class Rendezvous:
 
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """A leader calls this peer to a round."""
-        del peer_id
         round_number = self._check_request(request)
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
+        if not self._is_live(peer_id):
+            raise ProtocolError("sender", "a call for a round by a peer that takes no part in the run")
         if round_number == self._target_round() + 1:
-            self._on_ahead(round_number)
+            self._note_ahead(peer_id, round_number)
         if round_number != self._target_round():
             return {"target": self._target_round()}
         self._on_called(round_number)

@@ -28,7 +28,7 @@ class ExchangeLimits:
     """Deadlines and bounds of an exchange."""
 
     stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
-    timeout_s: float  # the whole exchange
+    timeout_s: float  # the whole exchange; see exchange.py for the shares of its phases
     max_update_rms: float  # largest root mean square of a part's difference that is accepted
 
 
@@ -112,11 +112,23 @@ class RoundState:
                 contributions = plan.block_of(part).contributions
                 self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
         self.num_to_reduce = len(self._accumulators)
+        self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
         for index in list(self._accumulators):
             own = self._contribution(plan.parts[index], me)
             if own is not None:
-                self._accumulators[index].add(me, own.weight, self.own_difference(plan.parts[index]))
+                self._add_own(plan.parts[index], own.weight)
             self._complete_if_ready(index)
+
+    def _add_own(self, part: Part, weight: float) -> None:
+        # Held to the same measure as everybody's: with a NaN of its own, a reducer would hand out unusable results.
+        difference_N = self.own_difference(part)
+        try:
+            self._check_norm(difference_N)
+        except ProtocolError as exc:
+            self._accumulators[part.index].outstanding.discard(self.me)
+            self.own_faults.append(exc)
+        else:
+            self._accumulators[part.index].add(self.me, weight, difference_N)
 
     def _owes(self, member: int) -> bool:
         """Whether a member will pull results that are reduced here."""
@@ -172,8 +184,7 @@ class RoundState:
             if frame.weight != contribution.weight:
                 raise ProtocolError("weight", f"weight {frame.weight}, stated {contribution.weight}")
             if contribution.form is Form.FULL:
-                base_N = self.reference.values_N[part.start : part.start + part.size]
-                difference_N = EXACT.decode(frame.payload, part.size) - base_N
+                difference_N = self._difference_of_full(part, frame.payload)
             else:
                 difference_N = self.codec.decode(frame.payload, part.size)
             self._check_norm(difference_N)
@@ -185,6 +196,11 @@ class RoundState:
         self.payload_bytes_received += len(frame.payload)
         accumulator.add(member, contribution.weight, difference_N)
         self._complete_if_ready(frame.part)
+
+    def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
+        base_N = self.reference.values_N[part.start : part.start + part.size]
+        with np.errstate(over="ignore"):  # an infinite difference fails the check of its norm
+            return EXACT.decode(payload, part.size) - base_N
 
     def _check_norm(self, difference_N: FloatArray) -> None:
         rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
@@ -254,13 +270,19 @@ class RoundState:
             raise ProtocolError("part", f"result for part {frame.part}, which this peer does not need")
         if part.index in self.results:
             return
+        block_plan = self.plan.block_of(part)
+        in_base = block_plan.result_form(self.me) is Form.DELTA
         if frame.form == Form.FULL:
-            EXACT.decode(frame.payload, part.size)
-        elif self.plan.block_of(part).result_form(self.me) is Form.DELTA and frame.form == Form.DELTA:
-            self._check_norm(self.codec.decode(frame.payload, part.size))
+            difference_N = self._difference_of_full(part, frame.payload)
+        elif in_base and frame.form == Form.DELTA:
+            difference_N = self.codec.decode(frame.payload, part.size)
         else:
             raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
+        if in_base:  # from another base, any distance may be right
+            self._check_norm(difference_N)
         included = frozenset(members_of(frame.extra, self.plan.num_members))
+        if not included <= {c.member for c in block_plan.contributions}:
+            raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
         self.results[part.index] = Result(Form(frame.form), frame.payload, included)
         self.payload_bytes_received += len(frame.payload)
 

@@ -66,5 +66,5 @@ def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[st
         return peer_id, schema.model_validate(unpack(payload))
     except ValidationError as exc:
         first = exc.errors()[0]
-        where = ".".join(str(item) for item in first["loc"])
+        where = ".".join(str(item) for item in first["loc"])[:80]  # an unknown key may be as long as the message
         raise ProtocolError("schema", f"{kind} of {peer_id}: {where}: {first['msg']}") from exc

@@ -18,10 +18,11 @@ from spes_swarm.signed import SignedModel, seal, unseal
 
 KIND = "statement"
 DIGEST_BYTES = 32
+MAX_ROUND = 1 << 40
 _MAX_TOKENS = 1 << 48
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
-_Round = Annotated[int, Field(ge=0, lt=1 << 40)]
+_Round = Annotated[int, Field(ge=0, lt=MAX_ROUND)]
 
 
 class Statement(SignedModel):
@@ -31,7 +32,8 @@ class Statement(SignedModel):
     held: list[Annotated[int, Field(ge=0)]]  # experts trained by this member, ascending
     tokens: _Count  # tokens trained on since the member's last commit
     routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
-    bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6)]  # upload speed; its share of the reducing follows it
+    # Upload speed; its share of the reducing follows it.
+    bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
     versions: list[_Round]  # for each block, the round of its last change
     digests: list[Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]]  # for each block
@@ -42,6 +44,8 @@ class Statement(SignedModel):
             raise ValueError("routed must have one count for each held expert")
         if len(self.versions) != len(self.digests):
             raise ValueError("versions and digests must have one entry for each block")
+        if max(self.versions, default=0) >= max(self.round, 1):
+            raise ValueError("a block cannot have changed in a round that is yet to be committed")
         if self.held != sorted(set(self.held)):
             raise ValueError("held must be ascending without repetition")
         if self.held and self.held[-1] >= len(self.digests) - 1:

@@ -137,7 +137,11 @@ class FastTokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """See `Tokenizer`."""
-        return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        try:
+            return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except TypeError:
+            text.encode("utf-8")  # the backend calls a lone surrogate "not a str"; this names it
+            raise
 
     def decode(self, ids: Sequence[int] | TokenArray) -> str:
         """See `Tokenizer`."""

@@ -414,10 +414,10 @@ class Trainer:
         traffic, self._traffic = self._traffic, None
         if traffic is None:
             return
-        try:
+        sent: int | None = None
+        received: int | None = None
+        with contextlib.suppress(FutureTimeoutError):
             sent, received = traffic.result(wait_s)
-        except FutureTimeoutError:
-            sent = received = None
         event, self._round_event = self._round_event, {}
         self._setup.metrics.write("round", **event, payload_bytes_sent=sent, payload_bytes_received=received)
         self._setup.status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6

@@ -21,6 +21,7 @@ from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.layout import Layout
 from spes_swarm.reference import CHUNK_ELEMENTS, Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.rpc import Rpc
+from spes_swarm.statement import MAX_ROUND
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
 
 _MAX_HELLO_BYTES = 1 << 20
@@ -54,10 +55,11 @@ def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
     """
     number, versions, chunks = wire.get("round"), wire.get("versions"), wire.get("chunks")
     if not (
-        isinstance(number, int)
+        type(number) is int  # a bool is an int, too
+        and number < MAX_ROUND
         and isinstance(versions, list)
         and isinstance(chunks, list)
-        and all(isinstance(version, int) and 0 <= version <= number for version in versions)
+        and all(type(version) is int and 0 <= version <= number for version in versions)
         and all(isinstance(digests, bytes) and len(digests) % 32 == 0 for digests in chunks)
     ):
         raise ProtocolError("malformed", "a reference table lacks its fields")
@@ -216,7 +218,7 @@ class Transfer:
         listed = hello.get("chunks")
         if not self._serving or not isinstance(listed, bytes) or len(listed) % 4:
             raise ProtocolError("malformed", "a fetch lists its chunks as 32-bit numbers")
-        for number in np.frombuffer(listed, dtype="<u4").tolist():
+        for number in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
             if number >= len(self._chunks):
                 raise ProtocolError("part", f"there is no chunk {number}")
             chunk = self._chunks[number]

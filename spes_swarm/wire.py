@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
 _HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
 MAX_EXTRA_BYTES = 4096
 MAX_ERROR_BYTES = 1024
+# An honest peer has one stream of a kind open, two or three while an old one is closing.
+MAX_STREAMS_PER_PEER = 8
+# Of one kind, from all peers together: each one costs a file descriptor.
+MAX_STREAMS = 256
 
 
 class FrameKind(IntEnum):
@@ -51,6 +56,10 @@ class Frame:
     weight: float = 0.0
     extra: bytes = b""
     payload: bytes = b""
+
+    def error_text(self) -> str:
+        """What an ERROR frame says, cut to a length that can be logged."""
+        return self.payload[:MAX_ERROR_BYTES].decode(errors="replace")
 
 
 class Channel:
@@ -79,9 +88,18 @@ class Channel:
         """Reads a frame.
 
         Raises:
-            STREAM_ERRORS: the other side is gone, or silent for too long.
-            ProtocolError: (`malformed`, `oversized`) not a frame, or longer than allowed; the stream is unusable.
+            STREAM_ERRORS: the other side has ended the stream between two frames, or is silent for too long.
+            ProtocolError: (`malformed`, `oversized`, `truncated`) not a frame, longer than allowed, or cut off; the
+                stream is unusable.
         """
+        try:
+            return await self._read_frame(max_payload_bytes)
+        except asyncio.IncompleteReadError as exc:
+            if not exc.partial and exc.expected == _HEADER.size:
+                raise
+            raise ProtocolError("truncated", "the stream ended within a frame") from exc
+
+    async def _read_frame(self, max_payload_bytes: int) -> Frame:
         async with asyncio.timeout(self._timeout_s):
             header = await self._reader.readexactly(_HEADER.size)
             kind, form, num_extra, part, weight, num_payload = _HEADER.unpack(header)
@@ -117,8 +135,11 @@ class Channel:
             return
 
     def close(self) -> None:
-        """Closes the stream without waiting."""
+        """Closes the stream without waiting; what the other side does not take within the deadline is dropped."""
+        transport = self._writer.transport
         self._writer.close()
+        if transport.get_write_buffer_size() > 0:
+            asyncio.get_running_loop().call_later(self._timeout_s, transport.abort)
 
 
 StreamHandler = Callable[[Channel], Awaitable[None]]
@@ -150,17 +171,27 @@ async def serve_channel(
     p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: Callable[[str, ProtocolError], None]
 ) -> None:
     """Registers a stream handler. A ProtocolError in it is reported, told to the sender, and ends the stream."""
+    num_open: Counter[str] = Counter()
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(str(info.peer_id), reader, writer, timeout_s)
+        busy = num_open[channel.peer_id] >= MAX_STREAMS_PER_PEER or num_open.total() >= MAX_STREAMS
+        num_open[channel.peer_id] += 1
         try:
+            if busy:
+                raise ProtocolError("busy", "too many open streams")
             await handler(channel)
         except ProtocolError as exc:
             on_fault(channel.peer_id, exc)
             await channel.send_error(str(exc))
+        except TimeoutError:
+            on_fault(channel.peer_id, ProtocolError("stalled", f"a stream moved nothing for {timeout_s:.0f} s"))
         except STREAM_ERRORS:
-            pass  # the other side went away or stalled; whoever waits for it notices by its own deadline
+            pass  # the other side went away; whoever waits for it notices
         finally:
             channel.close()
+            num_open[channel.peer_id] -= 1
+            if not num_open[channel.peer_id]:
+                del num_open[channel.peer_id]
 
     await p2p.add_binary_stream_handler(name, handle)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from spes_swarm.token_file import TokenFile, TokenWriter
 from spes_swarm.tokenizer import ByteTokenizer, train_bpe
 
 BYTES = ByteTokenizer()
-RECORDS = [json.dumps({"text": f"document {i} ü", "n": i}) for i in range(50)]
+RECORDS = [json.dumps({"text": f"document {i} ü", "n": i}, ensure_ascii=False) for i in range(50)]
 TEXTS = [f"document {i} ü" for i in range(50)]
 JSONL = ("\n".join(RECORDS) + "\n").encode()
 
@@ -55,7 +56,9 @@ def put(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, piece_bytes: int) -> None:
     monkeypatch.setattr(readers, "_PIECE_BYTES", piece_bytes)
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    monkeypatch.setattr(readers, "_READ_BYTES", 4 * piece_bytes)
+    packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+    pack = packs[suffix]
     content = pack(JSONL) if suffix == "" else pack(JSONL[:700]) + pack(JSONL[700:])  # several members are one file
     assert read(put(tmp_path / f"a.jsonl{suffix}", content)) == (TEXTS, {})
     assert len(list(read_pieces(tmp_path / f"a.jsonl{suffix}"))) > 1 or piece_bytes > 1000

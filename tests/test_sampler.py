@@ -123,7 +123,7 @@ def test_the_split_never_leaks(num_tokens: int, window: int, fraction: float, da
 
 @pytest.mark.parametrize("fraction", [-0.1, 0.6, float("nan")])
 def test_impossible_fractions(fraction: float) -> None:
-    with pytest.raises(DataError, match="between 0 and 0.5"):
+    with pytest.raises(DataError, match=r"between 0 and 0\.5"):
         Split.plan(1000, 10, fraction)
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.layout import Layout
+from spes_swarm.local_peer import LocalPeer
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import PARTS_PER_MEMBER
-from tests.swarm import TINY_RUN, Peer, equal_digests, swarm
+from tests.swarm import TINY_RUN, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
@@ -50,7 +51,7 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
 WIDE = {"model": {"settings": {"hidden_size": 128, "intermediate_size": 512}}, "round": {"inner_steps": 4}}
 
 
-def hit_during_exchange(peers: list[Peer], victim: Peer, first_round: int, number: int) -> int:
+def hit_during_exchange(peers: list[LocalPeer], victim: LocalPeer, first_round: int, number: int) -> int:
     """Signals the victim as soon as a group with everybody in it has formed; returns the round that was hit."""
     event = peers[0].wait_for("group", lambda e: e["round"] >= first_round and e["peers"] == len(peers))
     victim.signal_tree(number)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_unwritable_directory(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(path: Path) -> None:
-    with pytest.raises(DataError, match="made with the tokenizer 'bytes'.*tokenise the text again"):
+    with pytest.raises(DataError, match=r"made with the tokenizer 'bytes'.*tokenise the text again"):
         TokenFile.open(path, train_bpe([], 257))
     assert TokenFile.open(path).sidecar.vocab_size == 257
 
@@ -112,7 +113,7 @@ def extend(path: Path) -> None:
         file.write(b"\0")
 
 
-def saved(array: np.ndarray) -> Callable[[Path], None]:  # type: ignore[type-arg]
+def saved(array: np.ndarray[Any, Any]) -> Callable[[Path], None]:
     return lambda path: np.save(path, array, allow_pickle=True)
 
 

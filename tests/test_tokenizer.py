@@ -80,7 +80,7 @@ def test_lone_surrogates_are_refused(bpe: FastTokenizer) -> None:
 def test_bpe_training_is_deterministic(bpe: FastTokenizer) -> None:
     again = train_bpe(iter(TEXTS), 400)
     assert again.digest == bpe.digest
-    assert train_bpe(TEXTS, 390).digest != bpe.digest
+    assert train_bpe(TEXTS, 280).digest != bpe.digest
     assert bpe.vocab_size <= 400
     assert len(bpe.encode(TEXTS[1])) < len(TEXTS[1]) / 2
 

@@ -1,0 +1,123 @@
+"""What joining a swarm buys: eval loss of a swarm, of one lone peer, and of one process on the same total tokens.
+
+    .venv/bin/python scripts/compare.py --rounds 30 --seeds 3
+
+Three runs for each seed, all through `python -m spes_swarm.join`, with the same model, schedule and held-out text:
+
+  swarm       4 peers with 2 of 8 experts each, H inner steps a round
+  lone        one peer that trains everything, the same number of steps (a quarter of the tokens)
+  big batch   one process that trains everything with a batch 4 times as large (the same total tokens)
+
+Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spes_swarm.local_peer import LocalPeer
+
+NUM_PEERS = 4
+LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
+
+
+def final_loss(peer: LocalPeer) -> float:
+    """Eval loss after the last round."""
+    return float(peer.events("round")[-1]["eval_loss"])
+
+
+def finish(peers: list[LocalPeer], rounds: int) -> LocalPeer:
+    """Waits until all peers have done their rounds; returns the one that got furthest."""
+    for peer in peers:
+        if peer.wait(3600) != 0:
+            raise SystemExit(peer.tail())
+    return min(peers, key=lambda peer: abs(peer.events("round")[-1]["round"] - rounds))
+
+
+def run_alone(directory: Path, config: Path, rounds: int, seed: int, batch_size: int) -> LocalPeer:
+    """One process that trains all experts."""
+    arguments = ["--config", config, "--max-rounds", rounds, "--seed", seed, "--batch-size", batch_size]
+    with LocalPeer(directory, [*LOOPBACK, "--experts", "8", *map(str, arguments)]) as peer:
+        return finish([peer], rounds)
+
+
+def run_swarm(directory: Path, config: Path, rounds: int, seed: int) -> LocalPeer:
+    """Four processes with two experts each."""
+    common = [*LOOPBACK, "--experts", "2", "--wait-for-peers", NUM_PEERS, "--max-rounds", rounds]
+    with ExitStack() as stack:
+        founder = stack.enter_context(
+            LocalPeer(directory / "0", [str(a) for a in (*common, "--config", config, "--seed", NUM_PEERS * seed)])
+        )
+        address = founder.address()
+        peers = [founder]
+        for i in range(1, NUM_PEERS):
+            arguments = [*common, "--initial-peers", address, "--seed", NUM_PEERS * seed + i]
+            peers.append(stack.enter_context(LocalPeer(directory / str(i), [str(a) for a in arguments])))
+        return finish(peers, rounds)
+
+
+def main() -> int:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--inner-steps", type=int, help="override the configuration's")
+    parser.add_argument("--learning-rate", type=float, help="override the configuration's")
+    parser.add_argument("--merge-alpha", type=float, help="override the configuration's")
+    parser.add_argument("--codec", help="override the configuration's")
+    parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only one of the three")
+    parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
+    options = parser.parse_args()
+    content = yaml.safe_load(options.config.read_text(encoding="utf-8"))
+    run: dict[str, Any] = content["run"]
+    run["round"]["inner_steps"] = options.inner_steps or run["round"]["inner_steps"]
+    run["round"]["codec"] = options.codec or run["round"]["codec"]
+    run["training"]["learning_rate"] = options.learning_rate or float(run["training"]["learning_rate"])
+    if options.merge_alpha is not None:
+        run["merge"]["alpha"] = options.merge_alpha
+    steps = options.rounds * run["round"]["inner_steps"]
+    run["training"]["total_steps"] = steps
+    batch_size = run["training"]["batch_size"]
+    tokens = batch_size * run["training"]["sequence_length"] * steps
+    losses: dict[str, list[float]] = {"swarm": [], "lone": [], "big batch": []}
+    with tempfile.TemporaryDirectory(prefix="compare-") as name:
+        for seed in range(options.seeds):
+            run["training"]["seed"] = seed
+            config = Path(name) / f"{seed}.yaml"
+            config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
+            for kind in [options.only] if options.only else losses:
+                directory = Path(name) / f"{kind}-{seed}"
+                if kind == "swarm":
+                    peer = run_swarm(directory, config, options.rounds, seed)
+                else:
+                    size = batch_size if kind == "lone" else NUM_PEERS * batch_size
+                    peer = run_alone(directory, config, options.rounds, NUM_PEERS * seed, size)
+                losses[kind].append(final_loss(peer))
+                print(f"seed {seed}, {kind}: {losses[kind][-1]:.4f}", flush=True)
+    print(
+        f"\n{steps} steps of {batch_size} sequences a peer, H = {run['round']['inner_steps']}, "
+        f"peak learning rate {run['training']['learning_rate']}"
+    )
+    print(f"{'':<10} {'tokens':>12} {'eval loss':>10} {'min':>8} {'max':>8}")
+    for kind, values in losses.items():
+        if values:
+            total = tokens if kind == "lone" else NUM_PEERS * tokens
+            mean = statistics.fmean(values)
+            print(f"{kind:<10} {total:>12,} {mean:>10.4f} {min(values):>8.4f} {max(values):>8.4f}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"run": run, "rounds": options.rounds, "eval_loss": losses}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

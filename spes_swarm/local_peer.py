@@ -1,0 +1,160 @@
+"""Peers on this machine as processes of their own: for the demo, experiments and tests.
+
+A peer is watched through its metrics and ended by pid. Every wait is for an event and has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from spes_swarm.errors import SwarmError
+
+_POLL_S = 0.05
+Event = dict[str, Any]
+
+
+class LocalPeerError(SwarmError):
+    """A local peer did not do what was waited for; the message has the end of its output."""
+
+
+class LocalPeer:
+    """One `python -m spes_swarm.join` with everything that it starts."""
+
+    def __init__(self, output_dir: Path, arguments: Sequence[str]) -> None:
+        self.output_dir = output_dir
+        self.arguments = [str(argument) for argument in arguments]
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.log = output_dir / "console.log"
+        # A directory may have been used by an earlier process: only what this one writes counts.
+        self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "spes_swarm.join", "--output-dir", str(output_dir), *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def _metrics_path(self) -> Path:
+        return self.output_dir / "metrics.jsonl"
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """What this process has written to its metrics so far."""
+        if not self._metrics_path.exists():
+            return []
+        with self._metrics_path.open(encoding="utf-8") as file:
+            file.seek(self._metrics_start)
+            lines = [line for line in file if line.endswith("\n")]
+        events = [json.loads(line) for line in lines]
+        return events if kind is None else [event for event in events if event["event"] == kind]
+
+    def rounds(self) -> dict[int, Event]:
+        """Committed rounds by number."""
+        return {event["round"]: event for event in self.events("round")}
+
+    def wait_for(
+        self, kind: str, condition: Callable[[Event], bool] = lambda event: True, timeout_s: float = 60.0
+    ) -> Event:
+        """Waits for an event that satisfies `condition`.
+
+        Raises:
+            LocalPeerError: there was none before the deadline, or before the peer ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for event in self.events(kind):
+                if condition(event):
+                    return event
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                why = f"the peer ended with code {self.process.returncode}" if ended else f"after {timeout_s:.0f} s"
+                for event in self.events(kind):  # it may have been written just before the end
+                    if condition(event):
+                        return event
+                raise LocalPeerError(f"no such {kind!r} event: {why}\n{self.tail()}")
+            time.sleep(_POLL_S)
+
+    def wait_for_round(self, number: int, timeout_s: float = 60.0) -> Event:
+        """Waits until a round of at least that number is committed."""
+        return self.wait_for("round", lambda event: event["round"] >= number, timeout_s)
+
+    def text(self) -> str:
+        """What this process has printed so far."""
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
+
+    def tail(self) -> str:
+        """The end of what it printed, and its faults."""
+        text = self.text()
+        faults = self.events("fault")[-10:]
+        return f"--- {self.output_dir.name}:\n{text[-3000:]}\nfaults: {faults}"
+
+    def address(self, timeout_s: float = 60.0) -> str:
+        """An address that peers on this machine can use.
+
+        Raises:
+            LocalPeerError: it printed none.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            for word in self.text().split():
+                if word.startswith("/ip4/127.0.0.1/") and "/p2p/" in word:
+                    return word
+            time.sleep(_POLL_S)
+        raise LocalPeerError(f"no address was printed\n{self.tail()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Ends it, and all that it started, at once."""
+        self.signal_tree(signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.wait(10)
+
+    def tree(self) -> list[psutil.Process]:
+        """The main process and all that it has started."""
+        try:
+            main = psutil.Process(self.process.pid)
+            return [main, *main.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def signal_tree(self, number: int) -> None:
+        """Sends a signal to the main process and all that it has started."""
+        for process in self.tree():
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL to the main process only, as the kernel's OOM killer does; returns what was its tree."""
+        tree = self.tree()
+        self.process.kill()
+        self.process.wait(10)
+        return tree
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def wait(self, timeout_s: float = 120.0) -> int:
+        """Waits for it to end by itself; returns the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LocalPeerError(f"the peer did not end within {timeout_s:.0f} s\n{self.tail()}") from None
