@@ -174,6 +174,10 @@ class NetworkProcess:
         await self._services.refresh()
         return self._services.view()
 
+    async def count_tokens(self) -> int:
+        """Asks the others directly how many tokens they have processed since the last commit; returns the sum."""
+        return await self._services.count_tokens()
+
     async def run_round(self, tokens: int, routed: tuple[int, ...]) -> RoundReport:
         """Holds a round with the contribution in shared memory.
 

@@ -31,7 +31,7 @@ from spes_swarm.statement import Group, Member, Statement, form_group, open_stat
 # A follower polls its leader at least this often; one that has been silent for three times as long is gone.
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 2.5
-_MAX_REDIRECTS = 16
+_MAX_REDIRECTS = 3
 # A leader closes the group when the window is over; who takes so much longer is passed over.
 _LEADER_GRACE_S = 2 * _POLL_S
 _MAX_ROUND_GATHERINGS = 4
@@ -306,6 +306,7 @@ class Rendezvous:
                 return None
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 redirects += 1
+                patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
                 leader = redirect
             elif time.monotonic() - asked < _POLL_S / 4:  # an honest leader holds the question for a while
                 await asyncio.sleep(_POLL_S / 4)
@@ -396,9 +397,12 @@ class Rendezvous:
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
-        if not self._is_live(peer_id):
-            raise ProtocolError("sender", "a call for a round by a peer that takes no part in the run")
-        if round_number == self._target_round() + 1:
+        target = self._target_round()
+        if not self._is_live(peer_id):  # its record may not be here yet, so this alone is no fault
+            if not 0 <= round_number <= target + 1:
+                raise ProtocolError("round", f"a stranger calls for round {round_number}; the next one is {target}")
+            return {"target": target}
+        if round_number == target + 1:
             self._note_ahead(peer_id, round_number)
         if round_number != self._target_round():
             return {"target": self._target_round()}

@@ -27,7 +27,7 @@ from spes_swarm.plan import make_plan
 from spes_swarm.records import Lease, Progress, Records, RunRecordValidator, State
 from spes_swarm.reference import Reference
 from spes_swarm.rendezvous import Neighbour, Rendezvous
-from spes_swarm.roster import Roster
+from spes_swarm.roster import PeerView, Roster
 from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
 from spes_swarm.shared_vector import SharedVector
@@ -36,6 +36,7 @@ from spes_swarm.transfer import Transfer, TransferReport
 
 _REFRESH_S = 1.0  # how often the records of the others are read
 _PING_TIMEOUT_S = 5.0
+_COUNT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,7 @@ class RunServices:
         self._records = Records(self._node, self._identity, self._run_id)
         await self._rpc.serve("manifest", self._serve_manifest)
         await self._rpc.serve("ping", self._serve_ping)
+        await self._rpc.serve("tokens", self._serve_tokens)
         await self._exchange.start()
         await self._transfer.start()
         await self._rendezvous.start()
@@ -187,6 +189,28 @@ class RunServices:
     async def _serve_ping(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
         return {}
+
+    async def _serve_tokens(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        return {"round": self.reference.round, "tokens": self._presence.tokens if self._presence else 0}
+
+    async def count_tokens(self) -> int:
+        """See network.NetworkProcess.count_tokens."""
+
+        async def ask(view: PeerView) -> int:
+            try:
+                answer = await self._rpc.call(view.peer_id, "tokens", {}, _COUNT_TIMEOUT_S)
+            except (OSError, ProtocolError):
+                return view.progress.tokens if view.progress.round == self.reference.round else 0
+            tokens, number = answer.get("tokens"), answer.get("round")
+            if not isinstance(tokens, int) or number != self.reference.round:
+                return 0  # what it counts is since another commit
+            # Nobody's word may count for more than what its record says that it could have done.
+            return max(0, min(tokens, 4 * self._config.inner_steps * view.progress.tokens_per_step))
+
+        counts = await asyncio.gather(*(ask(view) for view in self._roster.training() if view.progress.reachable))
+        hidden = [view.progress.tokens for view in self._roster.training() if not view.progress.reachable]
+        return sum(counts) + sum(hidden)
 
     # The reference.
 

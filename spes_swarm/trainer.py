@@ -38,6 +38,7 @@ from spes_swarm.services import Presence, RoundReport
 
 _RETRY_S = 2.0  # after a round that did not take place
 _POLL_S = 0.2
+_MIN_COUNT_INTERVAL_S = 0.1
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
 
 
@@ -130,6 +131,8 @@ class Trainer:
         self._loss: float | None = None
         self._loss_sum = 0.0
         self._retry_at = 0.0
+        self._count: Future[int] | None = None  # the others' tokens, while they are being asked
+        self._count_at = 0.0
         self._snapshot: dict[int, FloatArray] = {}
         self._pending: Future[RoundReport] | None = None
         self._traffic: Future[tuple[int, int]] | None = None
@@ -253,17 +256,28 @@ class Trainer:
             return True
         inner_steps, view = self._round_config.inner_steps, self._network.view
         done, wanted = float(self._tokens), float(inner_steps * self._tokens_per_step)
-        if view is not None and view.num_training > 0:
-            done += view.tokens + view.tokens_per_second * min(
-                time.monotonic() - view.at, self._round_config.progress_ttl_s
-            )
-            wanted += inner_steps * view.tokens_per_step
-        self._setup.status.progress = min(1.0, done / wanted)
-        return done >= wanted
+        if view is None or view.num_training == 0:
+            self._setup.status.progress = min(1.0, done / wanted)
+            return done >= wanted
+        now = time.monotonic()
+        wanted += inner_steps * view.tokens_per_step
+        estimate = done + view.tokens + view.tokens_per_second * min(now - view.at, self._round_config.progress_ttl_s)
+        self._setup.status.progress = min(1.0, estimate / wanted)
+        # Records are seconds old, and speeds vary: before a round is called, the others are asked directly.
+        if self._count is not None and self._count.done():
+            count, self._count = self._count, None
+            done += count.result()
+            missing_s = (wanted - done) / (view.tokens_per_second + self._tokens_per_second + 1.0)
+            self._count_at = now + max(_MIN_COUNT_INTERVAL_S, 0.7 * missing_s)
+            return done >= wanted
+        if self._count is None and estimate >= wanted and now >= self._count_at:
+            self._count = self._network.submit("count_tokens")
+        return False
 
     # Rounds.
 
     def _begin_round(self) -> None:
+        self._count, self._count_at = None, 0.0
         self._setup.status.phase = "synchronising"
         for index in self._trained_blocks:
             block = self._model.layout.blocks[index]
