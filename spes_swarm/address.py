@@ -17,7 +17,8 @@ def _parse(text: str, role: str) -> Multiaddr:
     try:
         return Multiaddr(text)
     except (MultiaddrError, ValueError, KeyError) as exc:
-        raise AddressError(f"{role} {text!r} is not a multiaddress ({exc}); it should look like {_EXAMPLE}") from exc
+        reason = " ".join(str(exc).split())
+        raise AddressError(f"{role} {text!r} is not a multiaddress ({reason}); it should look like {_EXAMPLE}") from exc
 
 
 def check_peer_address(text: str) -> str:
@@ -29,7 +30,7 @@ def check_peer_address(text: str) -> str:
     role = "initial peer"
     address = _parse(text, role)
     names = [protocol.name for protocol in address.protocols()]
-    if "p2p" not in names:
+    if names[-1:] != ["p2p"]:
         raise AddressError(f"{role} {text!r} lacks the peer's id at its end; it should look like {_EXAMPLE}")
     if not {"ip4", "ip6", "dns", "dns4", "dns6"} & set(names):
         raise AddressError(f"{role} {text!r} names no host; it should look like {_EXAMPLE}")

@@ -1,9 +1,9 @@
 """Checkpoints: everything that a peer needs to go on as if it had never stopped.
 
 One directory for each, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the
-shared and held blocks, the optimiser state, and `meta.json`, which is written last and has the BLAKE3 digest of every other file. It is
-written under a temporary name, synced to disk and renamed, so that a directory with the final name is complete; a
-checkpoint that does not verify is passed over in favour of the one before.
+shared and held blocks, the optimiser state, and `meta.json`, which has the BLAKE3 digests of the other files and of its
+own content. It is written under a temporary name, synced to disk and renamed, so that a directory with the final name
+is complete; a checkpoint that does not verify is passed over in favour of the one before.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def save_checkpoint(
         save_file(dict(optimiser), temporary / _OPTIMISER)
         files = {name: _file_digest(temporary / name) for name in (_REFERENCE, _LIVE, _OPTIMISER)}
         content = {"format": FORMAT, "files": files, **asdict(meta)}
-        (temporary / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        text = json.dumps({"digest": _content_digest(content), **content}, indent=1)
+        (temporary / "meta.json").write_text(text, encoding="utf-8")
         for path in temporary.iterdir():
             _sync(path)
         _sync(temporary)
@@ -150,18 +151,25 @@ def _candidates(directory: Path) -> Iterator[Path]:
 def _verify(path: Path) -> CheckpointMeta:
     try:
         content = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        files = content.pop("files")
-        if content.pop("format") != FORMAT:
+        if content["format"] != FORMAT:
             raise CheckpointError(f"{path}: written by another version of spes_swarm")
+        if content.pop("digest") != _content_digest(content):
+            raise CheckpointError(f"{path}: meta.json is corrupt (its digest does not match)")
+        files = content.pop("files")
+        del content["format"]
         meta = CheckpointMeta(**content)
         for name in (_REFERENCE, _LIVE, _OPTIMISER):
             if _file_digest(path / name) != files[name]:
                 raise CheckpointError(f"{path}: {name} is corrupt (its digest does not match)")
     except OSError as exc:
-        raise CheckpointError(f"{path}: {exc.strerror}") from exc
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{exc.filename or path}: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise CheckpointError(f"{path}: meta.json is corrupt") from exc
     return meta
+
+
+def _content_digest(content: Mapping[str, Any]) -> str:
+    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _file_digest(path: Path) -> str:

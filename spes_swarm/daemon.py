@@ -144,7 +144,7 @@ class Daemon:
 
 async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: Multiaddr) -> P2P:
     # `replicate` names the client's own socket after this prefix; a subclass keeps it inside our directory.
-    client = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    client: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     while True:
         if process.poll() is not None:
             raise ConnectionError(f"it ended with code {process.returncode}")

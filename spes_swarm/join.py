@@ -15,9 +15,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -36,7 +37,14 @@ from spes_swarm.config import (
     parse_experts,
 )
 from spes_swarm.corpus import open_source
-from spes_swarm.errors import ConfigError, ManifestError, NetworkProcessError, UserError
+from spes_swarm.errors import (
+    BootstrapError,
+    ConfigError,
+    ManifestError,
+    NetworkProcessError,
+    RoundError,
+    UserError,
+)
 from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
 from spes_swarm.manifest import Manifest, found_run
@@ -59,9 +67,20 @@ _COMMAND_TIMEOUT_S = 120.0
 _BARRIER_S = 20.0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as everything else does: in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists what there is")
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line of `join`; a flag that is given overrides the configuration file."""
-    parser = argparse.ArgumentParser(
+    """The command line of `join`; a flag that is given overrides the configuration file.
+
+    Raises:
+        ConfigError: it has an unknown flag, or a value of the wrong type.
+    """
+    parser = _Parser(
         prog="python -m spes_swarm.join",
         description="Train a Mixture-of-Experts model together with others, without a server.",
         argument_default=argparse.SUPPRESS,
@@ -116,7 +135,7 @@ class Session:
             check_listen_address(maddr)
         for maddr in self._peer.announce_maddrs:
             check_listen_address(maddr, announced=True)
-        if self._founding_config is not None:
+        if self._config_is_explicit and self._founding_config is not None:
             parse_experts(self._peer.experts, self._founding_config.model.num_experts)
         self._device = _choose_device(self._peer.device)
         self._directory = RunDirectory(Path(self._peer.output_dir))
@@ -129,7 +148,9 @@ class Session:
         self._joined = False
 
     def _on_network_event(self, name: str, fields: dict[str, Any]) -> None:
-        self._metrics.write(name, **fields)
+        # This is the reader's thread. On a full disk the trainer's own next event fails as well, and ends the stay.
+        with suppress(UserError):
+            self._metrics.write(name, **fields)
         if name == "fault":
             self._status.faults += 1
 
@@ -144,8 +165,9 @@ class Session:
             self._run()
         finally:
             self._network.stop()
-            if self._joined:
-                self._metrics.write("leave", round=self._status.round)
+            with suppress(UserError):  # on a full disk; what ended the stay is the news
+                if self._joined:
+                    self._metrics.write("leave", round=self._status.round)
             self._metrics.close()
             os.close(self._lock)
 
@@ -299,6 +321,7 @@ class Session:
         if self._founding_config is None:
             raise ConfigError("founding a run needs a configuration with a `run` section")
         run = self._founding_config
+        parse_experts(self._peer.experts, run.model.num_experts)  # before anything takes long
         tokenizer = load_tokenizer(run.tokenizer.name)
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
@@ -354,7 +377,10 @@ class Session:
             self._announce("syncing")
             self._console.say("fetching the swarm's reference")
             started = time.monotonic()
-            report: TransferReport = self._network.ask("download")
+            try:
+                report: TransferReport = self._network.ask("download")
+            except RoundError as exc:
+                raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
             seconds = time.monotonic() - started
             self._metrics.write(
                 "sync",
@@ -487,7 +513,6 @@ def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line entry point; returns the exit code."""
-    options = parse_arguments(arguments)
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     stop = threading.Event()
 
@@ -500,8 +525,12 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     try:
-        Session(options, PeerConsole(), stop).run()
+        Session(parse_arguments(arguments), PeerConsole(), stop).run()
     except UserError as exc:
+        # Some of it may be what other peers said: it must stay on one line, and move no cursor.
+        print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
+        return 2
+    except OSError as exc:  # the machine's limits: no file descriptors or memory left, nowhere to print to
         print(f"join: {exc}", file=sys.stderr)
         return 2
     except NetworkProcessError as exc:

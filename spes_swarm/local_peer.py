@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import psutil
 
@@ -23,6 +23,42 @@ _POLL_S = 0.05
 Event = dict[str, Any]
 
 
+class PeerProcess(Protocol):
+    """What is needed of a started process; subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal, None while it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signals it alone."""
+
+    def kill(self) -> None:
+        """SIGKILL to it alone."""
+
+
+def launch_join(arguments: Sequence[str], log: Path) -> PeerProcess:
+    """Starts `python -m spes_swarm.join` with its output appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "spes_swarm.join", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
 class LocalPeerError(SwarmError):
     """A local peer did not do what was waited for; the message has the end of its output."""
 
@@ -30,7 +66,12 @@ class LocalPeerError(SwarmError):
 class LocalPeer:
     """One `python -m spes_swarm.join` with everything that it starts."""
 
-    def __init__(self, output_dir: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        arguments: Sequence[str],
+        launch: Callable[[Sequence[str], Path], PeerProcess] = launch_join,
+    ) -> None:
         self.output_dir = output_dir
         self.arguments = [str(argument) for argument in arguments]
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -38,14 +79,7 @@ class LocalPeer:
         # A directory may have been used by an earlier process: only what this one writes counts.
         self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "spes_swarm.join", "--output-dir", str(output_dir), *self.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        self.process = launch(["--output-dir", str(output_dir), *self.arguments], self.log)
 
     @property
     def _metrics_path(self) -> Path:
@@ -93,6 +127,8 @@ class LocalPeer:
 
     def text(self) -> str:
         """What this process has printed so far."""
+        if not self.log.exists():
+            return ""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def tail(self) -> str:

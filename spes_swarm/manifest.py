@@ -69,7 +69,7 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
         content = json.loads(data)
         if content["format"] != FORMAT:
             raise ManifestError(
-                f"the run's manifest has format {content['format']}; this version of spes_swarm knows {FORMAT}"
+                f"the run's manifest has format {content['format']!r:.20}; this version of spes_swarm knows {FORMAT}"
             )
         public_key = base64.b64decode(content["founder"], validate=True)
         founder = verify(public_key, _DOMAIN + data, signature)
@@ -79,7 +79,7 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
         raise ManifestError(f"the manifest from {source} is not signed by its founder: do not join it") from exc
     except ConfigError as exc:
         raise ManifestError(f"the manifest from {source} cannot be used: {exc}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError(f"what {source} sent as the run's manifest is malformed") from exc
     run_id = run_id_of(run.name, data)
     if expected_run_id is not None and run_id != expected_run_id:

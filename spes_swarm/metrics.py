@@ -5,32 +5,52 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from spes_swarm.errors import UserError
 
 
 class Metrics:
     """Appends events to OUTPUT_DIR/metrics.jsonl, line-buffered; safe to use from several threads."""
 
     def __init__(self, path: Path, peer_id: str) -> None:
+        """Opens the file.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._path = path
         self._peer_id = peer_id
         self._lock = threading.Lock()
-        self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
+        try:
+            self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as exc:
+            raise UserError(f"{path} cannot be written: {exc.strerror}") from exc
 
     def write(self, event: str, **fields: Any) -> None:
-        """Writes one event. Values that JSON cannot hold (NaN) become null, so that every reader can parse a line."""
+        """Writes one event. Values that JSON cannot hold (NaN) become null, so that every reader can parse a line.
+
+        Raises:
+            UserError: the disk is full, or fails otherwise.
+        """
         record = {"event": event, "time": time.time(), "peer_id": self._peer_id, **fields}
         try:
             line = json.dumps(record, allow_nan=False)
         except ValueError:
             line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
         with self._lock:
-            if not self._file.closed:
+            if self._file.closed:
+                return
+            try:
                 self._file.write(line + "\n")
+            except OSError as exc:
+                raise UserError(f"{self._path} cannot be written: {exc.strerror}") from exc
 
     def close(self) -> None:
-        """Ends the file."""
-        with self._lock:
+        """Ends the file. Lines that a full disk has refused are given up: whoever wrote them was told."""
+        with self._lock, suppress(OSError):
             self._file.close()
 
 

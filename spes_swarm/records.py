@@ -127,10 +127,15 @@ class Records:
         self._run_id = run_id
 
     async def publish(self, kind: str, record: Record) -> bool:
-        """Stores this peer's record; returns whether any node took it."""
+        """Stores this peer's record; returns whether it is in the DHT afterwards."""
         sealed = seal(self._identity, kind, self._run_id, record)
-        key = record_key(self._run_id, kind)
-        return bool(await self._node.store(key, sealed, record.expires, subkey=self._identity.peer_id))
+        key, me = record_key(self._run_id, kind), self._identity.peer_id
+        if await self._node.store(key, sealed, record.expires, subkey=me):
+            return True
+        # Nodes also hand records on among themselves; one that has this very record already answers "not newer".
+        found = await self._node.get(key, latest=True)
+        stored = found.value.get(me) if found is not None and isinstance(found.value, dict) else None
+        return stored is not None and stored.expiration_time >= record.expires
 
     async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
         """All valid, unexpired records of a kind by peer id."""

@@ -67,15 +67,23 @@ class RunDirectory:
             stored = json.loads(self._manifest.read_text(encoding="utf-8"))
             wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
             return open_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
-        except (OSError, ValueError, KeyError, TypeError, ManifestError) as exc:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ManifestError) as exc:
             raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
 
     def remember(self, manifest: Manifest) -> None:
-        """Ties the directory to a run."""
+        """Ties the directory to a run.
+
+        Raises:
+            UserError: it could not be written; what was remembered before still is.
+        """
         wire = {key: value.hex() for key, value in manifest.to_wire().items()}
         temporary = self._manifest.with_name(f".manifest.{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump({"run_id": manifest.run_id, **wire}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._manifest)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump({"run_id": manifest.run_id, **wire}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._manifest)
+        except OSError as exc:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"{self._manifest} could not be written: {exc.strerror}") from exc

@@ -10,6 +10,7 @@ from typing import Any, Self
 import yaml
 
 from spes_swarm.local_peer import LocalPeer
+from tests.forked import launch_forked
 
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN: dict[str, Any] = {
@@ -82,7 +83,7 @@ class Swarm:
     def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)])
+        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], launch_forked)
         self.peers.append(peer)
         return peer
 

@@ -1,0 +1,393 @@
+"""Mistakes that a user can make: one line that says what to do, exit code 2, and nothing left running."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from spes_swarm.checkpoint import load_newest
+from spes_swarm.local_peer import LocalPeer
+from spes_swarm.model import build_model, layout_of
+from spes_swarm.token_file import TokenWriter, sidecar_path
+from spes_swarm.tokenizer import ByteTokenizer
+from tests.rounds import identity
+from tests.swarm import TINY_RUN, Swarm, merged, swarm
+
+ROOT = Path(__file__).parent.parent
+# Importing torch and transformers on a busy machine takes most of it.
+REASONABLE_S = 60.0
+_MARK = "SPES_TEST_MARK"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    stderr: str
+    left_over: list[str]  # processes that it started and that still run
+    seconds: float
+
+    def line(self) -> str:
+        """The one line on stderr, without its prefix; checks all that holds for every mistake."""
+        assert self.code == 2, self.stderr
+        assert self.stderr.endswith("\n"), self.stderr
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("join: "), line
+        assert "Traceback" not in line
+        assert not self.left_over
+        assert self.seconds < REASONABLE_S
+        return line.removeprefix("join: ")
+
+
+def join(*arguments: Any) -> Outcome:
+    """Runs `python -m spes_swarm.join` to its end."""
+    mark = uuid.uuid4().hex  # inherited by everything that the command starts, daemons included
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "spes_swarm.join", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
+        timeout=2 * REASONABLE_S,
+        check=False,
+    )
+    seconds = time.monotonic() - started
+    _, alive = psutil.wait_procs([p for p in psutil.process_iter() if is_marked(p, mark)], timeout=3)
+    for process in alive:
+        process.kill()
+    return Outcome(done.returncode, done.stderr.decode(), [str(process) for process in alive], seconds)
+
+
+def is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark
+    except psutil.Error:
+        return False
+
+
+def config(path: Path, run: dict[str, Any] | None = None, **peer: Any) -> Path:
+    """A configuration file of the tests' small run with changes, or with `run={}` of a peer alone."""
+    content: dict[str, Any] = {"peer": {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "num_threads": 1, **peer}}
+    if run != {}:
+        content["run"] = merged(TINY_RUN, run or {})
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An output directory."""
+    return tmp_path / "out"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The tokenised corpus lies outside the user's own cache."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
+# Before anything starts.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--max-rounds", "many"], "--max-rounds: invalid int value: 'many'"),
+        (["--initial-peers"], "--initial-peers: expected at least one argument"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense(arguments: list[str], why: str) -> None:
+    assert why in join(*arguments).line()
+
+
+def test_help_is_no_mistake() -> None:
+    outcome = join("--help")
+    assert (outcome.code, outcome.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("peer:\n  expertss: auto\n", "peer.expertss: unknown key, did you mean experts?"),
+        ("peer:\n  max_rounds: ten\n", "peer.max_rounds: found 'ten', expected a whole number"),
+        ("peer: [", "line 1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(tmp_path: Path, out: Path, content: str, why: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content, encoding="utf-8")
+    line = join("--config", path, "--output-dir", out).line()
+    assert str(path) in line
+    assert why in line
+    assert not out.exists()
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    assert "No such file" in join("--config", tmp_path / "none.yaml").line()
+
+
+@pytest.mark.parametrize("experts", ["0,8", "9", "0", "1,1", "some"])
+def test_experts_that_the_model_does_not_have(tmp_path: Path, out: Path, experts: str) -> None:
+    line = join("--config", config(tmp_path / "run.yaml"), "--experts", experts, "--output-dir", out).line()
+    assert line.startswith(f"experts: found '{experts}', expected ")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--initial-peers", "/ip4/1.2.3.4/tcp/x"], "initial peer '/ip4/1.2.3.4/tcp/x' is not a multiaddress"),
+        (["--initial-peers", "/ip4/1.2.3.4/tcp/1"], "lacks the peer's id"),
+        (["--host-maddrs", "localhost:1"], "host address 'localhost:1' is not a multiaddress"),
+        (["--announce-maddrs", "/ip4/1.2.3.4/tcp/0"], "announced address '/ip4/1.2.3.4/tcp/0' has port 0"),
+    ],
+)
+def test_an_address_that_is_none(out: Path, arguments: list[str], why: str) -> None:
+    assert why in join(*arguments, "--output-dir", out).line()
+    assert not out.exists()
+
+
+def test_an_identity_that_is_garbage(tmp_path: Path, out: Path) -> None:
+    key = tmp_path / "identity.key"
+    key.write_bytes(b"garbage")
+    line = join("--identity", key, "--output-dir", out).line()
+    assert str(key) in line
+    assert "move it away" in line
+
+
+def test_an_output_directory_that_cannot_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in join("--output-dir", tmp_path / "file" / "out").line()
+
+
+def test_an_output_directory_that_another_process_uses(out: Path) -> None:
+    out.mkdir()
+    with (out / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "in use by another process" in join("--output-dir", out).line()
+
+
+def test_metrics_that_cannot_be_written(out: Path) -> None:
+    (out / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl cannot be written: Is a directory" in join("--output-dir", out).line()
+
+
+def test_a_device_that_is_not_there(out: Path) -> None:
+    assert "device" in join("--device", "abacus", "--output-dir", out).line()
+
+
+# Before the swarm is reached.
+
+
+def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -> None:
+    closed, unroutable = (
+        f"/ip4/{where}/p2p/{identity(i).peer_id}" for i, where in enumerate(("127.0.0.1/tcp/1", "127.1.2.3/tcp/2"))
+    )
+    line = join("--initial-peers", closed, unroutable, "--bootstrap-timeout", 2, "--output-dir", out).line()
+    assert "none of the 2 initial peers answered within 2 s" in line
+    for maddr in (closed, unroutable):
+        assert maddr in line
+        reason = line.split(maddr)[1].split(";")[0]
+        assert "connection refused" in reason
+
+
+def test_a_run_id_alone_is_not_enough_to_join(out: Path) -> None:
+    assert "--initial-peers" in join("--run-id", "quickstart-123", "--output-dir", out).line()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
+    from spes_swarm.tokenizer import train_bpe
+
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 280).save(tmp_path / "bpe")
+    changes = {"tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")}}
+    line = join("--config", config(tmp_path / "run.yaml", changes), "--output-dir", out).line()
+    assert "280 tokens" in line
+    assert "the model's vocabulary only 272" in line
+
+
+def token_file(path: Path) -> Path:
+    with TokenWriter(path, ByteTokenizer()) as writer:
+        writer.append(np.arange(50_000) % 256, 1)
+    return path
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no sidecar", "wrong sidecar", "missing"])
+def test_token_files_that_are_damaged(tmp_path: Path, out: Path, damage: str) -> None:
+    path = token_file(tmp_path / "some.npy")
+    if damage == "truncated":
+        os.truncate(path, 1000)
+    elif damage == "no sidecar":
+        sidecar_path(path).unlink()
+    elif damage == "wrong sidecar":
+        other = tmp_path / "other.npy"
+        with TokenWriter(other, ByteTokenizer()) as writer:
+            writer.append(np.arange(100), 1)
+        shutil.copy(sidecar_path(other), sidecar_path(path))
+    else:
+        path.unlink()
+    line = join("--config", config(tmp_path / "run.yaml"), "--data", path, "--output-dir", out).line()
+    assert "some.npy" in line
+
+
+def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
+    path = tmp_path / "short.npy"
+    with TokenWriter(path, ByteTokenizer()) as writer:
+        writer.append(np.arange(10), 1)
+    join("--config", config(tmp_path / "run.yaml"), "--data", path, "--output-dir", out).line()
+
+
+# With a live founder.
+
+
+@pytest.fixture(scope="module")
+def founder(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[LocalPeer]:
+    """One small run that goes on during all the tests that need one."""
+    with swarm(tmp_path_factory.mktemp("live")) as running:
+        peer = running.found("--experts", 8)
+        peer.wait_for("join")
+        yield peer
+
+
+def live_run_id(founder: LocalPeer) -> str:
+    return str(founder.wait_for("join")["run_id"])
+
+
+@pytest.mark.swarm
+def test_a_manifest_of_another_run_than_the_expected(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    line = join(
+        "--config", peer_only, "--initial-peers", founder.address(), "--run-id", "test-000", "--output-dir", out
+    ).line()
+    assert f"describes run {live_run_id(founder)}, not test-000" in line
+
+
+@pytest.mark.swarm
+def test_an_output_directory_of_another_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    with swarm(tmp_path, name="other") as running:
+        other = running.start("out", "--config", running.config, "--max-rounds", 1)
+        assert other.wait() == 0
+        other_run = other.events("join")[0]["run_id"]
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    arguments = ["--config", peer_only, "--initial-peers", founder.address(), "--output-dir", out]
+    for more in ([], ["--run-id", live_run_id(founder)]):
+        line = join(*arguments, *more).line()
+        assert f"output directory {out} belongs to run {other_run}" in line
+        assert "choose another --output-dir" in line
+    # Its own run is the other one, with which it can still go on.
+    line = join(
+        "--config", config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}}), "--output-dir", out
+    ).line()
+    assert "differs from the given one" in line
+
+
+@pytest.mark.swarm
+def test_an_output_directory_of_a_live_peer(founder: LocalPeer) -> None:
+    assert "in use by another process" in join("--output-dir", founder.output_dir).line()
+
+
+@pytest.mark.swarm
+def test_a_joiner_cannot_change_the_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    changed = config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}})
+    line = join("--config", changed, "--initial-peers", founder.address(), "--output-dir", out).line()
+    assert "leave the section out" in line
+
+
+@pytest.mark.swarm
+def test_a_joiners_experts_are_those_of_the_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    line = join(
+        "--config", peer_only, "--initial-peers", founder.address(), "--experts", "8,", "--output-dir", out
+    ).line()
+    assert "experts: found '8,', expected experts from 0 to 7" in line
+
+
+@pytest.mark.swarm
+def test_the_founder_is_unharmed(founder: LocalPeer) -> None:
+    """After all those who came and failed."""
+    now = max(founder.rounds(), default=0)
+    founder.wait_for_round(now + 2)
+    assert not founder.events("fault")
+
+
+# On a small disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that is quickly full: a few checkpoints of the small model."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if shutil.which("mount") is None or os.geteuid() != 0:
+        pytest.skip("mounting a small disk takes root")
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 << 20}", "tmpfs", str(disk)]
+    made = subprocess.run(command, capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"this machine does not allow to mount: {made.stderr.decode().strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def fill(path: Path, leave: int) -> None:
+    """Uses up the disk but for `leave` bytes."""
+    status = os.statvfs(path.parent)
+    with path.open("wb") as file:
+        file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("leave", [100_000, 0], ids=["full for checkpoints", "full for everything"])
+def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> None:
+    out = small_disk / "out"
+    out.mkdir()
+    (out / "console.log").symlink_to(tmp_path / "console.log")  # what it says must not need room there
+    with Swarm(tmp_path) as running:
+        peer = running.start("disk/out", "--config", running.config, "--experts", 8)
+        peer.wait_for_round(2)
+        fill(small_disk / "filler", leave)
+        tree = peer.tree()
+        assert peer.wait() == 2
+        _, alive = psutil.wait_procs(tree, timeout=5)
+        assert not alive
+        assert peer.text().splitlines()[-1].startswith("join: ")
+        assert "No space left on device" in peer.text().splitlines()[-1]
+        assert "Traceback" not in peer.text()
+        joined = peer.events("join")[0]
+    layout = layout_of(build_model("olmoe", TINY_RUN["model"]["settings"], 0, "cpu", on_meta=True))
+    found, complaints = load_newest(out / "checkpoints", joined["run_id"], joined["peer_id"], layout)
+    assert found is not None
+    assert found.meta.round >= 1
+    assert not complaints
+    (small_disk / "filler").unlink()
+    reference_N = np.empty(layout.num_elements, np.float32)
+    found.reference(layout, reference_N)
+    assert np.isfinite(reference_N).all()
+
+
+@pytest.mark.swarm
+def test_a_full_disk_is_said_in_one_line(small_disk: Path, tmp_path: Path) -> None:
+    """As much room as the start takes, and not enough for a checkpoint."""
+    fill(small_disk / "filler", leave=60_000)
+    line = join("--config", config(tmp_path / "run.yaml"), "--experts", 8, "--output-dir", small_disk / "out").line()
+    assert "No space left on device" in line
+    assert "there is no earlier one" in line

@@ -1,0 +1,181 @@
+"""Who is there, as one peer sees it; the clock is the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_swarm import roster as roster_module
+from spes_swarm.records import Progress
+from spes_swarm.roster import Roster
+
+
+class Clock:
+    """Local monotonic time, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def progress(expires: float = 1.0, **changes: Any) -> Progress:
+    fields: dict[str, Any] = {
+        "name": "",
+        "state": "training",
+        "reachable": True,
+        "round": 3,
+        "digest": b"\1" * 32,
+        "step": 1,
+        "tokens": 0,
+        "tokens_per_step": 128,
+        "tokens_per_second": 10.0,
+        "loss": None,
+        "experts": [0],
+        "round_seconds": 0.0,
+        "bytes_sent": 0,
+        "bytes_received": 0,
+    }
+    return Progress(**{"expires": expires, **fields, **changes})
+
+
+def names(views: list[roster_module.PeerView]) -> set[str]:
+    return {view.peer_id for view in views}
+
+
+def test_new_peers_are_named_once() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    assert sorted(roster.update({"a": progress(), "b": progress()})) == ["a", "b"]
+    assert roster.update({"a": progress(2.0), "c": progress()}) == ["c"]
+    assert names(roster.present()) == {"a", "c"}
+    assert roster.update({"a": progress(3.0), "b": progress()}) == ["b"]  # it had been gone
+
+
+def test_this_peer_is_not_among_the_others() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    assert roster.update({"me": progress(), "a": progress()}) == ["a"]
+    assert names(roster.present()) == {"a"}
+
+
+@pytest.mark.parametrize("state", ["joining", "waiting", "syncing", "leaving"])
+def test_only_who_trains_takes_part_in_rounds(state: str) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(), "b": progress(state=state)})
+    assert names(roster.present()) == {"a", "b"}
+    assert names(roster.training()) == {"a"}
+    assert roster.tokens_per_step() == 128
+
+
+def test_a_peer_that_did_not_answer_is_back_with_its_next_record() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(1.0), "b": progress(1.0)})
+    roster.lose("a")
+    assert names(roster.present()) == names(roster.training()) == {"b"}
+    roster.update({"a": progress(1.0), "b": progress(2.0)})  # the DHT still has the old record
+    assert names(roster.present()) == {"b"}
+    roster.update({"a": progress(1.5), "b": progress(2.0)})
+    assert names(roster.present()) == {"a", "b"}
+
+
+def test_losing_a_stranger_changes_nothing() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.lose("a")
+    roster.update({"a": progress()})
+    assert names(roster.present()) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        (4, [], 4),
+        (4, [7], 7),  # of two, the larger: who is behind must follow
+        (7, [4], 7),
+        (4, [4, 900], 4),  # one claim does not move the swarm
+        (3, [5, 5], 5),
+        (3, [4, 5, 900], 5),
+        (9, [3, 3, 3, 3], 9),  # one's own commits are facts
+    ],
+)
+def test_the_swarms_round_is_the_upper_median(own: int, others: list[int], expected: int) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({f"p{i}": progress(round=r) for i, r in enumerate(others)})
+    assert roster.swarm_round(own) == expected
+
+
+def test_the_round_of_a_peer_that_only_watches_does_not_count() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(round=50, state="joining")})
+    assert roster.swarm_round(3) == 3
+
+
+# The estimate of the others' tokens. Rate 10 tokens a second, horizon 30 s.
+
+
+@pytest.fixture
+def estimate() -> Callable[[Roster], float]:
+    return lambda roster: roster.tokens_since_commit(own_round=3, horizon_s=30.0)
+
+
+def test_a_count_is_carried_forward_at_its_own_rate(clock: Clock, estimate: Callable[[Roster], float]) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    clock.now += 5
+    roster.update({"a": progress(tokens=400), "b": progress(tokens=100, tokens_per_second=1.0)})
+    assert estimate(roster) == 500
+    clock.now += 2
+    assert estimate(roster) == 500 + 2 * 10 + 2 * 1
+
+
+def test_reading_the_same_record_again_does_not_make_it_younger(
+    clock: Clock, estimate: Callable[[Roster], float]
+) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(1.0, tokens=400)})
+    clock.now += 7
+    roster.update({"a": progress(1.0, tokens=400)})
+    assert estimate(roster) == 470
+    roster.update({"a": progress(2.0, tokens=450)})
+    assert estimate(roster) == 450
+
+
+def test_a_silent_peer_is_not_believed_to_work_for_ever(clock: Clock, estimate: Callable[[Roster], float]) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(tokens=400)})
+    clock.now += 1000
+    assert estimate(roster) == 400 + 30 * 10
+
+
+def test_after_a_commit_everybodys_count_begins_again(clock: Clock, estimate: Callable[[Roster], float]) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(1.0, tokens=400)})
+    clock.now += 3
+    roster.committed()
+    assert estimate(roster) == 0
+    clock.now += 4
+    assert estimate(roster) == 40  # what it has probably done since
+    roster.update({"a": progress(2.0, tokens=55)})
+    assert estimate(roster) == 55
+
+
+def test_a_count_from_before_the_last_commit_is_not_taken_for_one_after_it(
+    clock: Clock, estimate: Callable[[Roster], float]
+) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    clock.now += 6
+    roster.update({"late": progress(1.0, round=2, tokens=10_000)})  # it has not committed our round yet
+    assert estimate(roster) == 60
+
+
+def test_only_tokens_of_peers_in_training_count(estimate: Callable[[Roster], float]) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(tokens=400), "b": progress(tokens=900, state="leaving")})
+    assert estimate(roster) == 400
+    roster.lose("a")
+    assert estimate(roster) == 0
