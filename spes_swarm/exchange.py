@@ -152,6 +152,8 @@ class Exchange:
                         break
                     if frame.kind is FrameKind.ERROR:
                         raise ProtocolError("refused", frame.error_text())
+                    if repair and frame.kind is FrameKind.KEEPALIVE:
+                        raise ProtocolError("malformed", "a member that holds a part has nothing to wait for")
                     if frame.kind is FrameKind.DATA:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
@@ -161,6 +163,9 @@ class Exchange:
             self._on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
             self._on_fault(peer_id, ProtocolError("pull", f"could not pull results: {_reason(exc)}"))
+        finally:
+            if remaining:
+                state.unreliable.add(source)
 
     async def _reduce(self, state: RoundState, deadline: float) -> None:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
@@ -188,7 +193,8 @@ class Exchange:
         """Fetches missing results from members that hold them.
 
         Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. Who
-        claims to hold parts and delivers none of them has no say any more.
+        claims to hold parts and delivers none of them has no say any more, and who has failed before is asked only for
+        what nobody else holds, so that false claims do not use up the time.
 
         Raises:
             RoundError: results are missing and no other member answers: this peer is cut off.
@@ -206,9 +212,12 @@ class Exchange:
             fetch: dict[int, set[int]] = {}
             for index in state.missing():
                 holders = [i for i, (_, held) in known.items() if index in held]
+                holders = [i for i in holders if i not in state.unreliable] or holders
                 if holders:  # spread over the holders
                     fetch.setdefault(holders[index % len(holders)], set()).add(index)
-            await asyncio.gather(*(self._pull(state, i, parts, deadline, repair=True) for i, parts in fetch.items()))
+            now = asyncio.get_running_loop().time()
+            soon = now + (deadline - now) / 2  # so that there is time to ask somebody else
+            await asyncio.gather(*(self._pull(state, i, parts, soon, repair=True) for i, parts in fetch.items()))
             missing = set(state.missing())
             if not missing:
                 return

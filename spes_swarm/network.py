@@ -28,6 +28,7 @@ from spes_swarm.rpc import Rpc
 from spes_swarm.services import Presence, RoundReport, RunServices, RunSettings, SwarmView
 from spes_swarm.transfer import TransferReport
 
+_WATCH_S = 1.0
 _MAX_FAULTS_PER_PEER = 20  # between two commits; a hostile peer must not fill the log
 
 
@@ -40,6 +41,7 @@ class NetworkProcess:
         self._daemon: Daemon | None = None
         self._run: RunServices | None = None
         self._rpc: Rpc | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._fault_counts: Counter[str] = Counter()
 
     # Plumbing.
@@ -110,9 +112,17 @@ class NetworkProcess:
     ) -> tuple[list[str], int]:
         """Starts p2pd; returns this peer's addresses and the daemon's process id."""
         self._daemon = await Daemon.start(self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode)
+        self._watcher = asyncio.create_task(self._watch(self._daemon))
         self._rpc = Rpc(self._daemon.p2p, self.on_fault)
         await self._rpc.start()
         return await self._daemon.maddrs(), self._daemon.pid
+
+    async def _watch(self, daemon: Daemon) -> None:
+        """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
+        while daemon.is_alive:
+            await asyncio.sleep(_WATCH_S)
+        self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon has ended"))
+        os._exit(1)
 
     async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
         """Connects to the initial peers; see daemon.bootstrap."""
@@ -194,6 +204,8 @@ class NetworkProcess:
         """Leaves: releases the lease, tells the others, ends the daemon."""
         if self._run is not None:
             await self._run.leave()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._daemon is not None:
             await self._daemon.stop()
 

@@ -59,7 +59,7 @@ class _Gathering:
     last_poll: dict[str, float] = field(default_factory=dict)
     opened: float = field(default_factory=time.monotonic)
     lost: set[str] = field(default_factory=set)
-    called: set[str] = field(default_factory=set)
+    past: set[str] = field(default_factory=set)  # peers that say that this round is over
     redirect: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -204,6 +204,8 @@ class Rendezvous:
                 return group
             if gathering.redirect is not None:
                 return None
+            if self._is_most(len(gathering.past)):  # alone, this peer would only fork the reference
+                raise RoundError(f"round {round_number} is over")
             self._add(gathering, round_number, sealed)
             await self._wait(gathering.changed, _POLL_S)
         return None
@@ -221,6 +223,8 @@ class Rendezvous:
                 if me in missing:
                     self._on_called(round_number)
                 waited_s = time.monotonic() - gathering.opened
+                if self._is_most(len(gathering.past)):
+                    return
                 if gathering.sealed and (not missing or waited_s > self._window_s):
                     self._close(round_number, gathering)
                     return
@@ -247,7 +251,8 @@ class Rendezvous:
                     return
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
-                    break  # it is past this round
+                    gathering.past.add(peer_id)
+                    break
             except ProtocolError as exc:
                 self._rpc.on_fault(peer_id, exc)
                 failures += 1
@@ -256,6 +261,10 @@ class Rendezvous:
             await asyncio.sleep(_POLL_S / 2)
         gathering.lost.add(peer_id)
         gathering.touch()
+
+    def _is_most(self, num_peers: int) -> bool:
+        """Whether so many of the other live peers would move the median of the records; see the head of this file."""
+        return num_peers > len({n.peer_id for n in self._live_peers()}) // 2
 
     def _better(self, leader: str, round_number: int) -> bool:
         live = {n.peer_id for n in self._live_peers() if n.reachable}
@@ -299,6 +308,7 @@ class Rendezvous:
                 raise RoundError(f"round {round_number} is over")
             redirect = answer.get("leader")
             if redirect == self._identity.peer_id:
+                failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
                 self._rpc.on_fault(leader, ProtocolError("leader", f"it does not close the group of {round_number}"))
@@ -356,7 +366,7 @@ class Rendezvous:
         live = {n.peer_id for n in self._live_peers()}
         self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in live}
         self._ahead[peer_id] = round_number
-        if sum(claimed >= round_number for claimed in self._ahead.values()) > len(live) // 2:
+        if self._is_most(sum(claimed >= round_number for claimed in self._ahead.values())):
             self._on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class RoundState:
         self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
         self.finished = False  # no more results will come from reducers
         self.committed = False
+        self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
         self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
         self.all_served = asyncio.Event()
         self.payload_bytes_sent = 0

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm import rendezvous
 from spes_swarm.codec import EXACT, get_codec
-from spes_swarm.errors import ProtocolError
+from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.plan import Form, Plan, make_plan
 from spes_swarm.reference import Reference
+from spes_swarm.rendezvous import Neighbour, Rendezvous, rank
 from spes_swarm.round_state import RoundState, bitmap
-from spes_swarm.statement import Statement, form_group, seal_statement
+from spes_swarm.rpc import RemoteError
+from spes_swarm.statement import Group, Statement, form_group, seal_statement
 from spes_swarm.transfer import table_from_wire, table_to_wire
 from spes_swarm.wire import Frame, FrameKind
-from tests.rounds import LIMITS, RUN_ID, FakePeer, form, hold_round, identities, peer, small_layout
+from tests.rounds import LIMITS, RUN_ID, FakePeer, form, hold_round, identities, identity, peer, small_layout
 
 HOSTILE = 2  # index of the hostile member among three
 CODEC = get_codec("fp16")
@@ -174,14 +179,14 @@ def test_contributions_to_others_parts_or_experts_are_refused() -> None:
     template = states[HOSTILE].push_frame(*plan.pushes(HOSTILE, 0)[0])
     mine = {part.index for part, _ in plan.pushes(HOSTILE, 0)}
     for part in plan.parts:
-        if part.index not in mine:
-            try:
-                states[0].accept(HOSTILE, dataclasses.replace(template, part=part.index))
-            except ProtocolError as exc:
-                assert exc.kind == "part"
-            else:  # complete before it came: late, and without effect
-                assert part.reducer == 0
-                assert part.index in states[0].results
+        if part.index in mine:
+            continue
+        frame = dataclasses.replace(template, part=part.index)
+        if part.reducer == 0 and part.index in states[0].results:
+            states[0].accept(HOSTILE, frame)  # complete before it came: late, and without effect
+        else:
+            with pytest.raises(ProtocolError, match="part"):
+                states[0].accept(HOSTILE, frame)
     finish(plan, states, hostile_results=drop)
     assert_honest_outcome(peers)
 
@@ -430,3 +435,183 @@ def test_a_full_contribution_that_overflows_is_refused() -> None:
     payload = EXACT.encode(np.full(part.size, 3e38, np.float32))
     with pytest.raises(ProtocolError, match="norm"):
         state.accept(HOSTILE, Frame(FrameKind.DATA, Form.FULL, part.index, contribution.weight, b"", payload))
+
+
+# The rendezvous. Calls are handed over directly; the hostile peer answers as each test says.
+
+WINDOW_S = 0.4
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Wire:
+    """All peers of a test, each with what it answers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
+        self.faults: list[tuple[str, str]] = []
+
+    def lie(self, peer_id: str, method: str, answer: Answer) -> None:
+        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            return answer(arguments)
+
+        self.handlers[peer_id, method] = handle
+
+
+class FakeRpc:
+    """The part of Rpc that a rendezvous uses."""
+
+    def __init__(self, wire: Wire, peer_id: str) -> None:
+        self._wire = wire
+        self._peer_id = peer_id
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        self._wire.faults.append((peer_id, error.kind))
+
+    async def serve(self, method: str, handler: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._wire.handlers[self._peer_id, method] = handler
+
+    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        handler = self._wire.handlers.get((peer_id, method))
+        if handler is None:
+            raise ConnectionError(peer_id)
+        try:
+            answer: dict[str, Any] = await asyncio.wait_for(handler(self._peer_id, arguments), timeout_s)
+        except ProtocolError as exc:
+            raise RemoteError(str(exc)) from exc
+        return answer
+
+
+class Meeting:
+    """Three honest peers and a hostile one (the best-ranked for round 1) that knows all that they know."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        everybody = sorted(identities(4), key=lambda i: rank(RUN_ID, 1, i.peer_id))
+        self.hostile, self.honest = everybody[0], everybody[1:]
+        self.called: list[int] = []
+        self.ahead: list[int] = []
+        self.peers: list[Rendezvous] = []
+        for who in self.honest:
+            others = [Neighbour(i.peer_id, True) for i in everybody if i is not who]
+            self.peers.append(
+                Rendezvous(
+                    FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
+                    who,
+                    RUN_ID,
+                    3,
+                    reachable=True,
+                    window_s=WINDOW_S,
+                    live_peers=lambda others=others: others,  # type: ignore[misc]
+                    target_round=lambda: 1,
+                    on_called=self.called.append,
+                    on_ahead=self.ahead.append,
+                )
+            )
+
+    def statement(self) -> Statement:
+        return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0]})
+
+    async def hold(self) -> list[Group | BaseException]:
+        """All honest peers join round 1, as often as it takes, but at most three times."""
+        for rendezvous_ in self.peers:
+            await rendezvous_.start()
+
+        async def join(who: Rendezvous) -> Group:
+            for _ in range(2):
+                try:
+                    return await who.join(self.statement())
+                except RoundError:
+                    continue
+            return await who.join(self.statement())
+
+        return await asyncio.gather(*(join(r) for r in self.peers), return_exceptions=True)
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_LEADER_GRACE_S", 0.2)
+    return Meeting()
+
+
+def alone(meeting: Meeting) -> bytes:
+    return seal_statement(meeting.hostile, RUN_ID, meeting.statement())
+
+
+BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
+    "never closes the group": lambda m: lambda request: {},
+    "says that the round is over": lambda m: lambda request: {"over": True},
+    "sends to itself": lambda m: lambda request: {"leader": m.hostile.peer_id},
+    "sends to nobody": lambda m: lambda request: {"leader": "no peer id at all"},
+    "sends to a number": lambda m: lambda request: {"leader": 7},
+    "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
+    "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
+    "gives an empty group": lambda m: lambda request: {"group": []},
+    "gives garbage": lambda m: lambda request: {"group": [b"garbage"]},
+    "gives no list": lambda m: lambda request: {"group": 7},
+    "gives a forged member": lambda m: lambda request: {"group": [alone(m), alone(m)[:-1] + b"x"]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_LEADERS)
+def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
+    answer = BAD_LEADERS[name](meeting)
+    for method in ("gather", "call"):
+        meeting.wire.lie(meeting.hostile.peer_id, method, answer)
+    groups = asyncio.run(asyncio.wait_for(meeting.hold(), 20.0))
+    assert all(isinstance(group, Group) for group in groups), groups
+    assert len({group.id for group in groups if isinstance(group, Group)}) == 1
+    members = {member.peer_id for group in groups if isinstance(group, Group) for member in group.members}
+    assert members == {who.peer_id for who in meeting.honest}
+    assert {peer_id for peer_id, _ in meeting.wire.faults} <= {meeting.hostile.peer_id}
+
+
+def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> None:
+    stranger = identity(50)
+
+    async def attack() -> None:
+        me = meeting.peers[0]
+        await me.start()
+        for round_number in (1, 2):
+            fields = {**statement_fields(), "round": round_number, "versions": [0, 0, 0]}
+            sealed = seal_statement(stranger, RUN_ID, Statement.model_validate(fields))
+            request = {"run": RUN_ID, "round": round_number, "statement": sealed}
+            assert await me._serve_call(stranger.peer_id, request) == {"target": 1}
+            assert await me._serve_gather(stranger.peer_id, request) == {}
+        with pytest.raises(ProtocolError, match="round"):
+            await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
+        assert not me._gatherings
+
+    asyncio.run(attack())
+    assert not meeting.called
+    assert not meeting.ahead
+
+
+def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -> None:
+    async def calls() -> None:
+        me = meeting.peers[0]
+        request = {"run": RUN_ID, "round": 2}
+        for _ in range(5):
+            await me._serve_call(meeting.hostile.peer_id, request)
+        assert not meeting.ahead
+        await me._serve_call(meeting.honest[1].peer_id, request)
+        assert meeting.ahead
+
+    asyncio.run(calls())
+
+
+def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting: Meeting) -> None:
+    me, who = meeting.peers[0], meeting.honest[0]
+    older = Statement.model_validate({**meeting.statement().model_dump(), "held": [], "routed": []})
+
+    async def join() -> None:
+        await me.start()
+        for method in ("gather", "call"):
+            meeting.wire.lie(
+                meeting.hostile.peer_id, method, lambda request: {"group": [seal_statement(who, RUN_ID, older)]}
+            )
+        with pytest.raises(RoundError, match="outdated"):
+            await me.join(meeting.statement())
+
+    asyncio.run(asyncio.wait_for(join(), 10.0))

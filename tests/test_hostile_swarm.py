@@ -61,6 +61,10 @@ class Stranger:
             self.target.wait_for, "fault", lambda e: e["peer"] == who and e["kind"] == kind, timeout_s
         )
 
+    async def next_round(self) -> None:
+        """A peer is named a limited number of times for each round: what follows is to be seen."""
+        await asyncio.to_thread(self.target.wait_for_round, max(self.target.rounds()) + 1)
+
     async def on_stream(self, name: str, talk: Callable[[Channel], Any]) -> str:
         """Says something on a stream; returns the answer's error text, empty if the stream just ended."""
         try:
@@ -111,6 +115,7 @@ async def attack_streams(stranger: Stranger) -> None:
     for group in (None, 7, "text", b"short", [b"\0" * 32], {"a": 1}):
         assert "malformed" in await stranger.on_stream("push", lambda c, g=group: c.send_hello(group=g, parts=b""))  # type: ignore[misc]
     for name in ("push", "pull", "fetch"):
+        await stranger.next_round()
         assert "malformed" in await stranger.on_stream(name, raw(b"\xff" * 100))
         assert "oversized" in await stranger.on_stream(name, raw(b"\x00" + b"\xff" * 19 + b"\xff" * 100))
         nested = msgpack.packb(b"", use_bin_type=True) + b"\x91" * 500
@@ -121,29 +126,33 @@ async def attack_streams(stranger: Stranger) -> None:
         # A header that announces 900 bytes, and the end after three.
         announced = b"\0" * 16 + (900).to_bytes(4, "little")
         await stranger.on_stream(name, raw(announced + b"abc", close=True))
+        await stranger.expect("truncated")
     await stranger.expect("malformed")
     await stranger.expect("oversized")
-    await stranger.expect("truncated")
     chunks = np.array([2**32 - 1], dtype="<u4").tobytes()
     assert "part" in await stranger.on_stream("fetch", lambda c: c.send_hello(chunks=chunks))
     assert "malformed" in await stranger.on_stream("fetch", lambda c: c.send_hello(chunks=b"abc"))
 
 
 async def hold_silent_streams(stranger: Stranger) -> None:
-    """Opens many streams at once and says nothing on them."""
+    """Opens many streams at once and says nothing on them, once such that `busy` and once such that `stalled` shows."""
 
     async def nothing(channel: Channel) -> None:
         del channel
 
+    await stranger.next_round()
+    await stranger.on_stream("push", nothing)
+    await stranger.expect("stalled")
+    await stranger.next_round()
     answers = await asyncio.gather(*(stranger.on_stream("push", nothing) for _ in range(5 * MAX_STREAMS_PER_PEER)))
     assert sum("busy" in answer for answer in answers) >= 4 * MAX_STREAMS_PER_PEER
     await stranger.expect("busy")
-    await stranger.expect("stalled")
 
 
 async def attack_calls(stranger: Stranger, other: Identity) -> None:
+    await stranger.next_round()
     run, next_round = stranger.run_id, max(stranger.target.rounds()) + 1
-    stub = stranger.rpc.get_stub(stranger.p2p, PeerID.from_base58(stranger.target_id), "spes_swarm/1")
+    stub = stranger.rpc.get_stub(stranger.p2p, PeerID.from_base58(stranger.target_id), namespace="spes_swarm/1")
     for garbage in (
         b"",
         b"\xc1",
@@ -155,18 +164,21 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
     ):
         response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=10.0)
         assert "malformed" in msgpack.unpackb(response.metadata)["error"]
+    await stranger.next_round()
     assert "oversized" in await stranger.calls("gather", junk=b"x" * MAX_REQUEST_BYTES)
     assert "unknown method" in await stranger.calls("nonsense")
     assert "malformed" in await stranger.calls("have", group=7)
     assert "group" in await stranger.calls("have", group=b"\0" * 32)
     for absurd in (2**62, -5):
         assert "round" in await stranger.calls("call", run=run, round=absurd)
-    for absurd in (True, "1", None, 1.5, [1]):
-        assert "run" in await stranger.calls("call", run=run, round=absurd)
+    for nonsense in (True, "1", None, 1.5, [1]):
+        assert "run" in await stranger.calls("call", run=run, round=nonsense)
     assert "run" in await stranger.calls("call", run="other-run", round=next_round)
     assert "round" in await stranger.calls("gather", run=run, round=2**40, statement=b"")
     await stranger.expect("run")
     await stranger.expect("round")
+
+    await stranger.next_round()
 
     async def gather(statement: Any) -> str:
         # The honest peers' rounds go on meanwhile: once more with the number of the day, if that one is over.
@@ -311,7 +323,7 @@ def test_rounds_commit_without_a_hostile_member(tmp_path: Path) -> None:
                 event = peer.rounds()[number]
                 assert event["peers"] == 4
                 assert event["exchange_seconds"] <= ROUND["timeout_s"] + 2.0
-                assert (event["parts_missing"] > 0) == (mode != "two_faced")
+                assert event["parts_missing"] > 0 or mode == "two_faced"
         equal_digests(peers, last)  # other results for every member: healed
         kinds = set[str]().union(*(fault_kinds(peer, who) for peer in peers))
         assert {

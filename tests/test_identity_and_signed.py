@@ -201,7 +201,7 @@ def test_a_large_message_is_refused_before_it_is_read() -> None:
 
 
 def test_weak_and_foreign_keys_are_refused() -> None:
-    keys = [
+    keys: list[rsa.RSAPublicKey | ec.EllipticCurvePublicKey] = [
         rsa.generate_private_key(public_exponent=65537, key_size=1024).public_key(),
         ec.generate_private_key(ec.SECP256R1()).public_key(),
     ]

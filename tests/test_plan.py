@@ -264,7 +264,8 @@ def test_who_has_an_older_base_sends_its_work_and_gets_the_values() -> None:
         member("b", layout, **at(layout, 5)),
         member("c", layout, **at(layout, 3)),
     )
-    assert (block.base_version, block.in_base) == (5, {0, 1})
+    assert block.base_version == 5
+    assert block.in_base == {0, 1}
     assert sent == [Form.DELTA, Form.DELTA, Form.DELTA]
     assert [block.result_form(i) for i in range(3)] == [Form.DELTA, Form.DELTA, Form.FULL]
 
@@ -297,7 +298,8 @@ def test_the_majority_decides_even_when_it_is_older() -> None:
 def test_of_two_equal_camps_the_newer_base_wins() -> None:
     layout = small_layout(1)
     block, sent = forms(layout, member("a", layout, **at(layout, 4)), member("b", layout, **at(layout, 8)))
-    assert (block.base_version, block.in_base) == (8, {1})
+    assert block.base_version == 8
+    assert block.in_base == {1}
     assert sent == [Form.DELTA, Form.DELTA]
 
 
@@ -309,7 +311,8 @@ def test_a_base_that_only_clients_have_cannot_be_used() -> None:
         member("b", layout, reachable=False, **at(layout, 8)),
         member("c", layout, **at(layout, 4)),
     )
-    assert (block.base_version, block.in_base) == (4, {2})
+    assert block.base_version == 4
+    assert block.in_base == {2}
     assert sent == [Form.FULL, Form.FULL, Form.DELTA]
 
 
