@@ -109,6 +109,7 @@ class Rendezvous:
         self._failed: dict[int, set[str]] = {}  # for each round, leaders that failed this peer, in earlier attempts too
         self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
         self._closed: Group | None = None  # the newest closed group known here
+        self._spent = b""  # id of the last group whose exchange failed
         self._close_event = asyncio.Event()
 
     async def start(self) -> None:
@@ -339,8 +340,14 @@ class Rendezvous:
                 return  # anybody can make a group of one; this peer goes on looking for its own
         self._set_closed(group)
 
+    def spend(self, group: Group) -> None:
+        """Notes that the exchange of a group failed here: another attempt at the round needs another group."""
+        self._spent = group.id
+        if self._closed is not None and self._closed.id == group.id:
+            self._closed = None
+
     def _set_closed(self, group: Group) -> None:
-        if self._closed is None or group.round >= self._closed.round:
+        if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
             self._closed = group
             self._close_event.set()
             self._close_event = asyncio.Event()

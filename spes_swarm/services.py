@@ -18,7 +18,7 @@ from hivemind.dht import DHTNode
 from spes_swarm import ownership
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, ProtocolError
+from spes_swarm.errors import BootstrapError, ProtocolError, RoundError
 from spes_swarm.exchange import Exchange
 from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
@@ -402,6 +402,9 @@ class RunServices:
         state = RoundState(group, plan, me, self.reference, self._contribution_N, self._codec, self._limits)
         try:
             commit = await self._exchange.run(state)
+        except RoundError:
+            self._rendezvous.spend(group)
+            raise
         finally:
             members = {member.peer_id for member in group.members}
             for view in self._roster.training():

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,10 @@ async def joined(maddr: str, identity: Identity) -> AsyncIterator[tuple[Daemon, 
         await daemon.stop()
 
 
-def spoil(frame: Frame, how: int) -> Frame:
-    """The frame made wrong, in one of SPOILS ways."""
+def spoil(frame: Frame, ways: Sequence[str], number: int) -> Frame:
+    """The frame made wrong in one of these ways."""
     num_values = len(frame.payload) // 4
-    match SPOILS[how % len(SPOILS)]:
+    match ways[number % len(ways)]:
         case "nonfinite":
             return dataclasses.replace(frame, payload=b"\x7f" * len(frame.payload))  # NaN as fp16 scale and as fp32
         case "norm":
@@ -76,7 +76,8 @@ def spoil(frame: Frame, how: int) -> Frame:
             return dataclasses.replace(frame, payload=frame.payload[:-2])
 
 
-SPOILS = ("nonfinite", "norm", "weight", "nan weight", "form", "part", "shape")
+BAD_RESULTS = ("nonfinite", "norm", "form", "part", "shape")
+BAD_CONTRIBUTIONS = (*BAD_RESULTS, "weight", "nan weight")  # a result has no weight
 
 
 class HostileExchange(Exchange):
@@ -111,7 +112,9 @@ class HostileExchange(Exchange):
                     await channel.receive(1024)
                 for number, (part, contribution) in enumerate(parts):
                     frame = state.push_frame(part, contribution)
-                    await channel.send(frame if self.mode in ("slow", "two_faced") else spoil(frame, number))
+                    await channel.send(
+                        frame if self.mode in ("slow", "two_faced") else spoil(frame, BAD_CONTRIBUTIONS, number)
+                    )
                     if self.mode == "slow":
                         await asyncio.sleep(self._limits.stall_timeout_s / 2)
                 if self.mode == "frames":  # the header of a frame that never comes
@@ -137,7 +140,7 @@ class HostileExchange(Exchange):
             form = state.plan.block_of(part).result_form(member)
             payload = (state.codec if form is Form.DELTA else EXACT).encode(values_N)
             frame = Frame(FrameKind.DATA, form, index, 0.0, included, payload)
-            await channel.send(frame if self.mode == "two_faced" else spoil(frame, number + member))
+            await channel.send(frame if self.mode == "two_faced" else spoil(frame, BAD_RESULTS, number + member))
         await channel.send(Frame(FrameKind.END))
 
     async def _serve_have(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +155,7 @@ class _Listener:
 
     def __init__(self, directory: Path) -> None:
         self.called = asyncio.Event()
+        self.viewed = asyncio.Event()
         self.group: tuple[int, int] = (0, 0)
         self._directory = directory
 
@@ -161,7 +165,8 @@ class _Listener:
     def on_called(self, round_number: int) -> None:
         self.called.set()
 
-    def on_view(self, view: SwarmView) -> None: ...
+    def on_view(self, view: SwarmView) -> None:
+        self.viewed.set()
 
     def on_group(self, round_number: int, members: int) -> None:
         self.group = (round_number, members)
@@ -220,7 +225,10 @@ async def take_part(maddr: str, directory: Path) -> None:
                     continue
                 if len(report.commit.members) >= 4:
                     log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
-                # Commits change its own view of the reference; the honest members' is what counts.
+                # What counts is the honest members' reference, when they are through with the round.
+                while any(v.progress.round < report.commit.round for v in services._roster.training()):
+                    listener.viewed.clear()
+                    await listener.viewed.wait()
                 await services.download()
         await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
         await asyncio.Event().wait()

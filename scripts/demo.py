@@ -1,0 +1,181 @@
+"""Three volunteers train on the standard library's source; one is killed, another one joins; the model is exported.
+
+Every peer is an ordinary `python -m spes_swarm.join` on this machine; nothing here talks to the swarm in another way
+than its users do. Run it with `bash scripts/demo.sh`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_swarm.corpus import open_source, unigram_entropy
+from spes_swarm.local_peer import LocalPeer
+from spes_swarm.panel import experts_text
+from spes_swarm.tokenizer import load_tokenizer
+
+PROMPT = "def main():\n    "
+console = Console(highlight=False)
+
+
+def say(text: str) -> None:
+    """Prints a headline."""
+    console.print(f"\n[bold]{text}[/bold]")
+
+
+def show_round(peers: dict[str, LocalPeer], number: int) -> None:
+    """One line about a round, with what every live peer says about it."""
+    events = {name: peer.rounds()[number] for name, peer in peers.items() if number in peer.rounds()}
+    if not events:
+        return
+    digests = {event["digest"] for event in events.values()}
+    first = next(iter(events.values()))
+    agree = "all agree on" if len(digests) == 1 else f"{len(digests)} DIFFERENT digests, such as"
+    console.print(
+        f"  round {number:3}: eval loss {first['eval_loss']:.3f}, {first['peers']} peers, "
+        f"{first['experts_covered']} experts covered, {agree} {first['digest'][:12]}"
+    )
+
+
+def follow(peers: dict[str, LocalPeer], start: int, stop: int, timeout_s: float) -> int:
+    """Shows every fifth round until `stop` is committed by all; returns the last one."""
+    for number in range(start, stop + 1):
+        for peer in peers.values():
+            peer.wait_for_round(number, timeout_s)
+        if number % 5 == 0 or number == stop:
+            show_round(peers, number)
+    return max(min(max(peer.rounds()) for peer in peers.values()), stop)
+
+
+def common_digests(peers: list[LocalPeer]) -> tuple[int, int]:
+    """(rounds that at least two peers committed, those of them whose digests are equal)."""
+    seen: dict[int, set[str]] = {}
+    counts: dict[int, int] = {}
+    for peer in peers:
+        for number, event in peer.rounds().items():
+            seen.setdefault(number, set()).add(event["digest"])
+            counts[number] = counts.get(number, 0) + 1
+    shared = [number for number, count in counts.items() if count > 1]
+    return len(shared), sum(len(seen[number]) == 1 for number in shared)
+
+
+def generate(directory: Path) -> str:
+    """A sample from the exported model, with nothing but transformers."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids = tokenizer(PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
+    length = model.config.max_position_embeddings - ids.shape[1]
+    with torch.no_grad():
+        sample = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True, temperature=0.7, top_k=40
+        )
+    return str(tokenizer.decode(sample[0], skip_special_tokens=True))
+
+
+def main() -> int:
+    """Runs the demonstration; exit code 0 only if everything that it shows is true."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="overwritten")
+    parser.add_argument("--rounds", type=int, default=70, help="rounds in all (at least 30)")
+    options = parser.parse_args()
+    rounds = max(30, options.rounds)
+    output: Path = options.output
+    shutil.rmtree(output, ignore_errors=True)
+    started = time.monotonic()
+    tokenizer = load_tokenizer("bytes")
+    tokens = np.concatenate([np.load(path, mmap_mode="r") for path in open_source("stdlib", tokenizer)])
+    entropy = unigram_entropy(tokens)
+    say(f"The text: {len(tokens):,} bytes of Python's standard library; unigram entropy {entropy:.3f} nats per byte")
+    common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--wait-for-peers"]
+    with ExitStack() as stack:
+
+        def start(name: str, *arguments: str) -> LocalPeer:
+            return stack.enter_context(LocalPeer(output / name, [*common, *arguments, "--name", name]))
+
+        say("Ada founds a run; Ben and Cleo join with the command that she sees")
+        ada = start("ada", "3")
+        address = ada.address()
+        console.print(f"  python -m spes_swarm.join --initial-peers {address}", soft_wrap=True)
+        ben = start("ben", "3", "--initial-peers", address)
+        cleo = start("cleo", "3", "--initial-peers", address)
+        peers = {"ada": ada, "ben": ben, "cleo": cleo}
+        for name, peer in peers.items():
+            joined = peer.wait_for("join", timeout_s=120)
+            console.print(f"  {name} trains experts {experts_text(tuple(joined['experts']))}")
+        last = follow(peers, 1, rounds // 3, 120)
+
+        say(f"Cleo's process is killed (SIGKILL) after round {last}")
+        cleo.kill()
+        peers = {"ada": ada, "ben": ben}
+        before_kill = last
+        last = follow(peers, last + 1, last + 5, 120)
+
+        say("Dora joins late: she fetches the reference from the others and trains from her next round on")
+        dora = start("dora", "1", "--initial-peers", address)
+        sync = dora.wait_for("sync", timeout_s=120)
+        joined = dora.wait_for("join", timeout_s=120)
+        console.print(
+            f"  {sync['payload_bytes'] / 1e6:.1f} MB from {len(sync['donors'])} donors in {sync['seconds']:.2f} s, "
+            f"every chunk verified; she trains experts {experts_text(tuple(joined['experts']))}"
+        )
+        first = dora.wait_for("round", timeout_s=120)["round"]
+        peers = {"ada": ada, "ben": ben, "dora": dora}
+        last = follow(peers, first, max(rounds, first + 5), 300)
+
+        say("Everybody leaves (SIGTERM); Ada's checkpoint is exported")
+        for peer in peers.values():
+            peer.process.send_signal(signal.SIGTERM)
+        codes = [peer.process.wait(60) for peer in peers.values()]
+        everyone = [ada, ben, cleo, dora]
+        final = ada.rounds()[max(ada.rounds())]
+        shared, equal = common_digests(everyone)
+    export = output / "model"
+    subprocess.run([sys.executable, "-m", "spes_swarm.export", str(output / "ada"), str(export)], check=True)
+    sample = generate(export)
+    say("A sample from the export, by AutoModelForCausalLM:")
+    console.print("  " + sample.replace("\n", "\n  "), markup=False)
+
+    start_loss = ada.rounds()[1]["eval_loss"]
+    traffic = sum((e["payload_bytes_sent"] or 0) for peer in everyone for e in peer.rounds().values())
+    table = Table(title="What happened", show_header=False)
+    for label, value in (
+        ("eval loss after round 1", f"{start_loss:.3f} nats per byte"),
+        (f"eval loss after round {max(ada.rounds())}", f"{final['eval_loss']:.3f} nats per byte"),
+        ("unigram entropy of the corpus", f"{entropy:.3f} nats per byte"),
+        ("rounds compared between peers", str(shared)),
+        ("of those with equal digests", str(equal)),
+        ("rounds after the kill", str(max(ada.rounds()) - before_kill)),
+        ("Dora's donors", str(len(sync["donors"]))),
+        ("payload sent in all", f"{traffic / 1e6:.1f} MB"),
+        ("exit codes of those who left", str(codes)),
+        ("time", f"{time.monotonic() - started:.0f} s"),
+    ):
+        table.add_row(label, value)
+    console.print()
+    console.print(table)
+    result = {"eval_loss": final["eval_loss"], "entropy": entropy, "rounds": shared, "equal_digests": equal}
+    (output / "demo.json").write_text(json.dumps(result), encoding="utf-8")
+    succeeded = final["eval_loss"] < 0.75 * entropy and shared == equal and codes == [0, 0, 0] and bool(sample)
+    say("Done." if succeeded else "Something above is not as it should be.")
+    return 0 if succeeded else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
