@@ -93,7 +93,7 @@ def main() -> int:
     """Runs the demonstration; exit code 0 only if everything that it shows is true."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="overwritten")
-    parser.add_argument("--rounds", type=int, default=70, help="rounds in all (at least 30)")
+    parser.add_argument("--rounds", type=int, default=120, help="rounds in all (at least 30)")
     options = parser.parse_args()
     rounds = max(30, options.rounds)
     output: Path = options.output

@@ -8,7 +8,6 @@ The destination loads with `AutoModelForCausalLM.from_pretrained` where spes_swa
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.errors import CheckpointError, UserError
 from spes_swarm.identity import Identity
 from spes_swarm.manifest import Manifest
-from spes_swarm.model import SparseModel, build_model, layout_of
+from spes_swarm.model import build_model, layout_of, plain_state_dict
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.tokenizer import load_tokenizer
 
@@ -35,7 +34,7 @@ def export_reference(manifest: Manifest, reference_N: FloatArray, destination: P
         raise UserError(f"{destination} exists and is not empty; choose another destination")
     run = manifest.run
     model = build_model(run.model.type, run.model.settings, seed=0, device="cpu")
-    model.load_state_dict(SparseModel(copy.deepcopy(model), ()).state_dict_from_flat(reference_N, include_tied=True))
+    model.load_state_dict(plain_state_dict(model, layout_of(model), reference_N, include_tied=True))
     tokenizer = load_tokenizer(run.tokenizer.name)
     model.config.eos_token_id = tokenizer.end_of_text
     model.generation_config.eos_token_id = tokenizer.end_of_text

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, ProtocolError, RoundError
+from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError, RoundError
 from spes_swarm.identity import Identity
 from spes_swarm.lifetime import die_with_parent
 from spes_swarm.manifest import Manifest, open_manifest
@@ -77,7 +77,10 @@ class NetworkProcess:
         try:
             self._send("reply", number, True, await getattr(self, name)(**arguments))
         except Exception as exc:  # whatever went wrong belongs to the caller, who is in the other process
-            self._send("reply", number, False, exc)
+            try:
+                self._send("reply", number, False, exc)
+            except Exception:  # an exception that cannot be pickled: the caller must still get an answer
+                self._send("reply", number, False, NetworkProcessError(f"{name}: {exc!r}"))
 
     def _send(self, *message: Any) -> None:
         with suppress(OSError):  # the trainer is gone; the next read ends this process
@@ -119,7 +122,7 @@ class NetworkProcess:
 
     async def _watch(self, daemon: Daemon) -> None:
         """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
-        while daemon.is_alive:
+        while daemon.is_alive:  # noqa: ASYNC110 - the end of another process sets no event of ours
             await asyncio.sleep(_WATCH_S)
         self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon has ended"))
         os._exit(1)

@@ -74,7 +74,7 @@ class Channel:
         self._timeout_s = timeout_s
 
     async def send(self, frame: Frame) -> None:
-        """Writes a frame and waits until it has left this process.
+        """Writes a frame; returns when all but the last few KiB have left this process.
 
         Raises:
             STREAM_ERRORS: the other side is gone, or did not take the frame in time.

@@ -17,7 +17,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["spes_swarm.join", "transformers.models.olmoe.modeling_olmoe"])
+_CONTEXT.set_forkserver_preload(["spes_swarm.session", "transformers.models.olmoe.modeling_olmoe"])
 
 
 class ForkedPeer:

@@ -97,10 +97,10 @@ def hold_round(
     for receiver, state in enumerate(states):
         for index, part in state.wanted.items():
             if part.reducer != receiver:
-                frame = states[part.reducer].result_frame(index, receiver)
-                if frame is not None and not lose_result(receiver, frame):
-                    states[part.reducer].payload_bytes_sent += len(frame.payload)
-                    state.store_result(frame)
+                result = states[part.reducer].result_frame(index, receiver)
+                if result is not None and not lose_result(receiver, result):
+                    states[part.reducer].payload_bytes_sent += len(result.payload)
+                    state.store_result(result)
     for p, state in zip(peers, states, strict=True):
         p.reports.append(state.commit())
     # What the trainer does after a commit: trained blocks are what the contribution has become, the rest follows.

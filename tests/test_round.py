@@ -198,9 +198,9 @@ def test_payload_bytes_follow_the_formula() -> None:
     peers = [peer(layout, start_N, [2 * i, 2 * i + 1]) for i in range(4)]
     for p in peers:
         p.live_N += 1.0
-    hold_round(peers, 1, part_elements=1 << 16)
+    _, states = hold_round(peers, 1, part_elements=1 << 16)
     shared_bytes, expert_bytes = 4 * 64_000, 4 * 8 * 6_000
     formula = 3 / 4 * (2 * shared_bytes + expert_bytes)
-    for p in peers:
-        assert p.reports[0].payload_bytes_sent == pytest.approx(formula, rel=0.05)
-        assert p.reports[0].payload_bytes_received == pytest.approx(formula, rel=0.05)
+    for state in states:
+        assert state.payload_bytes_sent == pytest.approx(formula, rel=0.05)
+        assert state.payload_bytes_received == pytest.approx(formula, rel=0.05)

@@ -1,0 +1,40 @@
+"""What a user asks `join` for: command line and configuration file together, checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from spes_swarm.address import check_listen_address, check_peer_address
+from spes_swarm.config import PeerConfig, RunConfig, default_config_path, load_config, override, parse_experts
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """A request without contradictions in itself."""
+
+    run: RunConfig | None  # of the configuration file, for founding a run
+    run_is_explicit: bool  # the user named that file
+    peer: PeerConfig
+
+
+def read_request(options: argparse.Namespace) -> JoinRequest:
+    """Reads the configuration and applies the flags.
+
+    Raises:
+        ConfigError: the configuration or a flag is wrong.
+        AddressError: an address is.
+    """
+    flags = dict(vars(options))
+    config_path = flags.pop("config", None)
+    run, peer = load_config(config_path or default_config_path())
+    peer = override(peer, **flags)
+    for maddr in peer.initial_peers:
+        check_peer_address(maddr)
+    for maddr in peer.host_maddrs:
+        check_listen_address(maddr)
+    for maddr in peer.announce_maddrs:
+        check_listen_address(maddr, announced=True)
+    if config_path is not None and run is not None:
+        parse_experts(peer.experts, run.model.num_experts)
+    return JoinRequest(run, config_path is not None, peer)
