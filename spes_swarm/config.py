@@ -8,72 +8,24 @@ are strict; an int becomes a float where a float is wanted, so that equal config
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import json
-import math
-import re
-import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    Self,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-import yaml
 from blake3 import blake3
 
 from spes_swarm.codec import CODECS
 from spes_swarm.errors import ConfigError
+from spes_swarm.model_settings import config_from_settings
+from spes_swarm.strict import Pattern, Range, Section, nearest_key, read_section, show, to_dict
+from spes_swarm.strict_yaml import load_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # ---------------------------------------------------------------------------------------------- constraints
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Which numbers a field accepts."""
-
-    low: float
-    high: float = math.inf
-    open_low: bool = False  # low itself is excluded
-
-    def holds(self, value: float) -> bool:
-        """Whether the field accepts `value`."""
-        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
-
-    def __str__(self) -> str:
-        lower = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        return lower if self.high == math.inf else f"{lower} and at most {self.high:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """Which texts a field accepts."""
-
-    regex: str
-    meaning: str  # completes "expected ..."
-
-    def holds(self, value: str) -> bool:
-        """Whether the field accepts `value`."""
-        return re.fullmatch(self.regex, value) is not None
-
-    def __str__(self) -> str:
-        return self.meaning
-
 
 Count = Annotated[int, Range(1)]
 CountOrNone = Annotated[int, Range(0)]  # 0 switches something off
@@ -86,27 +38,26 @@ Text = Annotated[str, Pattern(r".+", "a text that is not empty")]
 Hex64 = Annotated[str, Pattern(r"[0-9a-f]{64}", "64 hexadecimal digits")]
 Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
 
-
-class _Section:
-    """Base of all sections: brings its fields to their declared types and checks them."""
-
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
-            # Frozen for everybody else; here an int becomes the float that was declared, a list a tuple.
-            object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
-        self._check()
-
-    def _check(self) -> None:
-        """Checks that concern several fields; a ConfigError's message starts with the dotted key."""
-
-
 # --------------------------------------------------------------------------------------------- swarm-wide
+
+# What architectures call their experts, and the experts that process a token.
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+# transformers accepts any number for these.
+_POSITIVE_SETTINGS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """Which model the swarm trains."""
 
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
@@ -164,8 +115,22 @@ class ModelConfig(_Section):
         return None if limit is None else int(limit)
 
 
+def transformers_config(model: ModelConfig) -> PreTrainedConfig:
+    """Builds the transformers configuration of the model.
+
+    Raises:
+        ConfigError: its message starts with the key below `model`: `type` or `settings.KEY`.
+    """
+    return config_from_settings(model.type, model.settings)
+
+
+def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
+    """The first of these attributes that the configuration has, else None."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TokenizerConfig(_Section):
+class TokenizerConfig(Section):
     """How text becomes token ids."""
 
     name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
@@ -173,7 +138,7 @@ class TokenizerConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
 
     sequence_length: Annotated[int, Range(2)]  # tokens
@@ -202,7 +167,7 @@ class TrainingConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RoundConfig(_Section):
+class RoundConfig(Section):
     """When a sync round is due, what travels in it, and every deadline."""
 
     inner_steps: Count  # local steps per round (H)
@@ -233,7 +198,7 @@ class RoundConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class MergeConfig(_Section):
+class MergeConfig(Section):
     """Expert-merging warm-up (SPES, Eqs. 5-6); alpha 0 switches it off."""
 
     alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
@@ -243,7 +208,7 @@ class MergeConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Loss on text that nobody trains on."""
 
     holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # of every data source
@@ -256,7 +221,7 @@ class EvaluationConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RunConfig(_Section):
+class RunConfig(Section):
     """Everything that all peers of a run have in common."""
 
     name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = (
@@ -299,7 +264,7 @@ class RunConfig(_Section):
         Raises:
             ConfigError: naming the source, the dotted key, what was found and what is expected.
         """
-        return _read(cls, values, f"{source}: ", "run")
+        return read_section(cls, values, f"{source}: ", "run")
 
     @property
     def digest(self) -> str:
@@ -311,7 +276,7 @@ class RunConfig(_Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class PeerConfig(_Section):
+class PeerConfig(Section):
     """How this peer takes part; never leaves the machine."""
 
     output_dir: Text = "runs/peer"  # checkpoints and metrics
@@ -343,7 +308,7 @@ class PeerConfig(_Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
         """Reads plain values that came from `source`; raises ConfigError as RunConfig.from_dict does."""
-        return _read(cls, values, f"{source}: ", "peer")
+        return read_section(cls, values, f"{source}: ", "peer")
 
 
 def override(peer: PeerConfig, **flags: Any) -> PeerConfig:
@@ -392,93 +357,7 @@ def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
     return tuple(sorted(numbers))
 
 
-# ---------------------------------------------------------------------------------------- transformers' side
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-_POSITIVE_SETTINGS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
-# Able to load code or files, or decided by the peer that builds the model.
-FORBIDDEN_SETTINGS = frozenset(
-    {
-        "_attn_implementation",
-        "_commit_hash",
-        "_experts_implementation",
-        "_name_or_path",
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "dtype",
-        "experts_implementation",
-        "extra_config_files",
-        "extra_files",
-        "model_type",
-        "name_or_path",
-        "quantization_config",
-        "torch_dtype",
-        "transformers_version",
-        "trust_remote_code",
-    }
-)
-# Honoured by transformers although the configuration classes have no such field; published configurations have them.
-EXTRA_SETTINGS = frozenset({"head_dim", "rope_scaling", "rope_theta"})
-
-
-def transformers_config(model: ModelConfig) -> PreTrainedConfig:
-    """Builds the transformers configuration of the model.
-
-    Raises:
-        ConfigError: its message starts with the key below `model`: `type` or `settings.KEY`.
-    """
-    # Takes seconds (it brings torch), so only those pay that look at a model.
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    if model.type not in CONFIG_MAPPING:
-        nearest = _nearest(model.type, CONFIG_MAPPING)
-        raise ConfigError(f"type: found {model.type!r}, expected a model type of transformers{nearest}")
-    config_class = CONFIG_MAPPING[model.type]
-    known = {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    known = (known | EXTRA_SETTINGS) - FORBIDDEN_SETTINGS
-    for key in model.settings:
-        if key in FORBIDDEN_SETTINGS:
-            raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
-        if key not in known:
-            raise ConfigError(f"settings.{key}: unknown key for {model.type}{_nearest(key, known)}")
-    try:
-        return config_class(**json.loads(json.dumps(model.settings)))  # a copy: it keeps what it is given
-    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:
-        detail = " ".join(str(exc).split())
-        raise ConfigError(f"settings: transformers refuses them for {model.type}: {detail}") from exc
-
-
-def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that the configuration has, else None."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
-
-
 # ------------------------------------------------------------------------------------------- serialisation
-
-
-def to_dict(section: _Section) -> dict[str, Any]:
-    """Plain JSON values of a section: dicts, lists and scalars, nothing shared with it."""
-    return {name: _plain(getattr(section, name)) for name in _hints(type(section))}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, _Section):
-        return to_dict(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def canonical_json(run: RunConfig) -> bytes:
@@ -486,144 +365,7 @@ def canonical_json(run: RunConfig) -> bytes:
     return json.dumps(run.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-# ------------------------------------------------------------------------------------------ reading strictly
-
-
-_S = TypeVar("_S", bound=_Section)
-
-
-def _hints(cls: type[_Section]) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
-
-
-def _read(cls: type[_S], values: Any, where: str, key: str) -> _S:
-    """Makes a section, and those inside it, of plain values; `key` is its own dotted key."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}{key}: found {_show(values)}, expected a section of keys")
-    hints = _hints(cls)
-    for name in values:
-        if name not in hints:
-            raise ConfigError(f"{where}{key}.{name}: unknown key{_nearest_key(cls, str(name), key)}")
-    missing = [
-        item.name
-        for item in dataclasses.fields(cls)  # type: ignore[arg-type]  # every section is a dataclass
-        if item.default is item.default_factory is dataclasses.MISSING and item.name not in values
-    ]
-    if missing:
-        raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {_expected(hints[missing[0]])}")
-    arguments = {
-        name: _read(hints[name], value, where, f"{key}.{name}") if _is_section(hints[name]) else value
-        for name, value in values.items()
-    }
-    try:
-        return cls(**arguments)
-    except ConfigError as exc:
-        raise ConfigError(f"{where}{key}.{exc}") from None
-
-
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, _Section)
-
-
-def _checked(hint: Any, value: Any, key: str) -> Any:
-    """The value as the declared type wants it, or a ConfigError that starts with the key."""
-    base, constraint, optional = _declared(hint)
-    if value is None and optional:
-        return None
-    wrong = ConfigError(f"{key}: found {_show(value)}, expected {_expected(hint)}")
-    if get_origin(base) is tuple:
-        if not isinstance(value, list | tuple):
-            raise wrong
-        return tuple(_checked(get_args(base)[0], item, f"{key}.{index}") for index, item in enumerate(value))
-    if get_origin(base) is dict:
-        if not isinstance(value, dict):
-            raise wrong
-        return _checked_setting(value, key, depth=0)
-    # A bool is an int to Python, but somebody who writes `true` for a number means something else.
-    if base is float and type(value) is int:
-        try:
-            value = float(value)
-        except OverflowError:
-            raise wrong from None
-    if type(value) is not base or (base is float and not math.isfinite(value)):
-        raise wrong
-    if constraint is not None and not constraint.holds(value):
-        raise wrong
-    return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values are equal bytes
-
-
-def _checked_setting(value: Any, key: str, depth: int) -> Any:
-    """A copy of a JSON value of bounded depth."""
-    if depth > 8:  # a YAML alias may even contain itself
-        raise ConfigError(f"{key}: nested too deeply")
-    if isinstance(value, dict):
-        for name in value:
-            if not isinstance(name, str):
-                raise ConfigError(f"{key}: found the key {_show(name)}, expected text")
-        return {name: _checked_setting(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_checked_setting(item, f"{key}.{index}", depth + 1) for index, item in enumerate(value)]
-    if value is not None and type(value) not in (int, float, bool, str):
-        raise ConfigError(f"{key}: found {_show(value)}, expected a number, text, true, false, null, list or mapping")
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise ConfigError(f"{key}: found {_show(value)}, expected a finite number")
-        return value + 0.0
-    return value
-
-
-def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
-    """Splits a type hint into the bare type, its constraint, and whether None is allowed."""
-    if get_origin(hint) in (Union, types.UnionType):
-        (inner,) = (item for item in get_args(hint) if item is not type(None))
-        base, constraint, _ = _declared(inner)
-        return base, constraint, True
-    if get_origin(hint) is Annotated:
-        base, constraint = get_args(hint)
-        return base, constraint, False
-    return hint, None, False
-
-
-def _expected(hint: Any) -> str:
-    """Describes a declared type to a person."""
-    base, constraint, optional = _declared(hint)
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if isinstance(constraint, Pattern):
-        text = str(constraint)
-    elif get_origin(base) is tuple:
-        text = "a list"
-    elif get_origin(base) is dict or _is_section(base):
-        text = "a section of keys"
-    else:
-        text = names[base] + (f", {constraint}" if constraint else "")
-    return f"{text} (or null)" if optional else text
-
-
-def _show(value: Any) -> str:
-    """What was found, as one would write it in YAML, with its kind where that is the news."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping | list | tuple):
-        return "a section of keys" if isinstance(value, Mapping) else "a list"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """Completes a message about an unknown word."""
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)
-    return f", did you mean {nearest[0]}?" if nearest else ""
-
-
-def _nearest_key(cls: type[_Section], word: str, key: str) -> str:
-    """Completes a message about an unknown key: the same key in a section below, else the nearest."""
-    for section, hint in _hints(cls).items():
-        if _is_section(hint) and word in _hints(hint):
-            return f", did you mean {key}.{section}.{word}?"
-    return _nearest(word, _hints(cls))
-
-
-# ----------------------------------------------------------------------------------------------------- YAML
+# ----------------------------------------------------------------------------------------------------- files
 
 
 class ConfigFile(NamedTuple):
@@ -631,36 +373,6 @@ class ConfigFile(NamedTuple):
 
     run: RunConfig | None  # None: the file has no `run:` section
     peer: PeerConfig  # defaults where the file has no `peer:` section
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text, and no
-    duplicate keys.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As SafeLoader, but a key may stand only once."""
-        seen: set[str] = set()
-        for key_node, _ in node.value:
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.value in seen:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value} stands twice", key_node.start_mark
-                    )
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1
-for _tag, _regex, _first_characters in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
-    ("float", r"[-+]?[0-9]+[eE][-+]?[0-9]+", "-+0123456789"),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_regex})$"), list(_first_characters))
 
 
 def default_config_path() -> Path:
@@ -675,36 +387,18 @@ def load_config(path: str | Path) -> ConfigFile:
         ConfigError: the file cannot be read, is not YAML, or says something that cannot be used.
     """
     source = str(path)
-    try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except OSError as exc:
-        raise ConfigError(f"{source}: cannot be read: {exc.strerror or exc}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{source}: not UTF-8 text") from exc
-    except yaml.MarkedYAMLError as exc:
-        mark = exc.problem_mark or exc.context_mark
-        line = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError(f"{source}: {line}{exc.problem or exc.context}") from exc
-    except (yaml.YAMLError, ValueError, RecursionError) as exc:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(exc).split())}") from exc
+    content = load_yaml(path)
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{source}: found {_show(content)}, expected the sections run: and peer:")
+        raise ConfigError(f"{source}: found {show(content)}, expected the sections run: and peer:")
+    sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
-        if key not in ("run", "peer"):
-            raise ConfigError(f"{source}: {key}: unknown key{_nearest_section(str(key))}")
+        if key not in sections:
+            raise ConfigError(f"{source}: {key}: unknown key{nearest_key(sections, str(key))}")
     run = content.get("run")
     peer = content.get("peer")
     return ConfigFile(
         run=None if run is None else RunConfig.from_dict(run, source),
         peer=PeerConfig() if peer is None else PeerConfig.from_dict(peer, source),
     )
-
-
-def _nearest_section(word: str) -> str:
-    """Completes a message about an unknown key at the top level."""
-    for section, cls in (("run", RunConfig), ("peer", PeerConfig)):
-        if word in _hints(cls):
-            return f", did you mean {section}.{word}?"
-    return _nearest(word, ("run", "peer"))

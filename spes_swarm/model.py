@@ -9,53 +9,22 @@ between slots and live storage, wherever that is.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm.errors import ConfigError
 from spes_swarm.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.kernels import load_kernel
 from spes_swarm.layout import Layout, TensorSlot
+from spes_swarm.model_settings import config_from_settings, refusals
 
 FlatArray = npt.NDArray[np.float32]
-
-# What transformers raises for settings of the wrong type, size or combination: the user can mend these.
-SETTINGS_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    KeyError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
-# Decided by build_model itself, or able to make transformers run code that is not its own.
-FORBIDDEN_SETTINGS = (
-    "_attn_implementation",
-    "_experts_implementation",
-    "attn_implementation",
-    "auto_map",
-    "dtype",
-    "experts_implementation",
-    "extra_config_files",
-    "extra_files",
-    "model_type",
-    "quantization_config",
-    "torch_dtype",
-    "trust_remote_code",
-)
-# Keys of published configurations that transformers honours although the configuration class has no such
-# field.
-EXTRA_SETTINGS = ("head_dim", "rope_scaling", "rope_theta")
 
 
 def build_model(
@@ -74,20 +43,9 @@ def build_model(
         on_meta: build on the meta device instead: shapes without memory (seed and device are then unused).
 
     Raises:
-        ConfigError: the type is unknown, or a setting is unknown, not allowed, or refused by transformers.
+        ConfigError: as `config_from_settings`, or transformers cannot build a causal language model of these settings.
     """
-    if model_type not in CONFIG_MAPPING:
-        raise ConfigError(f"unknown model type {model_type!r}{_nearest(model_type, CONFIG_MAPPING.keys())}")
-    config_class = CONFIG_MAPPING[model_type]
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    known = (known | set(EXTRA_SETTINGS)) - set(FORBIDDEN_SETTINGS)
-    for key in settings:
-        if key not in known:
-            raise ConfigError(f"model setting {key!r} is not known for {model_type}{_nearest(key, known)}")
-    try:
-        config = config_class(**settings)
-    except SETTINGS_ERRORS as error:
-        raise ConfigError(f"transformers refuses the settings of {model_type}: {_one_line(error)}") from error
+    config = config_from_settings(model_type, settings)
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ConfigError(f"{model_type} has no causal language model in transformers")
@@ -95,22 +53,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
         if not on_meta:
             torch.default_generator.manual_seed(seed)
-        try:
+        with refusals(f"transformers cannot build {model_type}"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
             )
-        except SETTINGS_ERRORS as error:
-            raise ConfigError(f"transformers cannot build {model_type}: {_one_line(error)}") from error
     return model if on_meta else model.to(device)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def _nearest(key: str, known: Any) -> str:
-    matches = difflib.get_close_matches(key, [str(name) for name in known], n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:

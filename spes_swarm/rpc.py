@@ -30,18 +30,6 @@ class RemoteError(ConnectionError):
     """The other peer answered that it will not or cannot do what was asked."""
 
 
-class _PendingCalls(dict[Any, "asyncio.Future[bytes]"]):
-    """hivemind's calls in flight, without those that were given up.
-
-    When an answer comes in the same moment in which its call is cancelled or times out, hivemind 1.1.12 sets the result
-    of a cancelled future; the InvalidStateError ends the task that reads from the daemon, and this peer is deaf to all
-    calls from then on.
-    """
-
-    def __contains__(self, call_id: object) -> bool:
-        return super().__contains__(call_id) and not self[call_id].done()
-
-
 class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     """Dispatches calls by method name. A method is served from the moment of `serve`.
 
@@ -57,8 +45,6 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     async def start(self) -> None:
         """Registers the service with the P2P daemon."""
-        control = self._p2p._client.control
-        control._pending_calls = _PendingCalls(control._pending_calls)
         await self.add_p2p_handlers(self._p2p, namespace=_NAMESPACE)
 
     async def serve(self, method: str, handler: Handler) -> None:

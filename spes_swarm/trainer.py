@@ -25,31 +25,23 @@ import torch
 
 from spes_swarm.checkpoint import Checkpoint, CheckpointMeta, save_checkpoint
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig, TrainingConfig
+from spes_swarm.config import RunConfig
 from spes_swarm.errors import RoundError
 from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
 from spes_swarm.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
 from spes_swarm.network_client import NetworkClient
+from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.sampler import Sampler
+from spes_swarm.schedule import learning_rate
 from spes_swarm.services import Presence, RoundReport
 
 _RETRY_S = 2.0  # after a round that did not take place
 _POLL_S = 0.2
 _MIN_COUNT_INTERVAL_S = 0.1
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
-
-
-def learning_rate(step: float, training: TrainingConfig) -> float:
-    """Linear warm-up, then cosine decay to `min_learning_rate_ratio`, on the global step."""
-    if step < training.warmup_steps:
-        return training.learning_rate * (step + 1) / training.warmup_steps
-    progress = (step - training.warmup_steps) / max(1, training.total_steps - training.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    floor = training.min_learning_rate_ratio
-    return training.learning_rate * (floor + (1 - floor) * cosine)
 
 
 @dataclass
@@ -161,7 +153,7 @@ class Trainer:
             # An expert that nobody else has trained meanwhile is still this peer's to continue.
             if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
                 self._model.write_block(index, live_N[block.start : block.stop])
-        self._load_optimiser(checkpoint.optimiser())
+        load_optimiser_arrays(self._optimiser, self._parameters, checkpoint.optimiser())
         self.step = meta.step
         if not behind:
             self._steps_in_round, self._tokens = meta.steps_in_round, meta.tokens
@@ -485,24 +477,6 @@ class Trainer:
             layout,
             self._setup.reference_N,
             live_N,
-            self._optimiser_arrays(),
+            optimiser_arrays(self._optimiser, self._parameters),
             self._setup.keep_checkpoints,
         )
-
-    def _optimiser_arrays(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
-        arrays: dict[str, np.ndarray[Any, np.dtype[Any]]] = {}
-        for name, parameter in self._parameters.items():
-            for key, value in self._optimiser.state.get(parameter, {}).items():
-                arrays[f"{name}/{key}"] = value.detach().cpu().numpy()
-        return arrays
-
-    def _load_optimiser(self, arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]) -> None:
-        for name, parameter in self._parameters.items():
-            state = {
-                key: torch.from_numpy(arrays[f"{name}/{key}"].copy())
-                for key in ("step", "exp_avg", "exp_avg_sq")
-                if f"{name}/{key}" in arrays
-            }
-            if state:
-                moments = {k: v.to(parameter.device) for k, v in state.items() if k != "step"}
-                self._optimiser.state[parameter] = {"step": state["step"], **moments}

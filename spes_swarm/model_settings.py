@@ -1,0 +1,86 @@
+"""A model type and its settings, as a configuration or a manifest names them, become a transformers configuration.
+
+A manifest comes from a stranger: what its settings may contain is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from spes_swarm.errors import ConfigError
+from spes_swarm.strict import nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Able to load code or files, or decided by the peer that builds the model.
+_FORBIDDEN = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_experts_implementation",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "experts_implementation",
+        "extra_config_files",
+        "extra_files",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "trust_remote_code",
+    }
+)
+# Honoured by transformers although the configuration classes have no such field; published configurations have them.
+_EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
+
+
+def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration of a model; it shares nothing with `settings`.
+
+    Raises:
+        ConfigError: the type is unknown, or a setting is unknown, not allowed, or refused by transformers. The message
+            starts with the key: `type` or `settings.KEY`.
+    """
+    from transformers import CONFIG_MAPPING  # takes seconds: it brings torch
+
+    if model_type not in CONFIG_MAPPING:
+        suggestion = nearest(model_type, CONFIG_MAPPING)
+        raise ConfigError(f"type: found {model_type!r}, expected a model type of transformers{suggestion}")
+    config_class = CONFIG_MAPPING[model_type]
+    known = {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    known = (known | _EXTRA) - _FORBIDDEN
+    for key in settings:
+        if key in _FORBIDDEN:
+            raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
+        if key not in known:
+            raise ConfigError(f"settings.{key}: unknown key for {model_type}{nearest(key, known)}")
+    with refusals(f"settings: transformers refuses them for {model_type}"):
+        return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
+
+
+@contextmanager
+def refusals(message: str) -> Iterator[None]:
+    """What transformers raises for settings of the wrong type, size or combination becomes a ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as exc:
+        raise ConfigError(f"{message}: {' '.join(str(exc).split())}") from exc

@@ -1,0 +1,40 @@
+"""The state of AdamW as arrays for a checkpoint, named `PARAMETER/step`, `PARAMETER/exp_avg`, `PARAMETER/exp_avg_sq`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def optimiser_arrays(optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Array]:
+    """The state of these parameters; on the CPU the arrays share the optimiser's memory.
+
+    A parameter that has not been stepped yet has no state, and no arrays.
+    """
+    return {
+        f"{name}/{key}": value.detach().cpu().numpy()
+        for name, parameter in parameters.items()
+        for key, value in optimiser.state.get(parameter, {}).items()
+    }
+
+
+def load_optimiser_arrays(
+    optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, Array]
+) -> None:
+    """Gives these parameters the state of `optimiser_arrays`, copied; one without arrays keeps what it has."""
+    for name, parameter in parameters.items():
+        state = {
+            key: torch.from_numpy(arrays[f"{name}/{key}"].copy())
+            for key in ("step", "exp_avg", "exp_avg_sq")
+            if f"{name}/{key}" in arrays
+        }
+        if state:
+            # AdamW counts steps on the CPU wherever the parameter is.
+            moments = {key: value.to(parameter.device) for key, value in state.items() if key != "step"}
+            optimiser.state[parameter] = {"step": state["step"], **moments}
