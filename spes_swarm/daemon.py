@@ -109,6 +109,13 @@ class Daemon:
         """Addresses under which others may reach this peer, each ending in /p2p/PEER_ID."""
         return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)] if self.is_alive else []
 
+    async def connections(self) -> dict[str, list[str]]:
+        """Connected peers with the addresses under which they were reached, each ending in /p2p/PEER_ID."""
+        return {
+            str(info.peer_id): [f"{maddr}/p2p/{info.peer_id}" for maddr in info.addrs]
+            for info in await self.p2p.list_peers()
+        }
+
     async def connect(self, maddr: str, timeout_s: float) -> str:
         """Dials one address and returns the peer id behind it.
 

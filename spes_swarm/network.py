@@ -174,6 +174,10 @@ class NetworkProcess:
         """Table of this peer's reference."""
         return self._services.reference.table
 
+    async def peer_maddrs(self) -> list[str]:
+        """Addresses of the run's other peers that this peer is connected to."""
+        return await self._services.peer_maddrs()
+
     async def claim(self, experts: tuple[int, ...] | int) -> tuple[int, ...]:
         """Takes leases: of these experts, or of that many chosen by the rules; returns the experts held."""
         return await self._services.claim(experts)

@@ -1,4 +1,4 @@
-"""The state of AdamW as arrays for a checkpoint, named `PARAMETER/step`, `PARAMETER/exp_avg`, `PARAMETER/exp_avg_sq`."""
+"""The state of AdamW as arrays for a checkpoint: `PARAMETER/step`, `PARAMETER/exp_avg` and `PARAMETER/exp_avg_sq`."""
 
 from __future__ import annotations
 

@@ -34,6 +34,33 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def _peers(self) -> Path:
+        return self.path / "peers.json"
+
+    def known_peers(self) -> list[str]:
+        """Addresses of other peers at the last checkpoint; none when the file is missing or damaged."""
+        try:
+            peers = json.loads(self._peers.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return []
+        return [peer for peer in peers if isinstance(peer, str)] if isinstance(peers, list) else []
+
+    def remember_peers(self, maddrs: list[str]) -> None:
+        """Keeps addresses for the next start. None at all says nothing new, and replaces nothing.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        if not maddrs:
+            return
+        temporary = self._peers.with_name(f".peers.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(maddrs), encoding="utf-8")
+            temporary.replace(self._peers)
+        except OSError as exc:
+            raise UserError(f"{self._peers} cannot be written: {exc.strerror}") from exc
+
+    @property
     def _manifest(self) -> Path:
         return self.path / "manifest.json"
 

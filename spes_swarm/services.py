@@ -333,6 +333,12 @@ class RunServices:
             experts_covered=len(held),
         )
 
+    async def peer_maddrs(self) -> list[str]:
+        """See network.NetworkProcess.peer_maddrs."""
+        members = {view.peer_id for view in self._roster.present()}
+        connections = await self._daemon.connections()
+        return [maddr for peer, maddrs in connections.items() if peer in members for maddr in maddrs]
+
     async def set_presence(self, presence: Presence) -> None:
         """See network.NetworkProcess.set_presence."""
         urgent = self._presence is None or self._presence.state != presence.state

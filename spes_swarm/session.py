@@ -43,6 +43,7 @@ _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
 _BARRIER_S = 20.0
+_KNOWN_PEERS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Session:
         # Only now: looking for a CUDA device may initialise the driver, which must not happen before the fork.
         self._device = _choose_device(self._peer.device)
         self._joined = False
+        self._initial_peers = list(self._peer.initial_peers)
 
     def _on_network_event(self, name: str, fields: dict[str, Any]) -> None:
         # This is the reader's thread. On a full disk the trainer's own next event fails as well, and ends the stay.
@@ -139,7 +141,7 @@ class Session:
                 trainer_pid=os.getpid(),
                 client_mode=self._peer.client_mode,
                 bandwidth_mbps=self._peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
-                initial_peers=tuple(self._peer.initial_peers),
+                initial_peers=tuple(self._initial_peers),
             ),
         )
         self._announce("joining")
@@ -169,6 +171,7 @@ class Session:
                 stop=self._stop,
                 status=self._status,
                 on_round=self._say_round,
+                on_saved=self._remember_peers,
             )
         )
         if checkpoint is not None:
@@ -202,18 +205,19 @@ class Session:
                 f"output directory {self._directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
                 "choose another --output-dir"
             )
-        if not peer.initial_peers:
-            if peer.run_id is not None and stored is None:
+        if not peer.initial_peers and stored is None:
+            if peer.run_id is not None:
                 raise ConfigError("--run-id names a run to join, which needs --initial-peers")
-            if stored is not None:
-                if self._config_is_explicit and self._founding_config not in (None, stored.run):
-                    raise UserError(
-                        f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
-                        "differs from the given one; choose another --output-dir, or leave --config out to go on"
-                    )
-                self._console.say("going on with the run of this output directory")
-                return stored
             return self._found()
+        if not peer.initial_peers and stored is not None:
+            if self._config_is_explicit and not _same_run(self._founding_config, stored.run):
+                raise UserError(
+                    f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
+                    "differs from the given one; choose another --output-dir, or leave --config out to go on"
+                )
+            self._console.say("going on with the run of this output directory")
+            self._initial_peers = self._reach_known_peers()
+            return stored
         self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
         connected = self._network.ask(
             "bootstrap",
@@ -237,12 +241,30 @@ class Session:
                     "choose another --output-dir"
                 ) from exc
             raise
-        if self._config_is_explicit and self._founding_config not in (None, manifest.run):
+        if self._config_is_explicit and not _same_run(self._founding_config, manifest.run):
             raise ConfigError(
                 f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
                 "the run's settings from the swarm: leave the section out"
             )
         return manifest
+
+    def _reach_known_peers(self) -> list[str]:
+        """Addresses of peers of an earlier stay that answer now: the run may have gone on without this peer.
+
+        Without them a founder that comes back would go on alone, beside the swarm that it founded.
+        """
+        known = self._directory.known_peers()
+        if not known:
+            return []
+        try:
+            self._network.ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+        except BootstrapError:
+            self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
+            return []
+        return known
+
+    def _remember_peers(self) -> None:
+        self._directory.remember_peers(self._network.ask("peer_maddrs", _COMMAND_TIMEOUT_S))
 
     def _found(self) -> Manifest:
         if self._founding_config is None:
@@ -300,7 +322,12 @@ class Session:
             num_blocks = manifest.run.model.num_experts + 1
             self._network.ask("adopt", _COMMAND_TIMEOUT_S, table_round=0, versions=(0,) * num_blocks)
         view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
-        if self._peer.initial_peers and (view.num_peers or checkpoint is None):
+        if not self._initial_peers and checkpoint is None and manifest.founder != self._identity.peer_id:
+            raise UserError(
+                f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
+                "found; give --initial-peers"
+            )
+        if self._initial_peers and (view.num_peers or checkpoint is None):
             self._announce("syncing")
             self._console.say("fetching the swarm's reference")
             started = time.monotonic()
@@ -404,6 +431,14 @@ class Session:
             f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {evaluated}, "
             f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
         )
+
+
+def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
+    """Whether a configuration file describes this run; the founder has filled in the tokenizer's digest."""
+    if given is None:
+        return True
+    digest = given.tokenizer.digest or run.tokenizer.digest
+    return dataclasses.replace(given, tokenizer=dataclasses.replace(given.tokenizer, digest=digest)) == run
 
 
 def _choose_device(name: str) -> torch.device:

@@ -86,6 +86,7 @@ class TrainerSetup:
     stop: threading.Event
     status: TrainingStatus = field(default_factory=TrainingStatus)
     on_round: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None
 
 
 class Trainer:
@@ -480,3 +481,4 @@ class Trainer:
             optimiser_arrays(self._optimiser, self._parameters),
             self._setup.keep_checkpoints,
         )
+        self._setup.on_saved()

@@ -191,3 +191,21 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     """All peers of a session share one tokenised corpus, outside the user's own cache."""
     base = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+
+
+def test_a_founder_that_comes_back_finds_its_swarm(tmp_path: Path) -> None:
+    """Started again by the very same command, without --initial-peers, it must not go on alone beside the others."""
+    with swarm(tmp_path) as running:
+        peers = running.start_all(3, "--experts", 3)
+        for peer in peers:
+            peer.wait_for_round(2)
+        peers[0].kill()
+        gone_at = max(peers[1].rounds()) + 1
+        peers[1].wait_for_round(gone_at + 1)
+        again = running.found("--experts", 3)
+        back = again.wait_for("round", lambda e: e["peers"] == 3)["round"]
+        assert back > gone_at
+        for peer in peers[1:]:
+            peer.wait_for_round(back)
+        equal_digests([again, *peers[1:]], back)
+        assert again.events("join")[0]["experts"] == peers[0].events("join")[0]["experts"]
