@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from statistics import median
+from statistics import median_low
 
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.statement import Group, Member
@@ -26,6 +26,8 @@ MIN_PART_ELEMENTS = 1024
 PARTS_PER_MEMBER = 16
 # No member weighs more than this many times the median: one claim of absurd tokens must not decide the average.
 MAX_WEIGHT_RATIO = 16.0
+# Nor is its bandwidth believed beyond this many times the median: one claim must not attract all the reducing.
+MAX_BANDWIDTH_RATIO = 8.0
 
 
 class Form(IntEnum):
@@ -114,6 +116,8 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
     block_plans = [_plan_block(members, block.index) for block in layout.blocks]
     part_elements = _part_elements(layout.blocks[SHARED_BLOCK].size, len(members), max_part_elements)
     load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
+    stated = [member.statement.bandwidth_mbps for member in members]
+    bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
     # Experts first: their reducers are given (their holders), the shared parts then level the loads.
     pieces: dict[int, list[tuple[int, int, int]]] = {}
     for block_plan in sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK):
@@ -124,10 +128,8 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
         pieces[block.index] = []
         for start in range(block.start, block.stop, part_elements):
             size = min(part_elements, block.stop - start)
-            reducer = min(
-                candidates, key=lambda m: (load[m] + size / members[m].statement.bandwidth_mbps, members[m].peer_id)
-            )
-            load[reducer] += size / members[reducer].statement.bandwidth_mbps
+            reducer = min(candidates, key=lambda m: (load[m] + size / bandwidth[m], members[m].peer_id))
+            load[reducer] += size / bandwidth[reducer]
             pieces[block.index].append((start, size, reducer))
     parts: list[Part] = []
     for block_index in sorted(pieces):
@@ -182,7 +184,8 @@ def _weights(members: Sequence[Member], block: int) -> list[tuple[int, float]]:
         return []
     if not any(raw.values()):  # no token was routed to this expert, but weight decay and merges changed it
         return [(i, 1.0) for i in raw]
-    limit = MAX_WEIGHT_RATIO * median(count for count in raw.values() if count > 0)
+    # The lower median: with two members the larger claim must not be its own measure.
+    limit = MAX_WEIGHT_RATIO * median_low([count for count in raw.values() if count > 0])
     return [(i, min(float(count), limit)) for i, count in raw.items() if count > 0]
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 
 from spes_swarm.records import Progress
+
+# An H200 and a laptop differ by about as much in what they do in one step.
+MAX_STEP_RATIO = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,13 @@ class Roster:
         return max(own_round, rounds[(len(rounds) - 1) // 2])
 
     def tokens_per_step(self) -> int:
-        """Sum of the other peers' tokens per step."""
-        return sum(view.progress.tokens_per_step for view in self.training())
+        """Sum of the other peers' tokens per step, none of them counted beyond MAX_STEP_RATIO times the lower median.
+
+        Without the bound, one record with an absurd number would keep rounds from ever being due.
+        """
+        sizes = [view.progress.tokens_per_step for view in self.training()]
+        limit = MAX_STEP_RATIO * median_low(sizes) if sizes else 0
+        return sum(min(size, limit) for size in sizes)
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.

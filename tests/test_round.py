@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.layout import Layout
+from spes_swarm.merge import merged_slots
 from spes_swarm.plan import MAX_WEIGHT_RATIO, make_plan
 from spes_swarm.reference import Reference
 from tests.rounds import FakePeer, form, hold_round, peer, small_layout
@@ -34,12 +36,13 @@ def swarms(draw: st.DrawFn) -> tuple[list[FakePeer], np.random.Generator]:
 
 
 def clipped(weights: list[int]) -> list[float]:
-    """The documented bound on weights, transcribed: at most MAX_WEIGHT_RATIO times the median of the positive ones."""
+    """The documented bound on weights, transcribed: at most MAX_WEIGHT_RATIO times the lower median
+    of the positive ones."""
     positive = sorted(w for w in weights if w > 0)
     if not positive:
         return [1.0] * len(weights)
     middle = len(positive) // 2
-    median = positive[middle] if len(positive) % 2 else (positive[middle - 1] + positive[middle]) / 2
+    median = positive[middle] if len(positive) % 2 else positive[middle - 1]
     return [min(w, MAX_WEIGHT_RATIO * median) for w in weights]
 
 
@@ -204,3 +207,57 @@ def test_payload_bytes_follow_the_formula() -> None:
     for state in states:
         assert state.payload_bytes_sent == pytest.approx(formula, rel=0.05)
         assert state.payload_bytes_received == pytest.approx(formula, rel=0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(2, 6),
+    st.integers(1, 4),
+    st.floats(0.0, 0.5),
+    st.integers(1, 6),
+)
+def test_a_round_and_the_merge_after_it(
+    seed: int, num_experts: int, num_peers: int, alpha: float, num_neighbours: int
+) -> None:
+    """Weighted mean of shared, each expert from its owner, then SPES Eqs. 5-6, all recomputed in PyTorch, float64."""
+    rng = np.random.default_rng(seed)
+    hidden, ffn, layers = (int(n) for n in rng.integers(1, 6, 3))
+    stacked = {f"{i}.gate_up_proj": (num_experts, 2 * ffn, hidden) for i in range(layers)}
+    stacked |= {f"{i}.down_proj": (num_experts, hidden, ffn) for i in range(layers)}
+    layout = Layout.build({"embed": (7, hidden)}, stacked)
+    start_N = rng.normal(0, 0.1, layout.num_elements).astype(np.float32)
+    peers = []
+    for i in range(num_peers):
+        held = range(i, num_experts, num_peers)
+        routed = tuple(int(count) for count in rng.integers(1, 100, len(held)))
+        peers.append(peer(layout, start_N, held, tokens=int(rng.integers(1, 100)), routed=routed))
+    for p in peers:
+        p.live_N += rng.normal(0, 0.01, p.live_N.size).astype(np.float32)
+    expected_N = expected_reference(peers)
+    tensors = {
+        name: torch.stack(
+            [
+                expected_N[slot.start : slot.start + slot.size].view(slot.shape)
+                for block in layout.blocks[1:]
+                for slot in block.slots
+                if slot.name == name
+            ]
+        )
+        for name in stacked
+    }
+    for i in range(layers):
+        gate_EP = tensors[f"{i}.gate_up_proj"][:, :ffn].reshape(num_experts, -1)
+        cosine_EE = torch.nn.functional.cosine_similarity(gate_EP[:, None], gate_EP[None], dim=-1)
+        before = {kind: tensors[f"{i}.{kind}"].clone() for kind in ("gate_up_proj", "down_proj")}
+        for j in range(num_experts):
+            others = sorted((k for k in range(num_experts) if k != j), key=lambda k: -float(cosine_EE[j, k]))
+            donors = others[:num_neighbours]
+            for kind, pre in before.items():
+                step = sum(pre[k] - pre[j] for k in donors) / len(donors)
+                tensors[f"{i}.{kind}"][j] = pre[j] + alpha * step
+    hold_round(peers, 1)
+    for p in peers:
+        for slot, merged in merged_slots(p.reference.values_N, layout, alpha, num_neighbours):
+            assert slot.expert is not None
+            np.testing.assert_allclose(merged, tensors[slot.name][slot.expert].numpy(), rtol=0, atol=1e-6)
