@@ -20,7 +20,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -30,27 +30,35 @@ NUM_PEERS = 4
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
 
 
-def final_loss(peer: LocalPeer) -> float:
-    """Eval loss after the last round."""
-    return float(peer.events("round")[-1]["eval_loss"])
+class Outcome(NamedTuple):
+    """What a run came to."""
+
+    eval_loss: float  # after the last round
+    tokens: int  # processed by all peers together, as counted in their metrics
+    steps: float  # local steps of a peer, on average
 
 
-def finish(peers: list[LocalPeer], rounds: int) -> LocalPeer:
-    """Waits until all peers have done their rounds; returns the one that got furthest."""
+def finish(peers: list[LocalPeer], rounds: int) -> Outcome:
+    """Waits until all peers have done their rounds."""
     for peer in peers:
         if peer.wait(3600) != 0:
             raise SystemExit(peer.tail())
-    return min(peers, key=lambda peer: abs(peer.events("round")[-1]["round"] - rounds))
+    steps = [event for peer in peers for event in peer.events("step") if event["round"] < rounds]
+    return Outcome(
+        eval_loss=float(peers[0].rounds()[rounds]["eval_loss"]),
+        tokens=sum(event["tokens"] for event in steps),
+        steps=len(steps) / len(peers),
+    )
 
 
-def run_alone(directory: Path, config: Path, rounds: int, seed: int, batch_size: int) -> LocalPeer:
+def run_alone(directory: Path, config: Path, rounds: int, seed: int, batch_size: int) -> Outcome:
     """One process that trains all experts."""
     arguments = ["--config", config, "--max-rounds", rounds, "--seed", seed, "--batch-size", batch_size]
     with LocalPeer(directory, [*LOOPBACK, "--experts", "8", *map(str, arguments)]) as peer:
         return finish([peer], rounds)
 
 
-def run_swarm(directory: Path, config: Path, rounds: int, seed: int) -> LocalPeer:
+def run_swarm(directory: Path, config: Path, rounds: int, seed: int) -> Outcome:
     """Four processes with two experts each."""
     common = [*LOOPBACK, "--experts", "2", "--wait-for-peers", NUM_PEERS, "--max-rounds", rounds]
     with ExitStack() as stack:
@@ -88,34 +96,41 @@ def main() -> int:
     steps = options.rounds * run["round"]["inner_steps"]
     run["training"]["total_steps"] = steps
     batch_size = run["training"]["batch_size"]
-    tokens = batch_size * run["training"]["sequence_length"] * steps
-    losses: dict[str, list[float]] = {"swarm": [], "lone": [], "big batch": []}
+    outcomes: dict[str, list[Outcome]] = {"swarm": [], "lone": [], "big batch": []}
     with tempfile.TemporaryDirectory(prefix="compare-") as name:
         for seed in range(options.seeds):
             run["training"]["seed"] = seed
             config = Path(name) / f"{seed}.yaml"
             config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
-            for kind in [options.only] if options.only else losses:
+            for kind in [options.only] if options.only else outcomes:
                 directory = Path(name) / f"{kind}-{seed}"
                 if kind == "swarm":
-                    peer = run_swarm(directory, config, options.rounds, seed)
+                    outcome = run_swarm(directory, config, options.rounds, seed)
                 else:
                     size = batch_size if kind == "lone" else NUM_PEERS * batch_size
-                    peer = run_alone(directory, config, options.rounds, NUM_PEERS * seed, size)
-                losses[kind].append(final_loss(peer))
-                print(f"seed {seed}, {kind}: {losses[kind][-1]:.4f}", flush=True)
+                    outcome = run_alone(directory, config, options.rounds, NUM_PEERS * seed, size)
+                outcomes[kind].append(outcome)
+                print(f"seed {seed}, {kind}: {outcome.eval_loss:.4f} after {outcome.steps:.0f} steps", flush=True)
     print(
         f"\n{steps} steps of {batch_size} sequences a peer, H = {run['round']['inner_steps']}, "
         f"peak learning rate {run['training']['learning_rate']}"
     )
-    print(f"{'':<10} {'tokens':>12} {'eval loss':>10} {'min':>8} {'max':>8}")
-    for kind, values in losses.items():
-        if values:
-            total = tokens if kind == "lone" else NUM_PEERS * tokens
-            mean = statistics.fmean(values)
-            print(f"{kind:<10} {total:>12,} {mean:>10.4f} {min(values):>8.4f} {max(values):>8.4f}")
+    print(f"{'':<10} {'steps':>7} {'tokens':>12} {'eval loss':>10} {'min':>8} {'max':>8}")
+    for kind, results in outcomes.items():
+        if results:
+            losses = [result.eval_loss for result in results]
+            steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
+            print(
+                f"{kind:<10} {steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
+                f"{min(losses):>8.4f} {max(losses):>8.4f}"
+            )
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"run": run, "rounds": options.rounds, "eval_loss": losses}, indent=1))
+    content = {
+        "run": run,
+        "rounds": options.rounds,
+        "outcomes": {k: [o._asdict() for o in v] for k, v in outcomes.items()},
+    }
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return 0
 
 

@@ -418,6 +418,9 @@ class RunServices:
                     self._roster.lose(view.peer_id)
             self._listener.on_round_over()
         self._roster.committed()
+        if self._presence is not None:
+            # Others may ask or read before the trainer's next step: what was contributed no longer counts.
+            self._presence = replace(self._presence, tokens=max(0, self._presence.tokens - tokens))
         report = RoundReport(commit, grouped - started, time.monotonic() - grouped, self.reference.digest.hex())
         self._last_round = report
         self._publish_now.set()

@@ -75,6 +75,7 @@ class Session:
         self._device = _choose_device(self._peer.device)
         self._joined = False
         self._initial_peers = list(self._peer.initial_peers)
+        self._tokens_per_step = 0
 
     def _on_network_event(self, name: str, fields: dict[str, Any]) -> None:
         # This is the reader's thread. On a full disk the trainer's own next event fails as well, and ends the stay.
@@ -144,6 +145,8 @@ class Session:
                 initial_peers=tuple(self._initial_peers),
             ),
         )
+        batch_size = self._peer.batch_size or run.training.batch_size
+        self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
         self._directory.remember(manifest)
         table = self._obtain_reference(manifest, checkpoint)
@@ -162,7 +165,7 @@ class Session:
                 sampler=data.sampler,
                 evaluation=data.evaluation,
                 device=self._device,
-                batch_size=self._peer.batch_size or run.training.batch_size,
+                batch_size=batch_size,
                 metrics=self._metrics,
                 checkpoints=self._directory.checkpoints,
                 checkpoint_every_rounds=self._peer.checkpoint_every_rounds,
@@ -376,7 +379,7 @@ class Session:
                 state=state,
                 step=0,
                 tokens=0,
-                tokens_per_step=0,
+                tokens_per_step=self._tokens_per_step,
                 tokens_per_second=0.0,
                 loss=None,
                 experts=(),

@@ -259,7 +259,8 @@ class Trainer:
         # Records are seconds old, and speeds vary: before a round is called, the others are asked directly.
         if self._count is not None and self._count.done():
             count, self._count = self._count, None
-            done += count.result()
+            # Each of the others is in the middle of a step, which it will finish before it comes.
+            done += count.result() + view.tokens_per_step
             missing_s = (wanted - done) / (view.tokens_per_second + self._tokens_per_second + 1.0)
             self._count_at = now + max(_MIN_COUNT_INTERVAL_S, 0.7 * missing_s)
             return done >= wanted

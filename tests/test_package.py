@@ -1,0 +1,49 @@
+"""The wheel: what a user gets who has no clone of the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:
+    packaged = ROOT / "spes_swarm" / "default_config" / "quickstart.yaml"
+    assert packaged.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
+
+
+@pytest.mark.swarm
+def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
+    source, unpacked, empty = tmp_path / "source", tmp_path / "unpacked", tmp_path / "empty"
+    # Built from a copy, because setuptools leaves its build directory beside the sources.
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    for name in files:
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*build, str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    empty.mkdir()
+    join = [sys.executable, "-P", "-m", "spes_swarm.join", "--max-rounds", "1", "--num-threads", "1"]
+    # PYTHONPATH comes before site-packages, where the repository itself is installed for development.
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(
+        [*join, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"],
+        cwd=empty,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "round 1: 1 peers" in done.stdout
+    assert (empty / "runs" / "peer" / "metrics.jsonl").exists()
