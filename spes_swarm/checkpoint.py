@@ -8,6 +8,7 @@ is complete; a checkpoint that does not verify is passed over in favour of the o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -116,18 +117,25 @@ def save_checkpoint(
     return final
 
 
-def load_newest(directory: Path, run_id: str, peer_id: str, layout: Layout) -> tuple[Checkpoint | None, list[str]]:
+def load_newest(
+    directory: Path, run_id: str, peer_id: str, layout: Layout, *, set_aside: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
     """Finds the newest checkpoint that verifies; also says which ones were passed over and why.
+
+    With `set_aside` these are renamed to broken-..., so that they neither count among those that are kept nor get lost.
 
     Raises:
         CheckpointError: the newest readable one belongs to another run or another model.
     """
     complaints: list[str] = []
-    for path in _candidates(directory):
+    for path in list(_candidates(directory)):
         try:
             meta = _verify(path)
         except CheckpointError as exc:
             complaints.append(str(exc))
+            if set_aside:
+                with contextlib.suppress(OSError):  # it is in the way, no more
+                    path.rename(path.with_name(f"broken-{path.name}"))
             continue
         if meta.run_id != run_id:
             raise CheckpointError(f"{path} belongs to run {meta.run_id}, not {run_id}; use another --output-dir")

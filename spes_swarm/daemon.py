@@ -21,7 +21,7 @@ import psutil
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from spes_swarm.errors import BootstrapError, NetworkProcessError
+from spes_swarm.errors import AddressError, BootstrapError, NetworkProcessError
 from spes_swarm.lifetime import die_with_parent
 
 _SOCKET_PREFIX = "spes_swarm-"
@@ -52,6 +52,7 @@ class Daemon:
         """Starts p2pd and waits until it answers.
 
         Raises:
+            AddressError: it cannot listen on the given addresses.
             NetworkProcessError: it did not start; the message has its last words.
         """
         _remove_stale_sockets()
@@ -92,7 +93,10 @@ class Daemon:
             process.kill()
             words = log.read_text(errors="replace").strip().splitlines()[-1:]
             shutil.rmtree(sockets, ignore_errors=True)
-            raise NetworkProcessError(f"the P2P daemon did not start: {' '.join(words) or exc}") from exc
+            reason = " ".join(words) or str(exc)
+            if "listen" in reason:
+                raise AddressError(f"cannot listen on {', '.join(host_maddrs)}: {reason}") from exc
+            raise NetworkProcessError(f"the P2P daemon did not start: {reason}") from exc
         return cls(process, p2p, sockets)
 
     @property
@@ -107,7 +111,10 @@ class Daemon:
 
     async def maddrs(self) -> list[str]:
         """Addresses under which others may reach this peer, each ending in /p2p/PEER_ID."""
-        return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)] if self.is_alive else []
+        try:
+            return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
+        except ValueError:  # there is none: client mode, or a machine without a network
+            return []
 
     async def connections(self) -> dict[str, list[str]]:
         """Connected peers with the addresses under which they were reached, each ending in /p2p/PEER_ID."""

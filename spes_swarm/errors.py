@@ -10,7 +10,8 @@ SwarmError
 │   └── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
-└── NetworkProcessError   the network process died or does not answer
+├── NetworkProcessError   the network process died or does not answer
+└── LeftEarlyError        told to stop while joining: nothing is wrong, nothing is to be saved
 """
 
 from __future__ import annotations
@@ -71,3 +72,7 @@ class RoundError(SwarmError):
 
 class NetworkProcessError(SwarmError):
     """The network process died or does not answer."""
+
+
+class LeftEarlyError(SwarmError):
+    """Told to stop while joining: nothing is wrong, and there is nothing to be saved."""

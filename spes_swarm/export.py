@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.codec import FloatArray
@@ -38,6 +39,7 @@ def export_reference(manifest: Manifest, reference_N: FloatArray, destination: P
     tokenizer = load_tokenizer(run.tokenizer.name)
     model.config.eos_token_id = tokenizer.end_of_text
     model.generation_config.eos_token_id = tokenizer.end_of_text
+    disable_progress_bar()
     model.save_pretrained(destination)
     tokenizer.save(destination)
     note = f"Round {round_number} of run {manifest.run_id}.\n"

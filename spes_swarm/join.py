@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spes_swarm.errors import ConfigError, NetworkProcessError, UserError
+from spes_swarm.errors import ConfigError, LeftEarlyError, NetworkProcessError, UserError
 from spes_swarm.join_request import read_request
 
 
@@ -84,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Some of it may be what other peers said: it must stay on one line, and move no cursor.
         print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
         return 2
+    except LeftEarlyError:
+        return 0
     except OSError as exc:  # the machine's limits: no file descriptors or memory left, nowhere to print to
         print(f"join: {exc}", file=sys.stderr)
         return 2

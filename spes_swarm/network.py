@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import select
 import signal
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError, RoundError
+from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError, RoundError, SwarmError
 from spes_swarm.identity import Identity
 from spes_swarm.lifetime import die_with_parent
 from spes_swarm.manifest import Manifest, open_manifest
@@ -42,6 +43,7 @@ class NetworkProcess:
         self._run: RunServices | None = None
         self._rpc: Rpc | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._round_task: asyncio.Task[Any] | None = None
         self._fault_counts: Counter[str] = Counter()
 
     # Plumbing.
@@ -77,24 +79,29 @@ class NetworkProcess:
         try:
             self._send("reply", number, True, await getattr(self, name)(**arguments))
         except Exception as exc:  # whatever went wrong belongs to the caller, who is in the other process
-            try:
-                self._send("reply", number, False, exc)
-            except Exception:  # an exception that cannot be pickled: the caller must still get an answer
-                self._send("reply", number, False, NetworkProcessError(f"{name}: {exc!r}"))
+            # Only our own errors are known to survive pickling; the caller must get an answer in any case.
+            known = isinstance(exc, SwarmError)
+            self._send("reply", number, False, exc if known else NetworkProcessError(f"{name} failed: {exc!r}"))
 
     def _send(self, *message: Any) -> None:
         with suppress(OSError):  # the trainer is gone; the next read ends this process
             self._pipe.send(message)
 
+    def _tell(self, name: str, value: Any) -> None:
+        """Sends an event, unless the trainer is stopped and its pipe is full: this process must not wait for it."""
+        _, writable, _ = select.select([], [self._pipe], [], 0)
+        if writable:
+            self._send("event", name, value)
+
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a peer's fault to the trainer's metrics, a limited number of times for each peer and round."""
         self._fault_counts[peer_id] += 1
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
-            self._send("event", "fault", {"kind": error.kind, "peer": peer_id, "detail": error.detail})
+            self._tell("fault", {"kind": error.kind, "peer": peer_id, "detail": error.detail})
 
     def on_group(self, round_number: int, members: int) -> None:
         """Tells the trainer that the exchange of a round begins."""
-        self._send("event", "group", {"round": round_number, "peers": members})
+        self._tell("group", {"round": round_number, "peers": members})
 
     def on_round_over(self) -> None:
         """Begins a new period for the limit on reported faults."""
@@ -102,11 +109,11 @@ class NetworkProcess:
 
     def on_called(self, round_number: int) -> None:
         """Tells the trainer that a leader calls for a round."""
-        self._send("event", "called", round_number)
+        self._tell("called", round_number)
 
     def on_view(self, view: SwarmView) -> None:
         """Tells the trainer about the others."""
-        self._send("event", "view", view)
+        self._tell("view", view)
 
     # Commands.
 
@@ -124,7 +131,7 @@ class NetworkProcess:
         """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
         while daemon.is_alive:  # noqa: ASYNC110 - the end of another process sets no event of ours
             await asyncio.sleep(_WATCH_S)
-        self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon has ended"))
+        self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon (p2pd) has ended"))
         os._exit(1)
 
     async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
@@ -186,6 +193,11 @@ class NetworkProcess:
         """Updates what others see of this peer."""
         await self._services.set_presence(presence)
 
+    async def beat(self) -> None:
+        """The trainer is alive: without this for a while, the peer counts as gone (see RunServices)."""
+        if self._run is not None:
+            self._run.beat()
+
     async def view(self) -> SwarmView:
         """Reads the records of the others now."""
         await self._services.refresh()
@@ -201,7 +213,19 @@ class NetworkProcess:
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
-        return await self._services.run_round(tokens, routed)
+        self._round_task = asyncio.current_task()
+        try:
+            return await self._services.run_round(tokens, routed)
+        except RoundError:
+            raise
+        except Exception as exc:  # one failed round must not end the stay; the work is in the next difference
+            raise RoundError(f"unexpected: {exc!r}") from exc
+
+    async def cancel_round(self) -> None:
+        """Gives up the round that is under way, if there is one; afterwards the reference is at rest."""
+        if self._round_task is not None and not self._round_task.done():
+            self._round_task.cancel()
+            await asyncio.wait({self._round_task})
 
     async def traffic(self) -> tuple[int, int]:
         """Payload bytes (sent, received) of the last round, when the others have fetched their share from here."""

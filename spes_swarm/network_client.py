@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -16,6 +19,7 @@ from spes_swarm.errors import NetworkProcessError
 from spes_swarm.network import run_network_process
 from spes_swarm.services import SwarmView
 
+_BEAT_S = 1.0
 EventHandler = Callable[[str, dict[str, Any]], None]
 
 
@@ -50,6 +54,9 @@ class NetworkClient:
         self.called_round = 0
         self._reader = threading.Thread(target=self._read_forever, name="spes-network-reader", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._beat_forever, name="spes-heartbeat", daemon=True).start()
+        # However this process ends: multiprocessing would wait for a child that ignores its SIGTERM.
+        atexit.register(self._process.kill)
 
     @property
     def pid(self) -> int:
@@ -71,12 +78,18 @@ class NetworkClient:
                         future.set_exception(value)
                 else:
                     self._take_event(*rest)
-        except (EOFError, OSError):
+        except Exception:  # the end of the pipe, or a message that cannot be read: either way nothing more will come
             with self._lock:
                 self._dead = True
                 pending, self._pending = self._pending, {}
             for future in pending.values():
                 future.set_exception(NetworkProcessError("the network process has ended"))
+
+    def _beat_forever(self) -> None:
+        with contextlib.suppress(NetworkProcessError):
+            while True:
+                self.submit("beat")
+                time.sleep(_BEAT_S)
 
     def _take_event(self, name: str, value: Any) -> None:
         if name == "view":

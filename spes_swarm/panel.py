@@ -85,9 +85,12 @@ class LivePanel:
             "faults seen",
             Text(str(status.faults)),
         )
-        bar = ProgressBar(total=1.0, completed=status.progress, width=40)
-        state = Text(f"{status.phase}, local step {status.step}", style="dim")
-        return Panel(Group(table, bar, state), title=Text(self._title), expand=False)
+        below = Table.grid(padding=(0, 2))
+        below.add_row(
+            ProgressBar(total=1.0, completed=status.progress, width=24),
+            Text(f"{status.phase}, local step {status.step}", style="dim"),
+        )
+        return Panel(Group(table, below), title=Text(self._title), expand=False)
 
 
 def experts_text(experts: tuple[int, ...]) -> str:

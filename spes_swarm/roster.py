@@ -74,14 +74,18 @@ class Roster:
         rounds = sorted([own_round, *(view.progress.round for view in self.training())], reverse=True)
         return max(own_round, rounds[(len(rounds) - 1) // 2])
 
-    def tokens_per_step(self) -> int:
-        """Sum of the other peers' tokens per step, none of them counted beyond MAX_STEP_RATIO times the lower median.
+    def largest_step(self, own: int) -> int:
+        """The most tokens per step that a peer is believed: MAX_STEP_RATIO times the lower median of all, own included.
 
         Without the bound, one record with an absurd number would keep rounds from ever being due.
         """
-        sizes = [view.progress.tokens_per_step for view in self.training()]
-        limit = MAX_STEP_RATIO * median_low(sizes) if sizes else 0
-        return sum(min(size, limit) for size in sizes)
+        sizes = [own, *(view.progress.tokens_per_step for view in self.training())]
+        return MAX_STEP_RATIO * median_low([size for size in sizes if size > 0] or [1])
+
+    def tokens_per_step(self, own: int) -> int:
+        """Sum of the other peers' tokens per step, none of them counted beyond `largest_step`."""
+        limit = self.largest_step(own)
+        return sum(min(view.progress.tokens_per_step, limit) for view in self.training())
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.

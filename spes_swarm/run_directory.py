@@ -12,6 +12,24 @@ from spes_swarm.errors import CheckpointError, ManifestError, UserError
 from spes_swarm.manifest import Manifest, open_manifest
 
 
+def lock_file(path: Path, what: str, advice: str) -> int:
+    """Locks a file for as long as this process lives; returns the file descriptor that holds the lock.
+
+    Raises:
+        UserError: another process has locked it; the message says `what` is in use, with `advice`.
+    """
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError as exc:
+        raise UserError(f"{what}: {exc.strerror}") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(lock)
+        raise UserError(f"{what} is in use by another process; {advice}") from exc
+    return lock
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths inside OUTPUT_DIR."""
@@ -72,15 +90,10 @@ class RunDirectory:
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+            (self.path / ".lock").touch()
         except OSError as exc:
             raise UserError(f"output directory {self.path}: {exc.strerror}") from exc
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(lock)
-            raise UserError(f"output directory {self.path} is in use by another process") from exc
-        return lock
+        return lock_file(self.path / ".lock", f"output directory {self.path}", "give this peer another --output-dir")
 
     def manifest(self) -> Manifest | None:
         """The manifest of the run that this directory belongs to, None for a fresh directory.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -137,6 +137,7 @@ class RunServices:
         self._leases: dict[str, Lease] = {}
         self._expires: dict[str, float] = {}
         self._publish_now = asyncio.Event()
+        self._last_beat = time.monotonic()
         self._publishing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
         self._tasks: list[asyncio.Task[None]] = []
         self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, listener.on_fault)
@@ -176,11 +177,20 @@ class RunServices:
         await self._transfer.start()
         await self._rendezvous.start()
         await self.refresh()
-        self._spawn(self._publish_forever())
-        self._spawn(self._refresh_forever())
+        self._spawn(self._repeat(self._publish, 0.3))  # a burst of events needs only the last record
+        self._spawn(self._repeat(self._look_around, _REFRESH_S))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
+
+    async def _repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
+        """Does something for as long as the run is open; an unexpected error is reported and does not end it."""
+        while True:
+            try:
+                await action()
+            except Exception as exc:  # whatever it is: a peer that stops publishing or reading would split the swarm
+                self._listener.on_fault(self._identity.peer_id, ProtocolError("internal", repr(exc)))
+            await asyncio.sleep(pause_s)
 
     async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
@@ -196,21 +206,26 @@ class RunServices:
 
     async def count_tokens(self) -> int:
         """See network.NetworkProcess.count_tokens."""
+        limit = 4 * self._config.inner_steps * self._roster.largest_step(self._own_step())
+
+        def bounded(tokens: object, number: object) -> int:
+            # Counts since another commit say nothing, and nobody's word may bring a round about on its own.
+            return max(0, min(tokens, limit)) if isinstance(tokens, int) and number == self.reference.round else 0
 
         async def ask(view: PeerView) -> int:
+            stale = bounded(view.progress.tokens, view.progress.round)
+            if not view.progress.reachable:
+                return stale
             try:
                 answer = await self._rpc.call(view.peer_id, "tokens", {}, _COUNT_TIMEOUT_S)
             except (OSError, ProtocolError):
-                return view.progress.tokens if view.progress.round == self.reference.round else 0
-            tokens, number = answer.get("tokens"), answer.get("round")
-            if not isinstance(tokens, int) or number != self.reference.round:
-                return 0  # what it counts is since another commit
-            # Nobody's word may count for more than what its record says that it could have done.
-            return max(0, min(tokens, 4 * self._config.inner_steps * view.progress.tokens_per_step))
+                return stale
+            return bounded(answer.get("tokens"), answer.get("round"))
 
-        counts = await asyncio.gather(*(ask(view) for view in self._roster.training() if view.progress.reachable))
-        hidden = [view.progress.tokens for view in self._roster.training() if not view.progress.reachable]
-        return sum(counts) + sum(hidden)
+        return sum(await asyncio.gather(*(ask(view) for view in self._roster.training())))
+
+    def _own_step(self) -> int:
+        return self._presence.tokens_per_step if self._presence is not None else 0
 
     # The reference.
 
@@ -234,15 +249,19 @@ class RunServices:
 
     # Records.
 
-    async def _publish_forever(self) -> None:
-        while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._publish_now.wait(), self._config.progress_ttl_s / 5)
-            self._publish_now.clear()
-            await self._publish_progress()
-            if self._held and time.time() > self._lease_expires - 2 * self._config.lease_s / 3:
-                await self._publish_lease()
-            await asyncio.sleep(0.3)  # records are for watchers; a burst of events needs only the last
+    def beat(self) -> None:
+        """See network.NetworkProcess.beat."""
+        self._last_beat = time.monotonic()
+
+    async def _publish(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._publish_now.wait(), self._config.progress_ttl_s / 5)
+        self._publish_now.clear()
+        if time.monotonic() - self._last_beat > self._config.stall_timeout_s:
+            return  # the trainer is stopped (Ctrl-Z): the others must not wait for this peer in every round
+        await self._publish_progress()
+        if self._held and time.time() > self._lease_expires - 2 * self._config.lease_s / 3:
+            await self._publish_lease()
 
     async def _publish_progress(self) -> None:
         async with self._publishing:
@@ -296,15 +315,13 @@ class RunServices:
         if not stored:
             self._listener.on_fault(self._identity.peer_id, ProtocolError("dht", reason))
 
-    async def _refresh_forever(self) -> None:
-        while True:
-            await self.refresh()
-            self._listener.on_view(self.view())
-            if not self._roster.peers and self._settings.initial_peers:
-                # Cut off: the addresses that worked at the start are the way back.
-                with suppress(BootstrapError):
-                    await bootstrap(self._daemon, self._settings.initial_peers, 1.0)
-            await asyncio.sleep(_REFRESH_S)
+    async def _look_around(self) -> None:
+        await self.refresh()
+        self._listener.on_view(self.view())
+        if not self._roster.peers and self._settings.initial_peers:
+            # Cut off: the addresses that worked at the start are the way back.
+            with suppress(BootstrapError):
+                await bootstrap(self._daemon, self._settings.initial_peers, 1.0)
 
     async def refresh(self) -> None:
         """Reads the others' records and greets new peers, so that connections stand before the first round."""
@@ -325,7 +342,7 @@ class RunServices:
         return SwarmView(
             num_peers=len(self._roster.present()),
             num_training=len(training),
-            tokens_per_step=self._roster.tokens_per_step(),
+            tokens_per_step=self._roster.tokens_per_step(self._own_step()),
             tokens=self._roster.tokens_since_commit(self.reference.round, self._config.progress_ttl_s),
             tokens_per_second=sum(view.progress.tokens_per_second for view in training),
             at=time.monotonic(),

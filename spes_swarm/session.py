@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import sys
 import threading
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,16 @@ from spes_swarm.capacity import experts_that_fit
 from spes_swarm.checkpoint import Checkpoint, load_newest
 from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
 from spes_swarm.corpus import open_source
-from spes_swarm.errors import BootstrapError, ConfigError, ManifestError, RoundError, UserError
+from spes_swarm.errors import (
+    BootstrapError,
+    CheckpointError,
+    ConfigError,
+    LeftEarlyError,
+    ManifestError,
+    NetworkProcessError,
+    RoundError,
+    UserError,
+)
 from spes_swarm.identity import Identity
 from spes_swarm.join_request import JoinRequest
 from spes_swarm.layout import Layout
@@ -31,7 +42,7 @@ from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_o
 from spes_swarm.network_client import NetworkClient
 from spes_swarm.panel import PeerConsole, experts_text
 from spes_swarm.reference import ReferenceTable
-from spes_swarm.run_directory import RunDirectory
+from spes_swarm.run_directory import RunDirectory, lock_file
 from spes_swarm.sampler import Sampler, TokenStream
 from spes_swarm.services import Presence, RunSettings, SwarmView
 from spes_swarm.shared_vector import SharedVector
@@ -43,6 +54,7 @@ _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
 _BARRIER_S = 20.0
+_STOP_POLL_S = 0.1
 _KNOWN_PEERS_TIMEOUT_S = 5.0
 
 
@@ -68,11 +80,12 @@ class Session:
         self._lock = self._directory.prepare()
         identity_path = Path(self._peer.identity) if self._peer.identity else self._directory.identity
         self._identity = Identity.load_or_create(identity_path.absolute())
+        self._identity_lock = lock_file(
+            self._identity.path, f"identity file {identity_path}", "every peer needs one of its own"
+        )
         self._metrics = Metrics(self._directory.metrics, self._identity.peer_id)
         self._status = TrainingStatus()
         self._network = NetworkClient(self._identity.path, self._on_network_event)
-        # Only now: looking for a CUDA device may initialise the driver, which must not happen before the fork.
-        self._device = _choose_device(self._peer.device)
         self._joined = False
         self._initial_peers = list(self._peer.initial_peers)
         self._tokens_per_step = 0
@@ -99,12 +112,32 @@ class Session:
                 if self._joined:
                     self._metrics.write("leave", round=self._status.round)
             self._metrics.close()
+            os.close(self._identity_lock)
             os.close(self._lock)
 
+    def _ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
+        """Like NetworkClient.ask, but a person who wants to leave does not have to wait for the answer.
+
+        Raises:
+            LeftEarlyError: told to stop meanwhile.
+        """
+        future = self._network.submit(command, **arguments)
+        deadline = time.monotonic() + wait_s if wait_s is not None else None
+        while True:
+            with suppress(FutureTimeoutError):
+                future.exception(_STOP_POLL_S)  # only waits
+                return future.result()
+            if self._stop.is_set():
+                raise LeftEarlyError("told to stop while joining")
+            if deadline is not None and time.monotonic() > deadline:
+                raise NetworkProcessError(f"the network process did not answer `{command}`")
+
     def _run(self) -> None:
+        # Not before the fork: looking for a CUDA device may initialise the driver.
+        self._device = _choose_device(self._peer.device)
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
-        maddrs, _ = self._network.ask(
+        maddrs, _ = self._ask(
             "start_daemon",
             _COMMAND_TIMEOUT_S,
             host_maddrs=list(self._peer.host_maddrs),
@@ -131,7 +164,7 @@ class Session:
         checkpoint = self._load_checkpoint(manifest, layout, reference)
         if checkpoint is None and manifest.founder == self._identity.peer_id:
             reference.values_N[:] = flat_from_model(model, layout)
-        self._network.ask(
+        self._ask(
             "open_run",
             _COMMAND_TIMEOUT_S,
             settings=RunSettings(
@@ -196,7 +229,11 @@ class Session:
         self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
         with self._console.live(self._status, manifest.run_id):
             trainer.run()
-        self._console.say("leaving the swarm")
+        self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
+        self._console.say("take the model out with:")
+        self._console.command(
+            shlex.join([_python(), "-m", "spes_swarm.export", str(self._directory.path), "MODEL_DIR"])
+        )
 
     # The steps of joining.
 
@@ -222,7 +259,7 @@ class Session:
             self._initial_peers = self._reach_known_peers()
             return stored
         self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
-        connected = self._network.ask(
+        connected = self._ask(
             "bootstrap",
             peer.bootstrap_timeout_s + 30.0,
             maddrs=list(peer.initial_peers),
@@ -230,7 +267,7 @@ class Session:
         )
         expected = peer.run_id or (stored.run_id if stored is not None else None)
         try:
-            manifest: Manifest = self._network.ask(
+            manifest: Manifest = self._ask(
                 "fetch_manifest",
                 peer.bootstrap_timeout_s + 60.0,
                 peers=connected,
@@ -260,7 +297,7 @@ class Session:
         if not known:
             return []
         try:
-            self._network.ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+            self._ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
             self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
             return []
@@ -303,8 +340,9 @@ class Session:
 
     def _load_checkpoint(self, manifest: Manifest, layout: Layout, reference: SharedVector) -> Checkpoint | None:
         checkpoint, complaints = load_newest(
-            self._directory.checkpoints, manifest.run_id, self._identity.peer_id, layout
+            self._directory.checkpoints, manifest.run_id, self._identity.peer_id, layout, set_aside=True
         )
+        self._lost_checkpoints = bool(complaints) and checkpoint is None
         for complaint in complaints:
             self._console.say(f"passing over a checkpoint: {complaint}")
             self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
@@ -316,15 +354,18 @@ class Session:
     def _obtain_reference(self, manifest: Manifest, checkpoint: Checkpoint | None) -> ReferenceTable:
         if checkpoint is not None:
             meta = checkpoint.meta
-            digest = self._network.ask(
-                "adopt", _COMMAND_TIMEOUT_S, table_round=meta.round, versions=tuple(meta.versions)
-            )
+            digest = self._ask("adopt", _COMMAND_TIMEOUT_S, table_round=meta.round, versions=tuple(meta.versions))
             if digest != meta.reference_digest:
                 raise UserError(f"{checkpoint.path} does not have the digest that it was written with")
+        elif self._lost_checkpoints and not self._initial_peers:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
+                "found; give --initial-peers, or a new --output-dir to found another run"
+            )
         elif manifest.founder == self._identity.peer_id:
             num_blocks = manifest.run.model.num_experts + 1
-            self._network.ask("adopt", _COMMAND_TIMEOUT_S, table_round=0, versions=(0,) * num_blocks)
-        view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+            self._ask("adopt", _COMMAND_TIMEOUT_S, table_round=0, versions=(0,) * num_blocks)
+        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
         if not self._initial_peers and checkpoint is None and manifest.founder != self._identity.peer_id:
             raise UserError(
                 f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
@@ -335,7 +376,7 @@ class Session:
             self._console.say("fetching the swarm's reference")
             started = time.monotonic()
             try:
-                report: TransferReport = self._network.ask("download")
+                report: TransferReport = self._ask("download")
             except RoundError as exc:
                 raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
             seconds = time.monotonic() - started
@@ -350,7 +391,7 @@ class Session:
                 f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
                 f"{len(report.chunks_by_donor)} donor(s) in {seconds:.1f} s, verified"
             )
-        table: ReferenceTable = self._network.ask("table", _COMMAND_TIMEOUT_S)
+        table: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
         return table
 
     def _claim(
@@ -366,12 +407,12 @@ class Session:
                 self._console.say(f"{choice} instead of {run.experts_per_peer} experts: more do not fit in memory")
         else:
             choice = wanted
-        held: tuple[int, ...] = self._network.ask("claim", _COMMAND_TIMEOUT_S, experts=choice)
+        held: tuple[int, ...] = self._ask("claim", _COMMAND_TIMEOUT_S, experts=choice)
         return held
 
     def _announce(self, state: Any) -> None:
         self._status.phase = state
-        self._network.ask(
+        self._ask(
             "set_presence",
             _COMMAND_TIMEOUT_S,
             presence=Presence(
@@ -393,7 +434,7 @@ class Session:
         self._announce("waiting")
         shown = 0
         while not self._stop.is_set():
-            view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+            view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
             here = view.num_peers + 1
             if here >= wanted:
                 self._announce("training")
@@ -408,7 +449,7 @@ class Session:
         """Gives the others the moment they need to see that all are there, so that nobody begins alone."""
         deadline = time.monotonic() + _BARRIER_S
         while not self._stop.is_set() and time.monotonic() < deadline:
-            view: SwarmView = self._network.ask("view", _COMMAND_TIMEOUT_S)
+            view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
             if view.num_training >= others:
                 return
             self._stop.wait(0.2)
@@ -418,10 +459,10 @@ class Session:
     def _tell_how_to_join(self, manifest: Manifest, maddrs: list[str]) -> None:
         if not maddrs:
             return
-        self._console.say("others join with:")
+        self._console.say("others join with (on this machine with an --output-dir of their own):")
         best = best_first(maddrs)[0]
         self._console.command(
-            shlex.join(["python", "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
+            shlex.join([_python(), "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
         )
 
     def _say_round(self) -> None:
@@ -434,6 +475,12 @@ class Session:
             f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {evaluated}, "
             f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
         )
+
+
+def _python() -> str:
+    """How a person types the interpreter that runs this."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
 
 
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:

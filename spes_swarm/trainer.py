@@ -300,8 +300,10 @@ class Trainer:
                 # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
                 stop_deadline = stop_deadline or time.monotonic() + 2 * self._round_config.stall_timeout_s
                 if time.monotonic() > stop_deadline:
-                    self._pending = None
-                    return
+                    self._network.ask("cancel_round", 30.0)
+                    if not self._pending.done():
+                        self._pending = None
+                        return
         self._end_round()
 
     def _end_round(self) -> None:

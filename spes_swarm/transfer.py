@@ -106,15 +106,18 @@ class Transfer:
             RoundError: no donor answered, or the donors changed faster than their state could be fetched.
         """
         report = TransferReport(round=self._reference.round)
+        failed: set[str] = set()
         for attempt in range(_MAX_ATTEMPTS):
             tables = await self._tables(donors())
+            # Who has failed once is asked again only when there is nobody else.
+            tables = {donor: table for donor, table in tables.items() if donor not in failed} or tables
             if not tables:
                 await asyncio.sleep(0.5 * (attempt + 1))
                 continue
             votes = Counter((table.digest, table.round) for table in tables.values())
             best = max(votes, key=lambda entry: (votes[entry], entry[1]))
             table = next(t for t in tables.values() if (t.digest, t.round) == best)
-            if await self._fetch_all(table, tables, report):
+            if await self._fetch_all(table, tables, report, failed):
                 report.round = table.round
                 return report
         raise RoundError("the swarm's reference could not be fetched: no donor, or it changes faster than it arrives")
@@ -135,7 +138,7 @@ class Transfer:
         return {donor: table for donor, table in zip(donors, answers, strict=True) if table is not None}
 
     async def _fetch_all(
-        self, table: ReferenceTable, tables: dict[str, ReferenceTable], report: TransferReport
+        self, table: ReferenceTable, tables: dict[str, ReferenceTable], report: TransferReport, failed: set[str]
     ) -> bool:
         """Fetches what differs from `table`; whether all of it came."""
         mine = self._reference.table
@@ -157,6 +160,8 @@ class Transfer:
                 got = await self._fetch(donor, {n: wanted[n] for n in able}, has.round, report)
                 touched.update(self._chunks[n].block for n in got)
                 pending.extend(n for n in able if n not in got)
+                if len(got) < len(able):
+                    failed.add(donor)
                 if len(got) < len(mine_now):
                     return  # it failed or has moved on: the others take over what is left
 

@@ -139,7 +139,13 @@ class Channel:
         transport = self._writer.transport
         self._writer.close()
         if transport.get_write_buffer_size() > 0:
-            asyncio.get_running_loop().call_later(self._timeout_s, transport.abort)
+            asyncio.get_running_loop().call_later(self._timeout_s, _abort_unread, transport)
+
+
+def _abort_unread(transport: asyncio.WriteTransport) -> None:
+    # Once its buffer is empty a closed transport has let go of its loop, and must not be aborted any more.
+    if transport.get_write_buffer_size() > 0:
+        transport.abort()
 
 
 StreamHandler = Callable[[Channel], Awaitable[None]]

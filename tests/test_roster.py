@@ -71,7 +71,7 @@ def test_only_who_trains_takes_part_in_rounds(state: str) -> None:
     roster.update({"a": progress(), "b": progress(state=state)})
     assert names(roster.present()) == {"a", "b"}
     assert names(roster.training()) == {"a"}
-    assert roster.tokens_per_step() == 128
+    assert roster.tokens_per_step(100) == 128
 
 
 def test_a_peer_that_did_not_answer_is_back_with_its_next_record() -> None:

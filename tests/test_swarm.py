@@ -41,6 +41,11 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
                 assert event["parts_missing"] == 0
                 assert event["payload_bytes_sent"] == pytest.approx(formula, rel=0.05)
                 assert event["payload_bytes_received"] == pytest.approx(formula, rel=0.05)
+        # Together they do the inner steps of all, give or take the steps that are under way when a round is called.
+        inner_steps = TINY_RUN["round"]["inner_steps"]
+        for number in range(20):
+            done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
+            assert 4 * (inner_steps - 1) <= done, number
         held = [set(peer.events("join")[0]["experts"]) for peer in peers]
         assert set().union(*held) == set(range(8))
         assert peers[0].rounds()[20]["eval_loss"] < peers[0].rounds()[1]["eval_loss"]
@@ -88,6 +93,42 @@ def test_a_frozen_peer_is_passed_over_and_heals(tmp_path: Path) -> None:
         for peer in survivors:
             peer.wait_for_round(back)
         equal_digests(peers, back)
+
+
+def test_a_suspended_trainer_holds_the_others_up_only_at_first(tmp_path: Path) -> None:
+    """Ctrl-Z stops the trainer but not its network process, which must not go on claiming that it trains."""
+    with swarm(tmp_path) as running:
+        peers = running.start_all(3, "--experts", 3)
+        victim = peers[2]
+        peers[0].wait_for("round", lambda e: e["peers"] == 3)
+        victim.process.send_signal(signal.SIGSTOP)
+        quick = TINY_RUN["round"]["window_s"] / 2
+        first = peers[0].wait_for("round", lambda e: e["peers"] == 2 and e["group_seconds"] < quick)["round"]
+        for number in range(first + 1, first + 4):
+            peers[0].wait_for_round(number)
+            assert peers[0].rounds()[number]["group_seconds"] < quick
+        victim.process.send_signal(signal.SIGCONT)
+        back = victim.wait_for("round", lambda e: e["round"] > first and e["peers"] == 3)["round"]
+        for peer in peers:
+            peer.wait_for_round(back)
+        equal_digests(peers, back)
+
+
+def test_damaged_checkpoints_never_begin_a_run_anew(tmp_path: Path) -> None:
+    with swarm(tmp_path) as running:
+        peer = running.found("--max-rounds", 3)
+        assert peer.wait() == 0
+        saved = sorted((peer.output_dir / "checkpoints").iterdir())
+        (saved[-1] / "live.safetensors").write_bytes(b"damaged")
+        again = running.start("peer0", "--max-rounds", 2)
+        assert again.wait() == 0
+        assert min(again.rounds()) == 3  # from the one before
+        for directory in (peer.output_dir / "checkpoints").glob("round-*"):
+            (directory / "reference.safetensors").unlink()
+        last = running.start("peer0", "--max-rounds", 2)
+        assert last.wait() == 2
+        assert "none of the checkpoints" in last.text()
+        assert not last.rounds()
 
 
 def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
