@@ -42,8 +42,9 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
                 assert event["payload_bytes_sent"] == pytest.approx(formula, rel=0.05)
                 assert event["payload_bytes_received"] == pytest.approx(formula, rel=0.05)
         # Together they do the inner steps of all, give or take the steps that are under way when a round is called.
+        # (Not so in the first round: who calls it may not have seen everybody begin.)
         inner_steps = TINY_RUN["round"]["inner_steps"]
-        for number in range(20):
+        for number in range(1, 20):
             done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
             assert 4 * (inner_steps - 1) <= done, number
         held = [set(peer.events("join")[0]["experts"]) for peer in peers]
