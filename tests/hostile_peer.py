@@ -174,6 +174,12 @@ class _Listener:
     def on_round_over(self) -> None: ...
 
 
+async def beat_forever(services: RunServices) -> None:
+    while True:
+        services.beat()
+        await asyncio.sleep(0.5)
+
+
 async def take_part(maddr: str, directory: Path) -> None:
     """Lives until all modes have been used in a round of four, then only keeps its connections."""
     identity = Identity.load_or_create(directory / "identity.key")
@@ -210,6 +216,7 @@ async def take_part(maddr: str, directory: Path) -> None:
             experts=held,
         )
         await services.set_presence(presence)
+        beating = asyncio.create_task(beat_forever(services))  # what a trainer does to show that it is alive
         modes = list(MODES)
         with (directory / "rounds.jsonl").open("a", buffering=1) as log:
             while modes:
@@ -230,6 +237,7 @@ async def take_part(maddr: str, directory: Path) -> None:
                     listener.viewed.clear()
                     await listener.viewed.wait()
                 await services.download()
+        beating.cancel()
         await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
         await asyncio.Event().wait()
 

@@ -77,6 +77,8 @@ def start(*arguments: object) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
+        # A shell starts background jobs with SIGINT ignored, and that is inherited: these tests may run in one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
