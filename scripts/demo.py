@@ -32,7 +32,7 @@ from spes_swarm.panel import experts_text
 from spes_swarm.tokenizer import load_tokenizer
 
 PROMPT = "def main():\n    "
-console = Console(highlight=False)
+console = Console(highlight=False, soft_wrap=True)
 
 
 def say(text: str) -> None:
