@@ -1,10 +1,11 @@
-"""How many experts fit into a device's memory."""
+"""Which device to train on, and how many experts fit into its memory."""
 
 from __future__ import annotations
 
 import psutil
 import torch
 
+from spes_swarm.errors import ConfigError
 from spes_swarm.layout import SHARED_BLOCK, Layout
 
 _BYTES_PER_WEIGHT = 4
@@ -31,3 +32,20 @@ def experts_that_fit(layout: Layout, want: int, device: torch.device, free: int 
     budget -= _EXTRA_BYTES_PER_TRAINED_WEIGHT * layout.blocks[SHARED_BLOCK].size
     per_expert = _EXTRA_BYTES_PER_TRAINED_WEIGHT * layout.expert_block(0).size
     return max(1, min(want, int(budget // per_expert)))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is a usable one.
+
+    Raises:
+        ConfigError: there is no such device on this machine.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+    return device

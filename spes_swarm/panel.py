@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -107,3 +109,9 @@ def experts_text(experts: tuple[int, ...]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def interpreter() -> str:
+    """How a person types the interpreter that runs this."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import sys
 import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,7 +18,7 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.address import best_first
-from spes_swarm.capacity import experts_that_fit
+from spes_swarm.capacity import choose_device, experts_that_fit
 from spes_swarm.checkpoint import Checkpoint, load_newest
 from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
 from spes_swarm.corpus import open_source
@@ -40,7 +39,7 @@ from spes_swarm.manifest import Manifest, found_run
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.network_client import NetworkClient
-from spes_swarm.panel import PeerConsole, experts_text
+from spes_swarm.panel import PeerConsole, experts_text, interpreter
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.run_directory import RunDirectory, lock_file
 from spes_swarm.sampler import Sampler, TokenStream
@@ -134,7 +133,7 @@ class Session:
 
     def _run(self) -> None:
         # Not before the fork: looking for a CUDA device may initialise the driver.
-        self._device = _choose_device(self._peer.device)
+        self._device = choose_device(self._peer.device)
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
         maddrs, _ = self._ask(
@@ -232,7 +231,7 @@ class Session:
         self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
         self._console.say("take the model out with:")
         self._console.command(
-            shlex.join([_python(), "-m", "spes_swarm.export", str(self._directory.path), "MODEL_DIR"])
+            shlex.join([interpreter(), "-m", "spes_swarm.export", str(self._directory.path), "MODEL_DIR"])
         )
 
     # The steps of joining.
@@ -462,7 +461,7 @@ class Session:
         self._console.say("others join with (on this machine with an --output-dir of their own):")
         best = best_first(maddrs)[0]
         self._console.command(
-            shlex.join([_python(), "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
+            shlex.join([interpreter(), "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
         )
 
     def _say_round(self) -> None:
@@ -477,30 +476,12 @@ class Session:
         )
 
 
-def _python() -> str:
-    """How a person types the interpreter that runs this."""
-    python = Path(sys.executable)
-    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
-
-
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
     """Whether a configuration file describes this run; the founder has filled in the tokenizer's digest."""
     if given is None:
         return True
     digest = given.tokenizer.digest or run.tokenizer.digest
     return dataclasses.replace(given, tokenizer=dataclasses.replace(given.tokenizer, digest=digest)) == run
-
-
-def _choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from exc
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
-    return device
 
 
 def _tokenizer_of(run: RunConfig) -> Tokenizer:
