@@ -177,7 +177,7 @@ class _PendingCalls(dict[Any, asyncio.Future[Any]]):
 
     hivemind 1.1.12 stores an answer without looking whether its future still waits. When a call times out in the very
     moment its answer arrives, that raises inside the task that reads from the daemon, and from then on no unary call of
-    this process, the DHT's included, is ever answered again. (Measured: a third of our kill tests ran into it.)
+    this process, the DHT's included, is ever answered again. (Seen in tests that kill a peer during an exchange.)
     """
 
     def __contains__(self, key: object) -> bool:

@@ -110,7 +110,6 @@ class Rendezvous:
         self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
         self._closed: Group | None = None  # the newest closed group known here
         self._spent = b""  # id of the last group whose exchange failed
-        self._close_event = asyncio.Event()
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -349,8 +348,6 @@ class Rendezvous:
     def _set_closed(self, group: Group) -> None:
         if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
             self._closed = group
-            self._close_event.set()
-            self._close_event = asyncio.Event()
         for gathering in self._gatherings.values():
             gathering.touch()
 

@@ -104,12 +104,11 @@ def hold_round(
     for p, state in zip(peers, states, strict=True):
         p.reports.append(state.commit())
     # What the trainer does after a commit: trained blocks are what the contribution has become, the rest follows.
-    for p, state in zip(peers, states, strict=True):
+    for p in peers:
         trained = {0, *(1 + e for e in p.held)}
         for block in layout.blocks:
             if block.index not in trained:
                 p.live_N[block.start : block.stop] = p.reference.values_N[block.start : block.stop]
-        del state
     return plan, states
 
 

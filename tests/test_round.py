@@ -188,8 +188,6 @@ def test_a_peer_with_another_base_heals_in_one_round(codec: str) -> None:
     assert len({p.reference.digest for p in peers}) == 1
     # Its work counts, its stale weights do not.
     shared = slice(0, layout.blocks[0].stop)
-    others_N = sum(p.live_N[shared] - before_N[shared] for p in peers[:3])
-    del others_N
     moved_N = peers[0].reference.values_N[shared] - before_N[shared]
     np.testing.assert_allclose(moved_N, 0.5 / 4, atol=2e-3)
     assert not np.allclose(behind_N[shared], before_N[shared], atol=1e-4)
