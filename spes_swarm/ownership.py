@@ -1,13 +1,26 @@
 """Who trains which expert: deterministic rules on the table of leases, without any I/O.
 
-The table maps each peer to the experts it holds. All peers see (nearly) the same table and apply the same rules, so
-what one decides the others can predict; where two decide at the same time, a hash of peer and expert says who yields.
+A peer that joins chooses from the leases in the DHT (`choose_experts`, `settle`). From then on the table is made of
+the signed statements of a round's group (`reassign`): every member computes the same outcome at the commit and takes
+its own line of it, so nobody has to ask, and no two peers decide differently. In this order:
+
+1. who holds more than it has room for, or than the replication target wants, gives up what is held most;
+2. who has room adopts what is held least, of that what has gone untrained for longest;
+3. where an expert has two holders more than another one has (of many: a quarter more), one of them moves: this covers
+   orphans when nobody has room, resolves doubles after a partition, and evens out the replicas when peers arrive;
+4. when the swarm has not room for all experts, every few rounds the ones that have waited for longest take the places
+   of others, so that no expert waits for longer than a full turn.
+
+Experts of absent peers stay reserved until their leases expire. Experts that a user has named are never moved.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
+import heapq
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from blake3 import blake3
 
@@ -25,11 +38,20 @@ def coverage(leases: LeaseTable, num_experts: int) -> list[int]:
     return [counts[expert] for expert in range(num_experts)]
 
 
-def choose_experts(leases: LeaseTable, me: str, num_experts: int, want: int) -> tuple[int, ...]:
-    """The `want` experts that the others hold least; ties go by rendezvous hash."""
+# Joining.
+
+
+def choose_experts(
+    leases: LeaseTable, me: str, num_experts: int, want: int, replicas: int | None = None
+) -> tuple[int, ...]:
+    """The `want` experts that the others hold least; ties go by rendezvous hash.
+
+    With a replication target only those are taken that have fewer holders, but at least one.
+    """
     others = coverage({peer: experts for peer, experts in leases.items() if peer != me}, num_experts)
     ranked = sorted(range(num_experts), key=lambda expert: (others[expert], priority(me, expert)))
-    return tuple(sorted(ranked[:want]))
+    needed = [expert for expert in ranked[:want] if replicas is None or others[expert] < replicas]
+    return tuple(sorted(needed or ranked[:1]))
 
 
 def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
@@ -46,3 +68,286 @@ def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
         if uncovered and len(holders) > 1 and min(holders, key=lambda peer: priority(peer, expert)) != me:
             mine[mine.index(expert)] = uncovered.pop(0)
     return tuple(sorted(mine))
+
+
+# From round to round.
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One peer's line in the table."""
+
+    experts: tuple[int, ...]
+    room: int  # the most experts that it can hold
+    fixed: bool = False  # the user named the experts: they never change
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a run's configuration says about ownership."""
+
+    replicas: int | None = None  # holders per expert that are enough; None: peers hold as many as they have room for
+    rotate_every_rounds: int = 10  # how long an expert is trained when others wait for the place
+
+
+def reserved_experts(held: Iterable[int], views: Collection[Collection[int]]) -> set[int]:
+    """Experts that nobody in the group holds, but on which at least half of its members see an unexpired lease.
+
+    Args:
+        held: what the members hold, those that are leaving included: their leases end with this round.
+        views: for each member the experts on which it sees others' leases.
+    """
+    seen = Counter(expert for view in views for expert in view)
+    return {expert for expert, count in seen.items() if 2 * count >= len(views)} - set(held)
+
+
+def reassign(
+    table: Mapping[str, Holding],
+    num_experts: int,
+    *,
+    round_number: int,
+    trained_in: Sequence[int],
+    reserved: Collection[int] = (),
+    rules: Rules | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """What every peer of the table holds from now on; see the head of this file.
+
+    Between rotations a second call with the outcome of the first one changes nothing.
+
+    Args:
+        table: the members of the group that has just committed, without those that are leaving.
+        num_experts: E; experts are 0 to E - 1.
+        round_number: the round that was committed.
+        trained_in: for each expert, the round in which it was last trained.
+        reserved: experts that nobody in the table holds, but an absent peer has an unexpired lease on.
+        rules: of the run; None: the defaults.
+    """
+    moves = _Moves(table, num_experts, round_number, trained_in, reserved, rules or Rules())
+    moves.shed_room()
+    # With a replication target, what one rule does may be a reason for another one. It comes to an end: the number of
+    # replicas up to the target only grows, and those beyond it only shrink or spread.
+    rules_in_order = (moves.shed_replicas, moves.fill, moves.make_way, moves.even_out, moves.occupy_idle)
+    while any(rule() for rule in rules_in_order):
+        pass
+    moves.rotate()
+    return {peer: tuple(sorted(experts)) for peer, experts in moves.held.items()}
+
+
+class _Moves:
+    """The table while `reassign` works on it; experts that are reserved do not take part."""
+
+    def __init__(
+        self,
+        table: Mapping[str, Holding],
+        num_experts: int,
+        round_number: int,
+        trained_in: Sequence[int],
+        reserved: Collection[int],
+        rules: Rules,
+    ) -> None:
+        self._round = round_number
+        self._trained_in = trained_in
+        self._rules = rules
+        self.held = {peer: set(holding.experts) for peer, holding in table.items()}
+        self._room = {peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed}
+        self._count = [0] * num_experts  # holders of each expert
+        self._movable: list[set[str]] = [set() for _ in range(num_experts)]  # of those, the ones that may give it up
+        for peer, experts in self.held.items():
+            for expert in experts:
+                self._count[expert] += 1
+                if peer in self._room:
+                    self._movable[expert].add(peer)
+        reserved = {expert for expert in reserved if not self._count[expert]}
+        self._experts = [expert for expert in range(num_experts) if expert not in reserved]
+        self._gained: set[tuple[str, int]] = set()
+
+    @cached_property
+    def _turn(self) -> dict[str, int]:
+        """Whose turn it is when several peers could do something: another order in each round, so it is fair."""
+        order = sorted(self._room, key=lambda peer: blake3(f"{self._round}|{peer}".encode()).digest())
+        return {peer: place for place, peer in enumerate(order)}
+
+    def _need(self, expert: int) -> tuple[int, int, int]:
+        """Order in which experts are served: fewest holders, then longest untrained."""
+        return self._count[expert], self._trained_in[expert], expert
+
+    def _free(self, peer: str) -> int:
+        return self._room[peer] - len(self.held[peer])
+
+    def _take(self, peer: str, expert: int) -> None:
+        self.held[peer].add(expert)
+        self._movable[expert].add(peer)
+        self._count[expert] += 1
+        self._gained.add((peer, expert))
+
+    def _drop(self, peer: str, expert: int) -> None:
+        self.held[peer].discard(expert)
+        self._movable[expert].discard(peer)
+        self._count[expert] -= 1
+        self._gained.discard((peer, expert))
+
+    def shed_room(self) -> None:
+        """Who holds more than it has room for gives up what is held most."""
+        for peer in sorted(peer for peer in self._room if self._free(peer) < 0):
+            while self._free(peer) < 0:
+                self._drop(peer, max(self.held[peer], key=self._need))
+
+    # These rules return whether they have changed anything.
+
+    def shed_replicas(self) -> bool:
+        """Who holds something beyond the target, and something else, gives it up."""
+        enough = self._rules.replicas
+        if enough is None:
+            return False
+        changed = False
+        for expert in self._experts:
+            if self._count[expert] > enough:
+                # Those with the most to do go first; nobody is left without an expert to train.
+                able = sorted(
+                    (peer for peer in self._movable[expert] if len(self.held[peer]) > 1),
+                    key=lambda peer: (-len(self.held[peer]), self._turn[peer]),
+                )
+                for peer in able[: self._count[expert] - enough]:
+                    self._drop(peer, expert)
+                changed = changed or bool(able)
+        return changed
+
+    def fill(self) -> bool:
+        """Who has room adopts what is held least, the peer with the most room first."""
+        free = [(-self._free(peer), self._turn[peer], peer) for peer in self._room if self._free(peer) > 0]
+        if not free:
+            return False
+        changed = False
+        heapq.heapify(free)
+        queue = [self._need(expert) for expert in self._experts]
+        heapq.heapify(queue)
+        while free and queue:
+            *_, expert = heapq.heappop(queue)
+            if self._rules.replicas is not None and self._count[expert] >= self._rules.replicas:
+                break  # and so have all that follow
+            passed = []
+            while free and expert in self.held[free[0][-1]]:
+                passed.append(heapq.heappop(free))
+            if free:
+                *_, peer = heapq.heappop(free)
+                self._take(peer, expert)
+                changed = True
+                heapq.heappush(queue, self._need(expert))
+                if self._free(peer):
+                    passed.append((-self._free(peer), self._turn[peer], peer))
+            for entry in passed:
+                heapq.heappush(free, entry)
+        return changed
+
+    def make_way(self) -> bool:
+        """Where only holders of an expert that has too few have room left, others adopt it and leave theirs to them.
+
+        Only a replication target leaves room unused. A search for augmenting paths, as in bipartite matching.
+        """
+        enough = self._rules.replicas
+        if enough is None or not any(self._free(peer) > 0 for peer in self._room):
+            return False
+        changed = False
+        hopeless: set[int] = set()
+        for *_, expert in sorted(self._need(e) for e in self._experts if self._count[e] < enough):
+            while self._count[expert] < enough and expert not in hopeless:
+                steps = self._way_for(expert, hopeless)
+                for peer, given_up, taken in steps:
+                    if given_up is not None:
+                        self._drop(peer, given_up)
+                    self._take(peer, taken)
+                changed = changed or bool(steps)
+        return changed
+
+    def _way_for(self, expert: int, hopeless: set[int]) -> list[tuple[str, int | None, int]]:
+        """Moves (peer, what it gives up, what it takes) that give an expert one more holder; adds to `hopeless`."""
+        came_by: dict[int, tuple[str, int]] = {}  # an expert -> the peer that would give it up, and what for
+        waiting = sorted(self._room, key=self._turn.__getitem__)
+        queue = deque([expert])
+        seen = {expert}
+        while queue:
+            wanted = queue.popleft()
+            for peer in [peer for peer in waiting if wanted not in self.held[peer]]:
+                if self._free(peer) > 0:
+                    steps: list[tuple[str, int | None, int]] = [(peer, None, wanted)]
+                    while wanted != expert:
+                        given_up = wanted
+                        peer, wanted = came_by[given_up]
+                        steps.append((peer, given_up, wanted))
+                    return steps
+                for other in sorted(self.held[peer] - seen):
+                    seen.add(other)
+                    came_by[other] = peer, wanted
+                    queue.append(other)
+            waiting = [peer for peer in waiting if wanted in self.held[peer]]
+        hopeless |= seen
+        return []
+
+    def _too_many(self, expert: int) -> int:
+        """How many holders another expert must have for one of them to move to this one.
+
+        One of twelve more or less is not worth a peer's fresh start: without the quarter, a swarm of 256 peers with a
+        dozen replicas made 2.5 moves a round (scripts/simulate.py), with it hardly any.
+        """
+        count, target = self._count[expert], self._rules.replicas
+        tolerated = 0 if target is not None and count < target else count // 4
+        return count + 2 + tolerated
+
+    def even_out(self) -> bool:
+        """Where an expert has too many holders compared with another one, one of them moves, until it has not."""
+        changed = False
+        again = True
+        while again:
+            again = False
+            waiting = [self._need(expert) for expert in self._experts]
+            heapq.heapify(waiting)
+            most = sorted((e for e in self._experts if self._movable[e]), key=lambda e: (-self._count[e], e))
+            while waiting and most and self._too_many(waiting[0][-1]) <= self._count[most[0]]:
+                *_, expert = heapq.heappop(waiting)
+                if self._move_to(expert, most):
+                    heapq.heappush(waiting, self._need(expert))
+                    again = changed = True
+        return changed
+
+    def _move_to(self, expert: int, most: list[int]) -> bool:
+        """Moves a holder of the first possible one of `most`, which stays sorted by the number of holders."""
+        for place, other in enumerate(most):
+            count = self._count[other]
+            if count < self._too_many(expert):
+                return False
+            able = [peer for peer in self._movable[other] if expert not in self.held[peer]]
+            if able:
+                peer = min(able, key=self._turn.__getitem__)
+                self._drop(peer, other)
+                self._take(peer, expert)
+                # Its place is now after the last one that has as many as it had.
+                last = place
+                while last + 1 < len(most) and self._count[most[last + 1]] == count:
+                    last += 1
+                most[place], most[last] = most[last], most[place]
+                return True
+        return False
+
+    def occupy_idle(self) -> bool:
+        """Who has room and nothing to do trains what is held least, even beyond the target."""
+        idle = sorted((p for p in self._room if self._free(p) > 0 and not self.held[p]), key=self._turn.__getitem__)
+        if not self._experts:
+            return False
+        for peer in idle:
+            self._take(peer, min(self._experts, key=self._need))
+        return bool(idle)
+
+    def rotate(self) -> None:
+        """What has no holder takes the places of others, what has waited for longest first."""
+        if self._round % self._rules.rotate_every_rounds:
+            return
+        waiting = sorted(self._need(expert) for expert in self._experts if not self._count[expert])
+        if not waiting:
+            return
+        places = sorted(
+            ((peer, expert) for peer in self._room for expert in self.held[peer] if (peer, expert) not in self._gained),
+            key=lambda place: blake3(f"{self._round}|{place[0]}|{place[1]}".encode()).digest(),
+        )
+        for (*_, expert), (peer, given_up) in zip(waiting, places, strict=False):
+            self._drop(peer, given_up)
+            self._take(peer, expert)

@@ -4,25 +4,28 @@ Every member computes it on its own and gets the same plan, so nothing about it 
 parts; each part has one reducer, which gathers the contributors' differences, averages them and hands out the result.
 
 Which base a block's differences refer to is decided by plurality: the (version, digest) that most members report. Who
-reports another one is sent full values. Its own contribution is a difference to its own, older base (its work, not its
-stale weights), unless its base is *not* older: then the swarm had split, and it contributes full values.
+reports another one is sent full values. What it contributes depends on how it came to its base (see lineage.py). A
+member that is late has a base that the swarm has left behind: its difference to that old base is its work. A member
+from the other side of a partition has trained on with others: it contributes full values, so that what its side has
+done since the split counts with the weight of its tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
 
 from spes_swarm.layout import SHARED_BLOCK, Layout
+from spes_swarm.lineage import Lineage
 from spes_swarm.statement import Group, Member
 
 # A part is never cut below this, or headers would outweigh the payload.
 MIN_PART_ELEMENTS = 1024
-# With fewer parts than this for each member, shares of the reducing could not be even.
+# With fewer parts than this for each possible reducer of a block, shares of the reducing could not be even.
 PARTS_PER_MEMBER = 16
 # No member weighs more than this many times the median: one claim of absurd tokens must not decide the average.
 MAX_WEIGHT_RATIO = 16.0
@@ -113,8 +116,8 @@ class Plan:
 def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
     """Derives the plan from the members' statements."""
     members = group.members
-    block_plans = [_plan_block(members, block.index) for block in layout.blocks]
-    part_elements = _part_elements(layout.blocks[SHARED_BLOCK].size, len(members), max_part_elements)
+    lineages = [member.statement.lineage for member in members]
+    block_plans = [_plan_block(members, lineages, block.index) for block in layout.blocks]
     load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
     bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
@@ -126,6 +129,7 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
         if not candidates:
             continue
         pieces[block.index] = []
+        part_elements = _part_elements(block.size, len(candidates), max_part_elements)
         for start in range(block.start, block.stop, part_elements):
             size = min(part_elements, block.stop - start)
             reducer = min(candidates, key=lambda m: (load[m] + size / bandwidth[m], members[m].peer_id))
@@ -139,12 +143,25 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
     return Plan(group.round, len(members), blocks, tuple(parts))
 
 
-def _part_elements(shared_size: int, num_members: int, maximum: int) -> int:
-    even = math.ceil(shared_size / (PARTS_PER_MEMBER * num_members))
+def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:
+    even = math.ceil(block_size / (PARTS_PER_MEMBER * num_reducers))
     return max(min(even, maximum), min(MIN_PART_ELEMENTS, maximum))
 
 
-def _plan_block(members: Sequence[Member], block: int) -> BlockPlan | None:
+def common_lineage(members: Sequence[Member], among: Collection[int] | None = None) -> Lineage:
+    """The lineage that most members (or most of those at the indices `among`) have; of several the one further on."""
+    by_head: defaultdict[tuple[int, bytes], list[Lineage]] = defaultdict(list)
+    for i in sorted(among) if among is not None else range(len(members)):
+        lineage = members[i].statement.lineage
+        by_head[lineage.head].append(lineage)
+    head = max(by_head, key=lambda head: (len(by_head[head]), head))
+    # What lies behind the same head is the same for all who are honest; of those who are not, most agree with nobody.
+    behind = Counter(lineage.to_lists()[1] for lineage in by_head[head])
+    most = max(behind, key=lambda marks: (behind[marks], marks))
+    return next(lineage for lineage in by_head[head] if lineage.to_lists()[1] == most)
+
+
+def _plan_block(members: Sequence[Member], lineages: Sequence[Lineage], block: int) -> BlockPlan | None:
     """The plan of one block, None where there is nothing to do."""
     holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
     for i, member in enumerate(members):
@@ -156,13 +173,18 @@ def _plan_block(members: Sequence[Member], block: int) -> BlockPlan | None:
 
     version, digest = max(holders_of_base, key=preference)
     in_base = frozenset(holders_of_base[version, digest])
+    weights = _weights(members, block)
+    # Only members with another base make it necessary to look at lineages, and there are few of them.
+    others = [i for i, _ in weights if i not in in_base]
+    base_lineage = common_lineage(members, in_base) if others else None
+
+    def went_another_way(i: int) -> bool:
+        assert base_lineage is not None
+        return members[i].statement.versions[block] >= version or not lineages[i].leads_to(base_lineage)
+
     contributions = tuple(
-        Contribution(
-            i,
-            weight,
-            Form.FULL if i not in in_base and members[i].statement.versions[block] >= version else Form.DELTA,
-        )
-        for i, weight in _weights(members, block)
+        Contribution(i, weight, Form.FULL if i not in in_base and went_another_way(i) else Form.DELTA)
+        for i, weight in weights
     )
     if not contributions and len(in_base) == len(members):
         return None

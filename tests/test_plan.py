@@ -10,8 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.layout import SHARED_BLOCK, Layout
-from spes_swarm.plan import MAX_WEIGHT_RATIO, MIN_PART_ELEMENTS, BlockPlan, Contribution, Form, Plan, make_plan
+from spes_swarm.lineage import Lineage
+from spes_swarm.plan import (
+    MAX_WEIGHT_RATIO,
+    MIN_PART_ELEMENTS,
+    BlockPlan,
+    Contribution,
+    Form,
+    Plan,
+    common_lineage,
+    make_plan,
+)
 from spes_swarm.statement import Group, Member, Statement
 from tests.rounds import small_layout
 
@@ -32,6 +43,12 @@ def member(name: str, layout: Layout, **changes: Any) -> Member:
         "reachable": True,
         "versions": [5] * num_blocks,
         "digests": [b"\5" * 32] * num_blocks,
+        "commits": [],
+        "marks": b"",
+        "room": len(held),
+        "fixed": False,
+        "leaving": False,
+        "leased": bytes(num_bitmap_bytes(num_blocks - 1)),
     }
     return Member(name, Statement(**{**fields, **changes}))
 
@@ -373,3 +390,58 @@ def test_an_expert_without_any_tokens_still_follows_its_holders() -> None:
     layout = small_layout(1)
     plan = plan_of(layout, member("a", layout, held=[0], routed=[0]), member("b", layout, held=[0], routed=[0]))
     assert weights(plan, 1) == [1.0, 1.0]
+
+
+def test_a_side_that_has_committed_fewer_rounds_since_the_split_sends_its_values_too() -> None:
+    layout = small_layout()
+    before = Lineage({4: b"4" * 8})
+    ours, theirs = before.after(5, b"ours ours"), before.after(5, b"theirs theirs").after(6, b"theirs 6.")
+    late = ours
+
+    def on(lineage: Lineage, version: int, digest: bytes) -> dict[str, Any]:
+        commits, marks = lineage.to_lists()
+        blocks = len(layout.blocks)
+        return {"commits": commits, "marks": marks, "versions": [version] * blocks, "digests": [digest * 32] * blocks}
+
+    split = make_plan(
+        group(
+            [
+                member("a", layout, **on(theirs, 6, b"t")),
+                member("b", layout, **on(theirs, 6, b"t")),
+                member("c", layout, **on(ours, 5, b"o")),
+            ]
+        ),
+        layout,
+        MAX_PART,
+    )
+    assert contributors(split, SHARED_BLOCK)[2].form is Form.FULL
+    further = ours.after(6, b"ours six")
+    late_only = make_plan(
+        group(
+            [
+                member("a", layout, **on(further, 6, b"t")),
+                member("b", layout, **on(further, 6, b"t")),
+                member("c", layout, **on(late, 5, b"o")),
+            ]
+        ),
+        layout,
+        MAX_PART,
+    )
+    assert contributors(late_only, SHARED_BLOCK)[2].form is Form.DELTA
+
+
+def test_the_common_lineage_is_that_of_most_members() -> None:
+    layout = small_layout()
+    one, other = Lineage({3: b"a" * 8}), Lineage({7: b"b" * 8})
+
+    def having(lineage: Lineage) -> dict[str, Any]:
+        commits, marks = lineage.to_lists()
+        return {"commits": commits, "marks": marks}
+
+    members = [member(f"{i}", layout, **having(one)) for i in range(3)]
+    members += [member(f"{i}", layout, **having(other)) for i in range(3, 5)]
+    assert common_lineage(members) == one
+    assert common_lineage(members, among=[2, 3, 4]) == other
+    # A member that claims the same newest commit with another past does not rewrite it.
+    liar = member("x", layout, **having(Lineage({1: b"c" * 8, 3: b"a" * 8})))
+    assert common_lineage([*members, liar]) == one

@@ -1,0 +1,73 @@
+"""Who is late and who went another way."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_swarm.lineage import MARK_BYTES, MAX_COMMITS, Lineage
+
+# Rounds may be skipped: a number is not committed again when its exchange failed and the swarm went on.
+histories = st.lists(st.integers(1, 3), min_size=0, max_size=60)
+
+
+def commit(lineage: Lineage, gaps: list[int], side: str = "") -> Lineage:
+    """The lineage after more commits, of groups that depend on the `side` of a partition."""
+    for gap in gaps:
+        number = max(lineage.head[0], 0) + gap
+        lineage = lineage.after(number, f"{side}{number:<30}".encode())
+    return lineage
+
+
+@given(histories, histories)
+def test_who_missed_rounds_is_late(before: list[int], missed: list[int]) -> None:
+    late = commit(Lineage({}), before)
+    swarm = commit(late, missed)
+    assert late.leads_to(swarm)
+    assert swarm.leads_to(late) == (not missed)
+
+
+@given(histories, st.lists(st.integers(1, 3), min_size=1, max_size=20), st.lists(st.integers(1, 3), min_size=1))
+def test_two_sides_of_a_partition_are_not_late(before: list[int], ours: list[int], theirs: list[int]) -> None:
+    common = commit(Lineage({}), before)
+    one, other = commit(common, ours, "one"), commit(common, theirs, "other")
+    # Of up to 20 commits since the split none is thinned out, so the shorter side always notices.
+    assert not one.leads_to(other) or len(theirs) > 32
+    assert not other.leads_to(one)
+
+
+def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
+    common = commit(Lineage({}), [1] * 5000)
+    one, other = commit(common, [1] * 700, "one"), commit(common, [1] * 3000, "other")
+    assert not one.leads_to(other)
+    assert not other.leads_to(one)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 4000), st.integers(0, 4000))
+def test_any_lateness_is_recognised(before: int, missed: int) -> None:
+    late = commit(Lineage({}), [1] * before)
+    assert late.leads_to(commit(late, [1] * missed))
+
+
+def test_a_lineage_stays_small() -> None:
+    commits, marks = commit(Lineage({}), [1] * 5000).to_lists()
+    assert len(commits) <= MAX_COMMITS
+    assert len(marks) == MARK_BYTES * len(commits)
+    assert commits[-32:] == list(range(4969, 5001))
+    assert 4960 in commits
+    assert 4096 in commits
+
+
+@given(histories)
+def test_a_statement_carries_it_whole(gaps: list[int]) -> None:
+    lineage = commit(Lineage({}), gaps)
+    assert Lineage.from_lists(*lineage.to_lists()) == lineage
+
+
+def test_after_healing_both_sides_have_one_lineage() -> None:
+    common = commit(Lineage({}), [1] * 3)
+    one, other = commit(common, [1] * 4, "one"), commit(common, [1] * 3, "other")
+    healed = one.after(8, b"x" * 32)
+    assert one.leads_to(healed)
+    assert not other.leads_to(healed)

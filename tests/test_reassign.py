@@ -1,0 +1,346 @@
+"""Who trains which expert from round to round: what holds for any table, against references made another way."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from spes_swarm.ownership import Holding, Rules, reassign
+
+Outcome = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `reassign`."""
+
+    table: dict[str, Holding]
+    num_experts: int
+    round_number: int
+    trained_in: tuple[int, ...]
+    reserved: frozenset[int] = frozenset()
+    rules: Rules = field(default_factory=Rules)
+
+    @property
+    def rotates(self) -> bool:
+        return self.round_number % self.rules.rotate_every_rounds == 0
+
+    @property
+    def movable(self) -> dict[str, Holding]:
+        return {peer: holding for peer, holding in self.table.items() if not holding.fixed}
+
+    @property
+    def takeable(self) -> set[int]:
+        """Experts that somebody holds, or that nobody has a lease on."""
+        held = {e for holding in self.table.values() for e in holding.experts}
+        return {e for e in range(self.num_experts) if e in held or e not in self.reserved}
+
+    def after(self, outcome: Mapping[str, tuple[int, ...]]) -> Case:
+        return replace(self, table={p: replace(h, experts=outcome[p]) for p, h in self.table.items()})
+
+
+def decide(case: Case) -> Outcome:
+    return reassign(
+        case.table,
+        case.num_experts,
+        round_number=case.round_number,
+        trained_in=case.trained_in,
+        reserved=case.reserved,
+        rules=case.rules,
+    )
+
+
+def counts(table: Mapping[str, Collection[int]]) -> Counter[int]:
+    return Counter(e for experts in table.values() for e in experts)
+
+
+def before(case: Case) -> Outcome:
+    return {peer: holding.experts for peer, holding in case.table.items()}
+
+
+def gained(case: Case, outcome: Outcome) -> int:
+    return sum(len(set(experts) - set(case.table[peer].experts)) for peer, experts in outcome.items())
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, *, fixed: bool = True, targets: bool = True, reservations: bool = True, fits: bool = False
+) -> Case:
+    """Any table at all: peers without room, with more than they have room for, with nothing to do."""
+    num_experts = draw(st.integers(1, 7))
+    table = {}
+    for number in range(draw(st.integers(0, 6))):
+        experts = draw(st.sets(st.integers(0, num_experts - 1)))
+        room = draw(st.integers(len(experts) if fits else 0, num_experts + 1))
+        table[f"peer{number}"] = Holding(tuple(sorted(experts)), room, fixed and draw(st.integers(0, 3)) == 0)
+    round_number = draw(st.integers(1, 40))
+    return Case(
+        table,
+        num_experts,
+        round_number,
+        tuple(draw(st.lists(st.integers(0, round_number), min_size=num_experts, max_size=num_experts))),
+        frozenset(draw(st.sets(st.integers(0, num_experts - 1)))) if reservations else frozenset(),
+        Rules(draw(st.sampled_from([None, None, 1, 2, 3, 5])) if targets else None, draw(st.sampled_from([1, 3, 50]))),
+    )
+
+
+thoroughly = settings(max_examples=300, deadline=None)
+
+
+# What never happens.
+
+
+@thoroughly
+@given(cases())
+def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
+    outcome = decide(case)
+    assert outcome.keys() == case.table.keys()
+    for peer, holding in case.movable.items():
+        assert len(outcome[peer]) <= holding.room
+    for experts in outcome.values():
+        assert list(experts) == sorted(set(experts))
+        assert set(experts) <= set(range(case.num_experts))
+
+
+@thoroughly
+@given(cases())
+def test_experts_that_a_user_has_named_stay(case: Case) -> None:
+    outcome = decide(case)
+    assert all(outcome[peer] == holding.experts for peer, holding in case.table.items() if holding.fixed)
+
+
+@thoroughly
+@given(cases())
+def test_experts_of_absent_peers_stay_reserved(case: Case) -> None:
+    assert counts(decide(case)).keys() <= case.takeable
+
+
+@thoroughly
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_order_of_the_table_does_not_matter(case: Case, rng: object) -> None:
+    peers = list(case.table)
+    rng.shuffle(peers)  # type: ignore[attr-defined]
+    shuffled = {
+        peer: replace(case.table[peer], experts=tuple(reversed(case.table[peer].experts)))
+        if not case.table[peer].fixed
+        else case.table[peer]
+        for peer in peers
+    }
+    assert decide(replace(case, table=shuffled)) == decide(case)
+
+
+@thoroughly
+@given(cases(fits=True))
+def test_an_expert_loses_its_last_holder_only_to_one_that_had_none(case: Case) -> None:
+    held, holds = counts(before(case)), counts(decide(case))
+    lost = held.keys() - holds.keys()
+    if case.rotates:
+        assert len(lost) <= len(holds.keys() - held.keys())
+    else:
+        assert not lost
+
+
+# What is reached in one call.
+
+
+def coverable(case: Case) -> int:
+    """How many experts can have a holder: every peer may hold any expert, so counting is enough."""
+    by_users = {e for holding in case.table.values() if holding.fixed for e in holding.experts}
+    places = sum(min(holding.room, case.num_experts) for holding in case.movable.values())
+    return len(by_users) + min(places, len(case.takeable - by_users))
+
+
+@thoroughly
+@given(cases())
+def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
+    assert len(counts(decide(case))) == coverable(case)
+
+
+@thoroughly
+@given(cases(targets=False))
+def test_all_room_is_used(case: Case) -> None:
+    outcome = decide(case)
+    for peer, holding in case.movable.items():
+        assert len(outcome[peer]) == min(holding.room, len(case.takeable))
+
+
+@thoroughly
+@given(cases(fixed=False, targets=False))
+def test_replicas_differ_by_one_at_most_or_where_there_are_many_by_a_quarter(case: Case) -> None:
+    holds = counts(decide(case))
+    sizes = [holds[e] for e in case.takeable]
+    fewest = min(sizes, default=0)
+    assert max(sizes, default=0) - fewest <= 1 + fewest // 4
+
+
+@thoroughly
+@given(cases())
+def test_deciding_again_changes_nothing(case: Case) -> None:
+    case = replace(case, rules=replace(case.rules, rotate_every_rounds=50), round_number=case.round_number + 1)
+    outcome = decide(case)
+    for later in (case.round_number, case.round_number + 1):
+        assert decide(replace(case.after(outcome), round_number=later)) == outcome
+
+
+@thoroughly
+@given(cases(fixed=False, targets=False, reservations=False, fits=True))
+def test_no_more_moves_than_needed(case: Case) -> None:
+    full = {peer: replace(holding, room=len(holding.experts)) for peer, holding in case.table.items()}
+    case = replace(case, table=full, rules=Rules(None, 50))
+    holds = counts(before(case))
+    sizes = sorted((holds[e] for e in range(case.num_experts)), reverse=True)
+    quotient, remainder = divmod(sum(sizes), case.num_experts)
+    assume(quotient < 4)
+    aims = [quotient + (i < remainder) for i in range(case.num_experts)]
+    needed = sum(max(0, size - aim) for size, aim in zip(sizes, aims, strict=True))
+    assert gained(case, decide(case)) == needed
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_an_empty_table_and_one_without_room_are_no_trouble(fixed: bool) -> None:
+    assert decide(Case({}, 3, 10, (0, 0, 0))) == {}
+    assert decide(Case({"a": Holding((), 0, fixed)}, 3, 10, (0, 0, 0))) == {"a": ()}
+
+
+def test_a_replica_more_or_less_does_not_matter_where_there_are_many() -> None:
+    def table(on_first: int, on_second: int) -> dict[str, Holding]:
+        return {f"p{i}": Holding((int(i >= on_first),), 1) for i in range(on_first + on_second)}
+
+    for on_first, on_second, expected in ((3, 1, (2, 2)), (4, 3, (4, 3)), (11, 8, (11, 8)), (13, 8, (12, 9))):
+        case = Case(table(on_first, on_second), 2, 11, (10, 10))
+        holds = counts(decide(case))
+        assert (holds[0], holds[1]) == expected
+
+
+def test_the_longest_untrained_is_served_first() -> None:
+    case = Case({"a": Holding((0,), 2), "b": Holding((1,), 2)}, 6, 21, (20, 20, 9, 5, 7, 5))
+    assert counts(decide(case)).keys() == {0, 1, 3, 5}
+
+
+def test_the_peer_with_the_most_room_left_adopts() -> None:
+    case = Case({"a": Holding((0,), 2), "b": Holding((1,), 4), "c": Holding((3,), 2)}, 4, 21, (20,) * 4)
+    assert 2 in decide(replace(case, rules=Rules(replicas=1)))["b"]
+
+
+# The replication target.
+
+
+def reachable_replicas(case: Case) -> int:
+    """The most holders, none counted beyond the target, by maximum flow from movable peers to experts."""
+    assert case.rules.replicas is not None
+    by_users = counts({peer: h.experts for peer, h in case.table.items() if h.fixed})
+    wanted = {e: max(0, case.rules.replicas - by_users[e]) for e in case.takeable}
+    given_to: dict[int, list[str]] = {e: [] for e in case.takeable}
+
+    def find_place(peer: str, seen: set[int]) -> bool:
+        for e in sorted(case.takeable - seen):
+            if peer in given_to[e]:
+                continue
+            seen.add(e)
+            if len(given_to[e]) < wanted[e]:
+                given_to[e].append(peer)
+                return True
+            for i, other in enumerate(given_to[e]):
+                if find_place(other, seen):
+                    given_to[e][i] = peer
+                    return True
+        return False
+
+    for peer, holding in case.movable.items():
+        for _ in range(holding.room):
+            find_place(peer, set())
+    return sum(min(n, case.rules.replicas) for n in by_users.values()) + sum(map(len, given_to.values()))
+
+
+targeted = cases().filter(lambda case: case.rules.replicas is not None)
+
+
+@thoroughly
+@given(targeted)
+def test_no_fewer_replicas_than_possible(case: Case) -> None:
+    assert case.rules.replicas is not None
+    holds = counts(decide(replace(case, rules=replace(case.rules, rotate_every_rounds=50))))
+    assert sum(min(count, case.rules.replicas) for count in holds.values()) == reachable_replicas(case)
+
+
+@thoroughly
+@given(targeted)
+def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: Case) -> None:
+    assert case.rules.replicas is not None
+    outcome = decide(case)
+    holds = counts(outcome)
+    for peer in case.movable:
+        if any(holds[e] > case.rules.replicas for e in outcome[peer]):
+            assert len(outcome[peer]) == 1
+            # There was nothing better to hold.
+            assert all(holds[e] >= case.rules.replicas for e in case.takeable)
+
+
+@thoroughly
+@given(cases())
+def test_nobody_with_room_holds_nothing(case: Case) -> None:
+    outcome = decide(case)
+    for peer, holding in case.movable.items():
+        assert outcome[peer] or not holding.room or not case.takeable
+
+
+# Rotation.
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 12), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4))
+@example(12, [1], 3)
+def test_no_expert_waits_for_longer_than_a_full_turn(num_experts: int, rooms: list[int], every: int) -> None:
+    places = min(sum(rooms), num_experts)
+    turn = -(-(num_experts - places) // places) * every + every
+    held: Outcome = {f"peer{i}": () for i in range(len(rooms))}
+    trained_in = [0] * num_experts
+    for number in range(1, 5 * turn + 1):
+        for e in counts(held):
+            trained_in[e] = number
+        table = {peer: Holding(experts, rooms[i]) for i, (peer, experts) in enumerate(held.items())}
+        case = Case(table, num_experts, number, tuple(trained_in), rules=Rules(rotate_every_rounds=every))
+        held = decide(case)
+        assert len(counts(held)) == places
+        # The expert is trained from the next round on.
+        assert all(number + 1 - trained <= turn for e, trained in enumerate(trained_in) if e not in counts(held))
+        if number % every and number > 1:
+            assert held == before(case)  # between turns everybody trains in peace
+
+
+def test_what_was_adopted_just_now_is_not_given_up_at_once() -> None:
+    case = Case({"a": Holding((), 1)}, 3, 10, (3, 1, 2))
+    assert decide(case) == {"a": (1,)}
+
+
+# Speed.
+
+
+def swarm(num_peers: int, num_experts: int) -> Case:
+    """Peers with room for 1, 4 or 8 experts that hold what an earlier call has given them."""
+    rooms = [(1, 1, 4, 8)[i % 4] for i in range(num_peers)]
+    table = {f"Qm{i:044d}": Holding((), room) for i, room in enumerate(rooms)}
+    case = Case(table, num_experts, 11, tuple(i % 10 for i in range(num_experts)))
+    return case.after(decide(case))
+
+
+@pytest.mark.parametrize("num_experts", [64, 1024])
+def test_a_thousand_peers_are_decided_upon_in_no_time(num_experts: int) -> None:
+    case = swarm(1000, num_experts)
+    for peer in sorted(case.table)[::100]:  # ten peers have died, ten have come
+        del case.table[peer]
+        case.table[f"new{peer}"] = Holding((0,), 4)
+    best = min(_seconds(case) for _ in range(3))
+    assert best < 0.1  # about 5 ms on an idle core
+
+
+def _seconds(case: Case) -> float:
+    started = time.process_time()
+    decide(case)
+    return time.process_time() - started
