@@ -18,6 +18,7 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Block, Layout
 
 CHUNK_ELEMENTS = 1 << 18
+DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class ReferenceTable:
 class Reference:
     """The reference of this peer: values in (shared) memory and their table.
 
-    Only `commit` and `adopt` change the round, versions and digests, and they do it together with the values.
+    Values change in a commit, which ends with `finish`, or chunk by chunk in a download, which ends with `adopt`.
+    Outside of a commit the digests are always those of the values, in the middle of a download, too.
     """
 
     def __init__(self, layout: Layout, values_N: FloatArray) -> None:
@@ -121,6 +123,22 @@ class Reference:
     def table(self) -> ReferenceTable:
         """A snapshot of everything but the values."""
         return ReferenceTable(self.round, tuple(self._versions), tuple(self._chunk_digests))
+
+    def digest_of(self, chunk: Chunk) -> bytes:
+        """Digest of one chunk."""
+        return self._chunk_digests[chunk.block][chunk.index]
+
+    def replace_chunk(self, chunk: Chunk, values_N: FloatArray, digest: bytes) -> None:
+        """Takes over a chunk with its digest, which the caller has verified."""
+        self.values_N[chunk.start : chunk.start + chunk.size] = values_N
+        digests = self._chunk_digests[chunk.block]
+        self._chunk_digests[chunk.block] = (*digests[: chunk.index], digest, *digests[chunk.index + 1 :])
+        self._digests[chunk.block] = block_digest(self._chunk_digests[chunk.block])
+
+    def adopt(self, round_number: int, versions: Sequence[int]) -> None:
+        """Ends a download: the values are what others have at these versions."""
+        self._versions = list(versions)
+        self.round = round_number
 
     def finish(self, round_number: int, changed: Iterable[tuple[int, int]]) -> None:
         """Ends a change of the values: rehashes the `changed` (block, new version) pairs and sets the round."""

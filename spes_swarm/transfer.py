@@ -1,41 +1,40 @@
-"""State transfer: a newcomer fetches the reference from many donors at once and checks every chunk.
+"""State transfer: a donor's side, and the way into a download (download.py).
 
-Donors answer `table` with the digests of all their chunks, and the stream `fetch` with chunks. The newcomer takes the
-table that most donors agree on and shares the chunks out among them; a chunk that does not match its digest, or a donor
-that stops, costs only that chunk.
+Donors answer `table` with the digests of all their chunks, and serve the stream `fetch` with chunks, named by number
+and digest. What they send is limited (rate_limit.py), so that rounds are not starved.
+
+A donor that commits a round changes the very chunks that it is being asked for. From the beginning of a round's
+exchange it therefore keeps copies of the blocks that are under way to a newcomer, until these have gone out.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hivemind.p2p import P2P
 
+from spes_swarm.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.codec import EXACT
-from spes_swarm.errors import ProtocolError, RoundError
+from spes_swarm.download import Download, SyncProgress, TransferReport
+from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
-from spes_swarm.reference import CHUNK_ELEMENTS, Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
+from spes_swarm.partial_reference import PartialReference
+from spes_swarm.rate_limit import TransferLimit
+from spes_swarm.reference import DIGEST_BYTES, Chunk, Reference, ReferenceTable, chunks_of
 from spes_swarm.rpc import Rpc
 from spes_swarm.statement import MAX_ROUND
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
 
-_MAX_HELLO_BYTES = 1 << 20
-_BATCH = 8  # chunks asked for at a time
-_MAX_ATTEMPTS = 6  # each time the swarm commits during a transfer, the newcomer begins again with what has changed
-
-
-@dataclass
-class TransferReport:
-    """How a download went."""
-
-    round: int
-    payload_bytes: int = 0
-    chunks_by_donor: Counter[str] = field(default_factory=Counter)
+_RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun or ended
+# Copies for newcomers take no more memory than this, or one block.
+_MAX_COPIED_BYTES = 1 << 30
+# Newcomers ask for block after block; small ones are under way several at a time.
+_BLOCKS_PER_STREAM = 4
 
 
 def table_to_wire(table: ReferenceTable) -> dict[str, Any]:
@@ -60,17 +59,101 @@ def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
         and isinstance(versions, list)
         and isinstance(chunks, list)
         and all(type(version) is int and 0 <= version <= number for version in versions)
-        and all(isinstance(digests, bytes) and len(digests) % 32 == 0 for digests in chunks)
+        and all(isinstance(digests, bytes) and len(digests) % DIGEST_BYTES == 0 for digests in chunks)
     ):
         raise ProtocolError("malformed", "a reference table lacks its fields")
-    split = tuple(tuple(digests[i : i + 32] for i in range(0, len(digests), 32)) for digests in chunks)
+    split = tuple(
+        tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)) for digests in chunks
+    )
     table = ReferenceTable(number, tuple(versions), split)
     table.check_shape(layout)
     return table
 
 
+class Copies:
+    """Blocks as they were before a commit, for as long as a newcomer fetches them. Chunks are found by their digest."""
+
+    def __init__(self, reference: Reference, max_bytes: int = _MAX_COPIED_BYTES) -> None:
+        self._reference = reference
+        self._max_bytes = max_bytes
+        self._chunks: dict[int, dict[bytes, bytes]] = {}  # block -> digest -> payload
+        self._num_bytes = 0
+
+    async def add(self, block: int) -> None:
+        """Copies a block as it is now, chunk by chunk, unless there is no room for all of it."""
+        copied = self._chunks.get(block, {})
+        size = self._reference.layout.blocks[block].size
+        if self._num_bytes and self._num_bytes + EXACT.num_bytes(size) > self._max_bytes:
+            return
+        for chunk in chunks_of(self._reference.layout.blocks[block]):
+            digest = self._reference.digest_of(chunk)
+            if digest not in copied:
+                copied = self._chunks.setdefault(block, {})
+                copied[digest] = self.encode(chunk)
+                self._num_bytes += len(copied[digest])
+                await asyncio.sleep(0)  # a round is under way, and has other things to do in between
+
+    def encode(self, chunk: Chunk) -> bytes:
+        """A chunk's values as they are now."""
+        return EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
+
+    def get(self, block: int, digest: bytes) -> bytes | None:
+        """A copied chunk."""
+        return self._chunks.get(block, {}).get(digest)
+
+    def keep_only(self, blocks: Collection[int]) -> None:
+        """Drops the copies of all other blocks."""
+        for block in self._chunks.keys() - set(blocks):
+            self._num_bytes -= sum(map(len, self._chunks.pop(block).values()))
+
+
+@dataclass(frozen=True)
+class _Links:
+    """How a newcomer reaches donors; see download.Donors."""
+
+    p2p: P2P
+    rpc: Rpc
+    name: str
+    layout: Layout
+    timeout_s: float
+    known: Callable[[], Collection[str]]
+
+    async def table(self, donor: str) -> ReferenceTable:
+        return table_from_wire(await self.rpc.call(donor, "table", {}, self.timeout_s), self.layout)
+
+    @asynccontextmanager
+    async def connect(self, donor: str) -> AsyncIterator[Channel]:
+        """Opens a stream. hivemind 1.1.12 never closes one whose opening is cancelled, so that is let end by itself."""
+        stack = AsyncExitStack()
+        opening = asyncio.create_task(
+            stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
+        )
+        try:
+            channel = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(_close_when_open(opening, stack))
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            raise
+        async with stack:
+            yield channel
+
+
+_CLOSING: set[asyncio.Task[None]] = set()  # the loop itself keeps no tasks alive
+
+
+async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
+    with suppress(*STREAM_ERRORS):
+        await opening
+    await stack.aclose()
+
+
 class Transfer:
-    """Serves this peer's reference and downloads that of others."""
+    """Serves this peer's reference and downloads that of others.
+
+    Args:
+        upload_mbps: declared upload bandwidth, None where none was declared; see rate_limit.py.
+    """
 
     def __init__(
         self,
@@ -80,6 +163,7 @@ class Transfer:
         reference: Reference,
         stall_timeout_s: float,
         on_fault: Callable[[str, ProtocolError], None],
+        upload_mbps: float | None = None,
     ) -> None:
         self._p2p = p2p
         self._rpc = rpc
@@ -88,6 +172,11 @@ class Transfer:
         self._on_fault = on_fault
         self._name = f"{run_id}/fetch"
         self._chunks = [chunk for block in reference.layout.blocks for chunk in chunks_of(block)]
+        self._limit = TransferLimit(upload_mbps)
+        self._copies = Copies(reference)
+        self._copying: set[asyncio.Task[None]] = set()
+        # For each open stream: the blocks that it was asked for last, each with the newest request (chunk and digest).
+        self._under_way: list[dict[int, tuple[int, bytes]]] = []
         self._serving = False
 
     async def start(self) -> None:
@@ -99,118 +188,53 @@ class Transfer:
         """From now on this peer's reference is complete and may be given to others."""
         self._serving = True
 
-    async def download(self, donors: Callable[[], Collection[str]]) -> TransferReport:
+    @contextmanager
+    def round_under_way(self) -> Iterator[None]:
+        """While this is open, transfers yield to a round's exchange, and what they have begun survives its commit."""
+        with self._limit.round_under_way():
+            task = asyncio.create_task(self._copy_blocks_under_way())
+            self._copying.add(task)  # the loop itself keeps no tasks alive
+            task.add_done_callback(self._copying.discard)
+            yield
+
+    async def _copy_blocks_under_way(self) -> None:
+        for number, digest in [request for blocks in self._under_way for request in blocks.values()]:
+            await self._copy_if_current(number, digest)
+
+    async def _copy_if_current(self, number: int, digest: bytes) -> None:
+        # Who fetches a block as it was before an earlier commit has its copies already.
+        if self._reference.digest_of(self._chunks[number]) == digest:
+            await self._copies.add(self._chunks[number].block)
+
+    # The newcomer.
+
+    async def download(
+        self,
+        donors: Callable[[], Collection[str]],
+        partial: Path | None = None,
+        on_progress: Callable[[SyncProgress], None] = lambda progress: None,
+    ) -> TransferReport:
         """Brings this peer's reference to what the donors have.
 
+        Args:
+            donors: who may be asked; called again and again.
+            partial: file for what has come, in case this process is killed; removed when the download is complete.
+            on_progress: told how far it is, about once a second.
+
         Raises:
-            RoundError: no donor answered, or the donors changed faster than their state could be fetched.
+            RoundError: no donor answered, or none delivered.
         """
-        report = TransferReport(round=self._reference.round)
-        failed: set[str] = set()
-        for attempt in range(_MAX_ATTEMPTS):
-            tables = await self._tables(donors())
-            # Who has failed once is asked again only when there is nobody else.
-            tables = {donor: table for donor, table in tables.items() if donor not in failed} or tables
-            if not tables:
-                await asyncio.sleep(0.5 * (attempt + 1))
-                continue
-            votes = Counter((table.digest, table.round) for table in tables.values())
-            best = max(votes, key=lambda entry: (votes[entry], entry[1]))
-            table = next(t for t in tables.values() if (t.digest, t.round) == best)
-            if await self._fetch_all(table, tables, report, failed):
-                report.round = table.round
-                return report
-        raise RoundError("the swarm's reference could not be fetched: no donor, or it changes faster than it arrives")
-
-    async def _tables(self, donors: Collection[str]) -> dict[str, ReferenceTable]:
-        async def ask(donor: str) -> ReferenceTable | None:
-            try:
-                return table_from_wire(
-                    await self._rpc.call(donor, "table", {}, self._stall_timeout_s), self._reference.layout
-                )
-            except ProtocolError as exc:
-                self._on_fault(donor, exc)
-            except STREAM_ERRORS:
-                pass  # not a donor, then
-            return None
-
-        answers = await asyncio.gather(*(ask(donor) for donor in donors))
-        return {donor: table for donor, table in zip(donors, answers, strict=True) if table is not None}
-
-    async def _fetch_all(
-        self, table: ReferenceTable, tables: dict[str, ReferenceTable], report: TransferReport, failed: set[str]
-    ) -> bool:
-        """Fetches what differs from `table`; whether all of it came."""
-        mine = self._reference.table
-        wanted = {
-            number: table.chunk_digests[chunk.block][chunk.index]
-            for number, chunk in enumerate(self._chunks)
-            if mine.chunk_digests[chunk.block][chunk.index] != table.chunk_digests[chunk.block][chunk.index]
-        }
-        pending = deque(sorted(wanted))
-        batch = max(1, min(_BATCH, len(pending) // (2 * len(tables))))
-        touched: set[int] = set()
-
-        async def work(donor: str) -> None:
-            has = tables[donor]
-            while pending:
-                mine_now = [pending.popleft() for _ in range(min(batch, len(pending)))]
-                able = [n for n in mine_now if self._digest_in(has, self._chunks[n]) == wanted[n]]
-                pending.extend(n for n in mine_now if n not in able)
-                got = await self._fetch(donor, {n: wanted[n] for n in able}, has.round, report)
-                touched.update(self._chunks[n].block for n in got)
-                pending.extend(n for n in able if n not in got)
-                if len(got) < len(able):
-                    failed.add(donor)
-                if len(got) < len(mine_now):
-                    return  # it failed or has moved on: the others take over what is left
-
-        await asyncio.gather(*(work(donor) for donor in tables))
-        complete = not pending
-        blocks = range(len(table.versions)) if complete else touched
-        versions = table.versions if complete else self._reference.versions
-        self._reference.finish(
-            table.round if complete else self._reference.round, [(block, versions[block]) for block in blocks]
-        )
-        if complete and self._reference.digest != table.digest:
-            raise RoundError("the fetched reference does not have the digest that the donors announced")
-        return complete
-
-    @staticmethod
-    def _digest_in(table: ReferenceTable, chunk: Chunk) -> bytes:
-        return table.chunk_digests[chunk.block][chunk.index]
-
-    async def _fetch(
-        self, donor: str, wanted: dict[int, bytes], expected_round: int, report: TransferReport
-    ) -> set[int]:
-        """Fetches some chunks from one donor; returns those that came and match their digests."""
-        got: set[int] = set()
-        if not wanted:
-            return got
+        links = _Links(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+        kept = PartialReference(partial) if partial is not None else None
+        download = Download(self._reference, links, self._stall_timeout_s, kept, self._on_fault, on_progress)
         try:
-            async with open_channel(self._p2p, donor, self._name, self._stall_timeout_s) as channel:
-                await channel.send_hello(chunks=np.array(sorted(wanted), dtype="<u4").tobytes())
-                while len(got) < len(wanted):
-                    frame = await channel.receive(EXACT.num_bytes(CHUNK_ELEMENTS))
-                    if frame.kind is not FrameKind.DATA:
-                        break
-                    if frame.part not in wanted or frame.part in got:
-                        raise ProtocolError("part", f"chunk {frame.part} was not asked for")
-                    if int.from_bytes(frame.extra, "little") != expected_round:
-                        break  # the donor has committed another round meanwhile: an honest mismatch
-                    chunk = self._chunks[frame.part]
-                    values_N = EXACT.decode(frame.payload, chunk.size)
-                    if chunk_digest(values_N) != wanted[frame.part]:
-                        raise ProtocolError("digest", f"chunk {frame.part} does not match its digest")
-                    self._reference.values_N[chunk.start : chunk.start + chunk.size] = values_N
-                    got.add(frame.part)
-                    report.payload_bytes += len(frame.payload)
-                    report.chunks_by_donor[donor] += 1
-        except ProtocolError as exc:
-            self._on_fault(donor, exc)
-        except STREAM_ERRORS as exc:
-            self._on_fault(donor, ProtocolError("donor", f"a transfer ended early: {exc or type(exc).__name__}"))
-        return got
+            return await download.run()
+        finally:
+            if kept is not None and kept.error is not None:
+                error = ProtocolError("disk", f"what was fetched could not be kept in {partial}: {kept.error}")
+                self._on_fault(str(self._p2p.peer_id), error)
+
+    # The donor.
 
     async def _serve_table(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
@@ -219,15 +243,55 @@ class Transfer:
         return table_to_wire(self._reference.table)
 
     async def _serve_fetch(self, channel: Channel) -> None:
-        hello = await channel.receive_hello(_MAX_HELLO_BYTES)
-        listed = hello.get("chunks")
-        if not self._serving or not isinstance(listed, bytes) or len(listed) % 4:
-            raise ProtocolError("malformed", "a fetch lists its chunks as 32-bit numbers")
-        for number in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
-            if number >= len(self._chunks):
-                raise ProtocolError("part", f"there is no chunk {number}")
-            chunk = self._chunks[number]
-            payload = EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
-            held_round = self._reference.round.to_bytes(8, "little")
-            await channel.send(Frame(FrameKind.DATA, part=number, extra=held_round, payload=payload))
-        await channel.send(Frame(FrameKind.END))
+        blocks: dict[int, tuple[int, bytes]] = {}
+        self._under_way.append(blocks)
+        try:
+            while True:
+                frame = await channel.receive(MAX_REQUEST_BYTES)
+                for number, digest in read_request(frame, len(self._chunks)):
+                    if not self._serving:
+                        raise ProtocolError("unready", "this peer has no complete reference yet")
+                    payload = self._payload(number, digest)
+                    if payload is not None:
+                        await self._note_under_way(blocks, number, digest)
+                    await self._send_chunk(channel, number, payload)
+        finally:
+            self._under_way = [other for other in self._under_way if other is not blocks]
+            self._drop_copies()
+
+    async def _note_under_way(self, blocks: dict[int, tuple[int, bytes]], number: int, digest: bytes) -> None:
+        block = self._chunks[number].block
+        is_new = blocks.pop(block, None) is None
+        blocks[block] = number, digest
+        if not is_new:
+            return
+        if len(blocks) > _BLOCKS_PER_STREAM:
+            del blocks[next(iter(blocks))]
+        self._drop_copies()
+        if self._limit.yields:
+            await self._copy_if_current(number, digest)
+
+    def _drop_copies(self) -> None:
+        self._copies.keep_only({block for blocks in self._under_way for block in blocks})
+
+    def _payload(self, number: int, digest: bytes) -> bytes | None:
+        """A chunk with that digest, None if there is none (any more)."""
+        chunk = self._chunks[number]
+        if digest == self._reference.digest_of(chunk):
+            return self._copies.encode(chunk)
+        return self._copies.get(chunk.block, digest)
+
+    async def _send_chunk(self, channel: Channel, number: int, payload: bytes | None) -> None:
+        for frame in piece_frames(number, payload, self._reference.round):
+            await self._wait_for_turn(channel, len(frame.payload))
+            await channel.send(frame)
+
+    async def _wait_for_turn(self, channel: Channel, num_bytes: int) -> None:
+        """Waits for what the limit allows, telling the newcomer meanwhile that this peer is alive."""
+        loop = asyncio.get_running_loop()
+        place, told_at = self._limit.book(num_bytes), loop.time()
+        while (wait_s := self._limit.wait_s(place)) > 0:
+            await asyncio.sleep(min(wait_s, _RECHECK_S))
+            if loop.time() - told_at > self._stall_timeout_s / 4:
+                await channel.send(Frame(FrameKind.KEEPALIVE))
+                told_at = loop.time()

@@ -1,0 +1,316 @@
+"""What newcomers' downloads cost the rounds of those whom they download from, on lines of limited speed.
+
+    sudo .venv/bin/python scripts/bench_transfer.py --mbps 20 --newcomers 4
+
+Three real peers (`python -m spes_swarm.join`) train in network namespaces, each behind a line of so many Mbit/s in both
+directions. In every other phase newcomers on a fourth host, which has no limit, download their reference again and
+again. Compared are the times of the exchanges in phases with and without downloads, for three kinds of donors:
+
+  declared   as shipped, with `upload_mbps` in the configuration
+  silent     as shipped, nothing declared: transfers are limited during rounds only
+  no limit   transfers take what they get
+
+Prints a table and writes JSON. The processors are shared by all: while peers train, exchanges do not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spes_swarm.lifetime import die_with_parent
+from spes_swarm.local_network import LocalNetwork, enter_namespace
+from spes_swarm.local_peer import LocalPeer, PeerProcess
+
+NUM_DONORS = 3
+KINDS = ("declared", "silent", "no limit")
+START_S = 300.0
+ROUND_S = 120.0
+# About 13 MB of reference; with fp16 differences an exchange moves some 5 MB in and out of every peer.
+RUN: dict[str, Any] = {
+    "name": "bench",
+    "model": {
+        "type": "olmoe",
+        "settings": {
+            "vocab_size": 272,
+            "hidden_size": 128,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": 256,
+            "pad_token_id": None,
+        },
+    },
+    "training": {
+        "sequence_length": 64,
+        "batch_size": 2,
+        "learning_rate": 1e-3,
+        "warmup_steps": 10,
+        "total_steps": 100_000,
+    },
+    "round": {
+        "inner_steps": 20,
+        "window_s": 20.0,
+        "stall_timeout_s": 20.0,
+        "timeout_s": 120.0,
+        "progress_ttl_s": 30.0,
+        "lease_s": 120.0,
+    },
+    "merge": {"alpha": 0.0, "steps": 1, "interval": 0},
+    "experts_per_peer": 3,
+    "evaluation": {"sequences": 1, "every_rounds": 1000},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One kind of donors."""
+
+    kind: str
+    exchanges_without: int  # of all donors; fewer than expected where one has missed a round
+    exchanges_with: int
+    exchange_s_without: float  # median over rounds and peers
+    exchange_s_with: float
+    downloads: int
+    download_mbps: float  # that all newcomers together received, over all phases with downloads
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long an exchange takes while somebody downloads."""
+        return self.exchange_s_with / self.exchange_s_without
+
+
+# The processes of the experiment: this script again, in another role.
+
+
+def take_part(arguments: list[str]) -> int:
+    """A peer whose transfers know no limit."""
+    from spes_swarm import rate_limit
+    from spes_swarm.join import main as join
+
+    rate_limit.DURING_ROUNDS_SHARE = 1e6
+    return join(arguments)
+
+
+async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[str]) -> None:
+    """A newcomer that never joins; prints a line for each download, and about once a second the bytes so far."""
+    import numpy as np
+
+    from spes_swarm.daemon import Daemon
+    from spes_swarm.download import SyncProgress
+    from spes_swarm.errors import ProtocolError, RoundError
+    from spes_swarm.identity import Identity
+    from spes_swarm.manifest import open_manifest
+    from spes_swarm.model import build_model, layout_of
+    from spes_swarm.reference import Reference
+    from spes_swarm.rpc import Rpc
+    from spes_swarm.transfer import Transfer
+
+    def complain(peer_id: str, error: ProtocolError) -> None:
+        print(json.dumps({"fault": f"{peer_id}: {error}"}), flush=True)
+
+    identity = Identity.load_or_create(directory / "identity.key")
+    daemon = await Daemon.start(identity.path, [f"/ip4/{own}/tcp/0"])
+    rpc = Rpc(daemon.p2p, complain)
+    await rpc.start()
+    donors = [await daemon.connect(maddr, 30.0) for maddr in maddrs]
+    manifest = open_manifest(await rpc.call(donors[0], "manifest", {}, 30.0), source=donors[0])
+    model = manifest.run.model
+    layout = layout_of(build_model(model.type, model.settings, 0, "cpu", on_meta=True))
+    values_N = np.zeros(layout.num_elements, np.float32)
+    transfer = Transfer(
+        daemon.p2p, rpc, manifest.run_id, Reference(layout, values_N), manifest.run.round.stall_timeout_s, complain
+    )
+    num_bytes = 0
+    while True:
+        values_N[:] = 0.0
+        transfer._reference = Reference(layout, values_N)
+        started = time.monotonic()
+
+        def tell(progress: SyncProgress, before: int = num_bytes) -> None:
+            print(json.dumps({"at": time.monotonic(), "bytes": before + progress.payload_bytes}), flush=True)
+
+        try:
+            report = await transfer.download(lambda: donors, None, tell)
+        except RoundError as exc:
+            print(json.dumps({"fault": str(exc)}), flush=True)
+            continue
+        num_bytes += report.payload_bytes
+        print(json.dumps({"seconds": time.monotonic() - started, "bytes": report.payload_bytes}), flush=True)
+
+
+# The experiment.
+
+
+def in_namespace(network: LocalNetwork, host: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Starts a command on a host, with its output appended to `log`."""
+    name, parent = network.namespace(host), os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        enter_namespace(name)
+
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=prepare,
+        )
+
+
+def launcher(network: LocalNetwork, host: int, kind: str) -> Callable[[Sequence[str], Path], PeerProcess]:
+    """What LocalPeer starts a donor with."""
+    command = [__file__, "--take-part"] if kind == "no limit" else ["-m", "spes_swarm.join"]
+
+    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
+        return in_namespace(network, host, [*command, *arguments], log)
+
+    return launch
+
+
+def start_donors(stack: ExitStack, network: LocalNetwork, directory: Path, kind: str, mbps: float) -> list[LocalPeer]:
+    """Three peers that train together."""
+    peer = {"upload_mbps": mbps} if kind == "declared" else {}
+    donors: list[LocalPeer] = []
+    for host in range(NUM_DONORS):
+        config = directory / f"{host}.yaml"
+        config.write_text(yaml.safe_dump({"peer": peer} if host else {"run": RUN, "peer": peer}))
+        arguments = ["--host-maddrs", f"/ip4/{network.address(host)}/tcp/0", "--num-threads", "1"]
+        arguments += ["--wait-for-peers", str(NUM_DONORS), "--assume-reachable", "--config", str(config)]
+        if host:
+            arguments += ["--initial-peers", donors[0].address(START_S, network.address(0))]
+        donor = LocalPeer(directory / f"donor{host}", arguments, launcher(network, host, kind))
+        donors.append(stack.enter_context(donor))
+    return donors
+
+
+@contextmanager
+def newcomers(
+    network: LocalNetwork, directory: Path, donors: Sequence[LocalPeer], count: int
+) -> Iterator[Callable[[], list[list[dict[str, Any]]]]]:
+    """Downloads for as long as this is open; yields what tells the newcomers' reports so far."""
+    maddrs = [donor.address(START_S, network.address(host)) for host, donor in enumerate(donors)]
+    places = [directory / f"newcomer{number}" for number in range(count)]
+    with ExitStack() as stack:
+        processes = []
+        for place in places:
+            place.mkdir(parents=True)
+            command = [__file__, "--download", str(place), network.address(NUM_DONORS), *maddrs]
+            processes.append(in_namespace(network, NUM_DONORS, command, place / "log"))
+            stack.callback(processes[-1].wait, 10)
+            stack.callback(processes[-1].kill)
+
+        def reports() -> list[list[dict[str, Any]]]:
+            if any(process.poll() is not None for process in processes):
+                raise SystemExit("\n".join((place / "log").read_text() for place in places))
+            lines = [(place / "log").read_text().splitlines() for place in places]
+            return [[json.loads(line) for line in each if line.startswith("{")] for each in lines]
+
+        deadline = time.monotonic() + START_S
+        while not all(reports()):
+            if time.monotonic() > deadline:
+                raise SystemExit("the newcomers did not begin")
+            time.sleep(0.1)
+        yield reports
+
+
+def exchange_times(donors: Sequence[LocalPeer], num_rounds: int) -> list[float]:
+    """Waits for so many rounds, from the next one on; the times of the exchanges in which all donors took part."""
+    first = max(max(donor.rounds(), default=0) for donor in donors) + 2  # the next one may be under way
+    for donor in donors:
+        donor.wait_for_round(first + num_rounds - 1, num_rounds * ROUND_S)
+    held = [donor.rounds().get(number) for donor in donors for number in range(first, first + num_rounds)]
+    return [float(event["exchange_seconds"]) for event in held if event is not None and event["peers"] == NUM_DONORS]
+
+
+def measure(kind: str, mbps: float, count: int, rounds: int, phases: int, directory: Path) -> Outcome:
+    """One swarm, in alternating phases with and without downloads."""
+    without: list[float] = []
+    with_downloads: list[float] = []
+    num_downloads, rates = 0, []
+    with ExitStack() as stack:
+        network = stack.enter_context(LocalNetwork(NUM_DONORS + 1))
+        for host in range(NUM_DONORS):
+            network.limit(host, mbps)
+        donors = start_donors(stack, network, directory, kind, mbps)
+        for donor in donors:
+            donor.wait_for("round", lambda event: event["peers"] == NUM_DONORS, START_S)
+        for phase in range(phases):
+            without += exchange_times(donors, rounds)
+            with newcomers(network, directory / f"phase{phase}", donors, count) as reports:
+                with_downloads += exchange_times(donors, rounds)
+                told = reports()
+            num_downloads += sum("seconds" in report for each in told for report in each)
+            heard = [[report for report in each if "at" in report] for each in told]
+            rates.append(sum((e[-1]["bytes"] - e[0]["bytes"]) / (e[-1]["at"] - e[0]["at"]) for e in heard))
+    return Outcome(
+        kind,
+        len(without),
+        len(with_downloads),
+        statistics.median(without),
+        statistics.median(with_downloads),
+        num_downloads,
+        8e-6 * statistics.mean(rates),
+    )
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    if sys.argv[1:2] == ["--take-part"]:
+        return take_part(sys.argv[2:])
+    if sys.argv[1:2] == ["--download"]:
+        asyncio.run(download_again_and_again(Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbps", type=float, default=20.0, help="speed of a donor's line")
+    parser.add_argument("--newcomers", type=int, default=4, help="that download at the same time")
+    parser.add_argument("--rounds", type=int, default=6, help="in each phase")
+    parser.add_argument("--phases", type=int, default=2, help="of each sort")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--output", type=Path, default=Path("runs/bench_transfer.json"))
+    arguments = parser.parse_args()
+    outcomes: list[Outcome] = []
+    print(f"{'donors':<10} {'exchange alone':>15} {'with download':>14} {'ratio':>6} {'download':>13}")
+    for kind in arguments.kinds:
+        with tempfile.TemporaryDirectory(prefix="spes_swarm-bench-") as directory:
+            outcome = measure(
+                kind, arguments.mbps, arguments.newcomers, arguments.rounds, arguments.phases, Path(directory)
+            )
+        outcomes.append(outcome)
+        print(
+            f"{kind:<10} {outcome.exchange_s_without:>13.2f} s {outcome.exchange_s_with:>12.2f} s "
+            f"{outcome.ratio:>6.2f} {outcome.download_mbps:>6.1f} Mbit/s   "
+            f"({outcome.exchanges_without} and {outcome.exchanges_with} exchanges)",
+            flush=True,
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    results = [{**asdict(outcome), "ratio": outcome.ratio} for outcome in outcomes]
+    setting = {"mbps": arguments.mbps, "newcomers": arguments.newcomers, "load": os.getloadavg()[2]}
+    arguments.output.write_text(json.dumps({**setting, "results": results}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Obtaining the swarm's reference: at the start, and when no round could bring this peer's in step.
+
+Shapes: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from spes_swarm.codec import FloatArray
+from spes_swarm.download import SyncProgress, TransferReport
+from spes_swarm.errors import RoundError
+from spes_swarm.leases import Leases
+from spes_swarm.reference import Reference
+from spes_swarm.roster import Roster
+from spes_swarm.service_messages import CaughtUp
+from spes_swarm.transfer import Transfer
+
+# A peer that has missed so many rounds would be sent nearly the whole model in the middle of one.
+_HOPELESS_ROUNDS = 8
+# Records are written and read about once a second.
+_RECORDS_LAG_S = 4.0
+
+
+class CatchingUp:
+    """Fetches references.
+
+    Args:
+        reference: what is replaced.
+        contribution_N: the trainer's contribution, in shared memory.
+        leases: which experts this peer trains.
+        roster: the others.
+        transfer: how a reference is fetched.
+        refresh: reads the others' records again.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        contribution_N: FloatArray,
+        leases: Leases,
+        roster: Roster,
+        transfer: Transfer,
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._reference = reference
+        self._contribution_N = contribution_N
+        self._leases = leases
+        self._roster = roster
+        self._transfer = transfer
+        self._refresh = refresh
+
+    async def download(
+        self, if_newer: bool, partial: Path | None, on_progress: Callable[[SyncProgress], None]
+    ) -> TransferReport | None:
+        """See network.NetworkProcess.download."""
+        await self._refresh()
+        if if_newer and self._newest_round() <= self._reference.round:
+            return None
+        donors = self._donors if self._roster.training() else self._newest_donors
+        report = await self._transfer.download(donors, partial, on_progress)
+        self._transfer.open()
+        self._roster.committed()
+        return report
+
+    async def fetch_if_lost(self) -> CaughtUp | None:
+        """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.
+
+        A peer that is hopelessly late keeps the work since its last commit as its difference to the new reference. One
+        that is ahead of most others has gone on without them (a part of the swarm that was cut off, or the only one
+        whose commit succeeded): it keeps its live weights, so that all it has learnt meanwhile is in its difference.
+        """
+        before = self._reference.round
+        swarm = await self._round_of_most(before)
+        if before > swarm:
+            why = f"this peer had committed round {before}, most others only {swarm}"
+        elif swarm - before > _HOPELESS_ROUNDS:
+            why = f"this peer had committed round {before}, most others {swarm} already"
+        else:
+            return None
+        started = time.monotonic()
+        payload_bytes, complete = 0, False
+        try:
+            payload_bytes = await self._replace_reference(keep_difference=before < swarm)
+            complete = True
+        except RoundError as exc:
+            # Some of it may have come, and values and digests agree in any case: the next round heals the rest.
+            why += f"; {exc}"
+        return CaughtUp(
+            round=self._reference.round,
+            why=why,
+            seconds=time.monotonic() - started,
+            payload_bytes=payload_bytes,
+            complete=complete,
+        )
+
+    async def _round_of_most(self, own_round: int) -> int:
+        swarm = self._roster.median_round(own_round)
+        deadline = time.monotonic() + _RECORDS_LAG_S
+        while own_round > swarm and time.monotonic() < deadline:
+            # Those who committed with this peer a moment ago may not have said so yet.
+            await asyncio.sleep(_RECORDS_LAG_S / 10)
+            await self._refresh()
+            swarm = self._roster.median_round(own_round)
+        return swarm
+
+    async def _replace_reference(self, keep_difference: bool) -> int:
+        """Downloads; what this peer trains keeps its difference to the reference, or its values. Returns the bytes."""
+        before, reference = self._reference.round, self._reference
+        blocks = [reference.layout.blocks[index] for index in (0, *(1 + e for e in self._leases.held))]
+        trained = [slice(block.start, block.stop) for block in blocks if keep_difference]
+        for part in trained:
+            self._contribution_N[part] -= reference.values_N[part]
+        try:
+            return (await self._transfer.download(self._donors)).payload_bytes
+        except asyncio.CancelledError:
+            reference.finish(before, list(enumerate(reference.versions)))  # digests fit what is there
+            raise
+        finally:
+            for part in trained:
+                self._contribution_N[part] += reference.values_N[part]
+
+    def _newest_round(self) -> int:
+        """The round that this peer should go on from.
+
+        A swarm that trains is followed where most of it is. Where nobody trains, because all have just come back, the
+        newest reference that anybody has is it.
+        """
+        if self._roster.training():
+            return self._roster.median_round(self._reference.round)
+        return max([self._reference.round, *(view.progress.round for view in self._roster.present())])
+
+    def _newest_donors(self) -> list[str]:
+        newest = self._newest_round()
+        return [v.peer_id for v in self._roster.present() if v.progress.reachable and v.progress.round >= newest]
+
+    def _donors(self) -> list[str]:
+        return [v.peer_id for v in self._roster.present() if v.progress.reachable]
