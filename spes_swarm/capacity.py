@@ -34,6 +34,23 @@ def experts_that_fit(layout: Layout, want: int, device: torch.device, free: int 
     return max(1, min(want, int(budget // per_expert)))
 
 
+def check_host_memory(layout: Layout, available: int | None = None) -> None:
+    """Refuses a model that this machine has no room for, before it is built: weights, reference and contribution.
+
+    `available` is in bytes; it is measured when None.
+
+    Raises:
+        ConfigError: with both figures.
+    """
+    room = available if available is not None else int(psutil.virtual_memory().available)
+    needed = 3 * _BYTES_PER_WEIGHT * layout.num_elements
+    if needed > room:
+        raise ConfigError(
+            f"a model of {layout.num_elements:,} weights needs {needed / 1e9:.1f} GB of this machine's memory, and "
+            f"{room / 1e9:.1f} GB are free: choose a smaller one, or a larger machine"
+        )
+
+
 def choose_device(name: str) -> torch.device:
     """The device of that name; "auto" is CUDA where there is a usable one.
 

@@ -27,7 +27,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.errors import CheckpointError
 from spes_swarm.layout import Layout
 
-FORMAT = 1
+FORMAT = 2
 _DIRECTORY = re.compile(r"round-\d{8}-step-\d{10}")
 _REFERENCE, _LIVE, _OPTIMISER = "reference.safetensors", "live.safetensors", "optimiser.safetensors"
 
@@ -50,6 +50,9 @@ class CheckpointMeta:
     steps_in_round: int  # local steps since the last commit
     routed: list[int]  # since the last commit, for each expert
     cursor: dict[str, int]  # of the data sampler
+    commits: list[int]  # that led to the reference, see lineage.py
+    marks: str  # hex, of those commits
+    swarm_tokens: int = 0  # of all peers, in those commits and the ones before
 
 
 @dataclass(frozen=True)

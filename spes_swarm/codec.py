@@ -90,7 +90,7 @@ class Fp16:
         if not (np.isfinite(scale) and scale > 0):
             raise ProtocolError("nonfinite", f"fp16 scale {scale}")
         halves_N = np.frombuffer(data, dtype="<f2", offset=self._header.itemsize)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked
             return _check_finite(halves_N.astype(np.float32) * scale)
 
 

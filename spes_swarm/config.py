@@ -62,6 +62,7 @@ class ModelConfig(Section):
 
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
+    initial_weights: Hex64 | None = None  # digest of those the run begins from; filled in by the founder; None = random
 
     def _check(self) -> None:
         config = transformers_config(self)
@@ -208,6 +209,17 @@ class MergeConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class OwnershipConfig(Section):
+    """Who trains which expert (see ownership.py)."""
+
+    replicas: Count | None = None  # holders per expert that are enough; None = peers hold as many as they have room for
+    rotate_every_rounds: Count = 10  # how long an expert is trained when there is not room for all
+    warmup_steps: CountOrNone = (
+        10  # steps over which an adopter without moments reaches the full step size; 0 = at once
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class EvaluationConfig(Section):
     """Loss on text that nobody trains on."""
 
@@ -232,6 +244,7 @@ class RunConfig(Section):
     training: TrainingConfig  # optimisation
     round: RoundConfig  # synchronisation
     merge: MergeConfig  # expert-merging warm-up
+    ownership: OwnershipConfig = field(default_factory=OwnershipConfig)  # leases and adoption
     experts_per_peer: Count  # experts that a peer trains unless it asks for others
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # held-out loss
 
@@ -293,6 +306,8 @@ class PeerConfig(Section):
     host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
     announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to tell others; none = those listened on
     client_mode: bool = False  # accept no connections: for peers that cannot be reached
+    assume_reachable: bool = False  # do not ask others whether they can open connections to this peer
+    relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # pass on others' connections, and use relays
     wait_for_peers: Count = 1  # peers, this one included, that must be there before training starts
     max_rounds: Count | None = None  # rounds after which this peer leaves; None = stay
     checkpoint_every_rounds: Count = 1  # rounds between checkpoints
@@ -300,6 +315,21 @@ class PeerConfig(Section):
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
     upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
+    initial_weights: Text | None = None  # model directory that a new run begins from; None = random
+    publish_to: Text | None = None  # USER/REPO on the Hub, or file:DIRECTORY; None = this peer does not publish
+    publish_every: Count = 100  # rounds between publications
+    publish_mbps: Positive | None = None  # how fast publishing may send; None = a tenth of upload_mbps, or 10 Mbit/s
+    publish_keep: Count | None = None  # newest published rounds that keep a name of their own there; None = all
+    from_hub: Text | None = None  # go on with a run from where it was published: USER/REPO[@REVISION] or file:DIRECTORY
+    log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
+
+    def _check(self) -> None:
+        for name, largest in (("batch_size", 1 << 20), ("num_threads", 1 << 12)):
+            found = getattr(self, name)
+            if found is not None and found > largest:
+                raise ConfigError(f"{name}: found {found}, expected at most {largest}")
+        if self.client_mode and self.assume_reachable:
+            raise ConfigError("assume_reachable: found true, expected false in client_mode, which takes no connections")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""

@@ -8,10 +8,13 @@ are dialled one by one, so that a failed bootstrap can say which address failed 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -19,13 +22,18 @@ from typing import Any
 
 import psutil
 from hivemind.p2p import P2P, PeerID
-from hivemind.utils.multiaddr import Multiaddr
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+from multiaddr import Multiaddr
 
 from spes_swarm.errors import AddressError, BootstrapError, NetworkProcessError
 from spes_swarm.lifetime import die_with_parent
 
 _SOCKET_PREFIX = "spes_swarm-"
+_LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # what hivemind calls its end
+_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less its final zero
 _START_TIMEOUT_S = 30.0
+_PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier stay, killed a moment ago, may still hold the port
 
 
 class Daemon:
@@ -48,27 +56,44 @@ class Daemon:
         announce_maddrs: Sequence[str] = (),
         *,
         client_mode: bool = False,
+        private: bool = False,
     ) -> Daemon:
         """Starts p2pd and waits until it answers.
+
+        Args:
+            identity_path: file of the private key.
+            host_maddrs: where to listen.
+            announce_maddrs: what to tell others instead.
+            client_mode: do not listen at all.
+            private: others cannot open connections to this peer. libp2p then tries to get through to the other end of
+                a circuit directly, from both sides at the same time (hole punching); on its own it would take minutes
+                to find out that it has to. It knows where from when four peers with different addresses have told it.
 
         Raises:
             AddressError: it cannot listen on the given addresses.
             NetworkProcessError: it did not start; the message has its last words.
         """
-        _remove_stale_sockets()
-        sockets = Path(tempfile.mkdtemp(prefix=f"{_SOCKET_PREFIX}{os.getpid()}-"))
-        control = Multiaddr(f"/unix{sockets}/p2pd.sock")
+        if not client_mode:
+            for maddr in host_maddrs:
+                if not await asyncio.to_thread(port_is_free, maddr, _PORT_TIMEOUT_S):
+                    raise AddressError(f"cannot listen on {maddr}: the port is in use")
+        remove_stale_sockets()
+        sockets = _make_socket_directory()
+        control = HivemindMultiaddr(f"/unix{sockets}/p2pd.sock")
         arguments = [
             f"-listen={control}",
             f"-id={identity_path}",
-            "-dhtClient=1" if client_mode else "-dhtServer=1",
-            "-autonat=1",
+            "-dhtClient=1" if client_mode or private else "-dhtServer=1",
+            "-autonat=1",  # with it comes hole punching
             "-connManager=1",
             "-natPortMap=1",
-            "-relay=1",
+            "-relay=1",  # this peer can be an end of circuits
+            "-relayService=0",  # and passes them on as relay.py does
             "-tls=1",
             f"-idleTimeout={_START_TIMEOUT_S:.0f}s",
         ]
+        if private:
+            arguments.append("-forceReachabilityPrivate=1")
         if client_mode:
             arguments.append("-noListenAddrs=1")
         elif host_maddrs:
@@ -117,11 +142,11 @@ class Daemon:
             return []
 
     async def connections(self) -> dict[str, list[str]]:
-        """Connected peers with the addresses under which they were reached, each ending in /p2p/PEER_ID."""
-        return {
-            str(info.peer_id): [f"{maddr}/p2p/{info.peer_id}" for maddr in info.addrs]
-            for info in await self.p2p.list_peers()
-        }
+        """Connected peers with the other end of each of their connections, each ending in /p2p/PEER_ID."""
+        found: dict[str, list[str]] = {}
+        for info in await self.p2p.list_peers():  # one entry for each connection
+            found.setdefault(str(info.peer_id), []).extend(f"{maddr}/p2p/{info.peer_id}" for maddr in info.addrs)
+        return found
 
     async def connect(self, maddr: str, timeout_s: float) -> str:
         """Dials one address and returns the peer id behind it.
@@ -129,21 +154,35 @@ class Daemon:
         Raises:
             OSError: nobody answers there; the message says why.
         """
-        parsed = Multiaddr(maddr)
-        peer_id = PeerID.from_base58(parsed["p2p"])
-        if str(peer_id) == self.peer_id:
+        address, _, peer_id = maddr.rpartition("/p2p/")
+        if peer_id == self.peer_id:
             raise ConnectionError("that is this peer's own address")
+        await self.connect_peer(peer_id, [address], timeout_s)
+        return peer_id
+
+    async def connect_peer(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> None:
+        """Connects to a peer at any of these addresses (without /p2p/PEER_ID), or at those that libp2p knows of it.
+
+        Raises:
+            OSError: it is not to be had there; the message says why.
+        """
+        # hivemind's own Multiaddr writes the relay's peer id in a form that p2pd does not read.
+        parsed = [Multiaddr(maddr) for maddr in maddrs]
         try:
-            await asyncio.wait_for(
-                self.p2p._client.connect(peer_id, [parsed.decapsulate(f"/p2p/{peer_id}")]), timeout_s
-            )
+            await asyncio.wait_for(self.p2p._client.connect(PeerID.from_base58(peer_id), parsed), timeout_s)
         except TimeoutError:
             raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
         except OSError:
             raise
         except Exception as exc:  # ControlFailure and its kin derive from Exception directly
             raise ConnectionError(_dial_reason(str(exc))) from exc
-        return str(peer_id)
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Closes all connections to a peer; does nothing where there is none."""
+        try:
+            await self.p2p._client.disconnect(PeerID.from_base58(peer_id))
+        except (OSError, ControlFailure):
+            return
 
     async def stop(self) -> None:
         """Ends p2pd and removes its sockets."""
@@ -156,7 +195,7 @@ class Daemon:
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
-async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: Multiaddr) -> P2P:
+async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: HivemindMultiaddr) -> P2P:
     # `replicate` names the client's own socket after this prefix; a subclass keeps it inside our directory.
     client: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     while True:
@@ -188,13 +227,75 @@ class _PendingCalls(dict[Any, asyncio.Future[Any]]):
 def _dial_reason(message: str) -> str:
     """The useful end of libp2p's "failed to dial: ... * [/ip4/...] dial tcp 1.2.3.4:5: connect: connection refused"."""
     lines = [line.strip(" *") for line in message.splitlines() if line.strip()]
-    detail = next((line for line in reversed(lines) if "dial" in line or "connect" in line), lines[-1] if lines else "")
+    tried = [line for line in lines if line.startswith("[")]  # one for each address
+    words = tried or [line for line in lines if "dial" in line or "connect" in line] or lines or [""]
+    detail = words[-1]
     return detail.rsplit("] ", 1)[-1] or "the dial failed"
 
 
-def _remove_stale_sockets() -> None:
+def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
+    """Whether nobody listens on the TCP port of a host address; waits a little for it to become free.
+
+    p2pd shares its ports (SO_REUSEPORT): on one that another p2pd uses it would start, and get half of its connections.
+    """
+    values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
+    host, port = values.get("ip4") or values.get("ip6"), int(values.get("tcp") or 0)
+    if host is None or port == 0:
+        return True
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_INET6 if "ip6" in values else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+            try:
+                probe.bind((host, port))
+                probe.listen()
+                return True
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    return True  # no such address, not allowed: p2pd will say it better
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def with_port(host_maddrs: Sequence[str], port: int | None) -> list[str]:
+    """Where to listen, on this port if the choice was left to the system."""
+    if port is None or len(host_maddrs) != 1 or not host_maddrs[0].endswith("/tcp/0"):
+        return list(host_maddrs)
+    return [f"{host_maddrs[0].removesuffix('/0')}/{port}"]
+
+
+def listen_again(host_maddrs: Sequence[str], port: int | None) -> list[str]:
+    """Where to listen: on the port of an earlier stay, if the choice was left to the system and the port is free."""
+    again = with_port(host_maddrs, port)
+    if again == list(host_maddrs) or all(port_is_free(maddr, _PORT_TIMEOUT_S) for maddr in again):
+        return again
+    return list(host_maddrs)
+
+
+def _socket_parents() -> list[str]:
+    """Where sockets may lie: the user's choice (TMPDIR), and what is there when that path is too long for a socket."""
+    return list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))
+
+
+def _make_socket_directory() -> Path:
+    for parent in _socket_parents():
+        try:
+            directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKET_PREFIX}{os.getpid()}-", dir=parent))
+        except OSError:
+            continue
+        if len(os.fsencode(directory / _LONGEST_SOCKET)) <= _SOCKET_PATH_BYTES:
+            return directory
+        directory.rmdir()
+    raise NetworkProcessError(
+        f"no directory for the P2P daemon's sockets: tried {', '.join(_socket_parents())}; "
+        "set TMPDIR to a writable directory with a path of at most 50 characters"
+    )
+
+
+def remove_stale_sockets() -> None:
     """Removes the socket directories of peers on this machine that were killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_SOCKET_PREFIX}*-*"):
+    for directory in (path for parent in _socket_parents() for path in Path(parent).glob(f"{_SOCKET_PREFIX}*-*")):
         pid = directory.name.removeprefix(_SOCKET_PREFIX).split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(directory, ignore_errors=True)

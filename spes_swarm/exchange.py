@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from hivemind.p2p import P2P
 
+from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.codec import EXACT
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.plan import Contribution, Part
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState, bitmap, members_of
-from spes_swarm.rpc import Rpc
+from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.rpc import RemoteError, Rpc
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
 
 _MAX_PUSH_HELLO_BYTES = 1024
@@ -169,19 +170,45 @@ class Exchange:
 
     async def _reduce(self, state: RoundState, deadline: float) -> None:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
-        loop = asyncio.get_running_loop()
-        while len(state.reduced) < state.num_to_reduce:
-            changed = state.reduced_changed
-            try:
-                await asyncio.wait_for(changed.wait(), self._limits.stall_timeout_s / 8)
-            except TimeoutError:
-                now = time.monotonic()
-                for member in state.awaited_contributors():
-                    if now - state.last_heard[member] > self._limits.stall_timeout_s:
-                        self._give_up(state, member, "sent nothing")
-            if loop.time() > deadline:
-                for member in state.awaited_contributors():
-                    self._give_up(state, member, "was too slow")
+        loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
+        probes: dict[int, asyncio.Task[bool]] = {}
+        try:
+            while len(state.reduced) < state.num_to_reduce:
+                changed = state.reduced_changed
+                try:
+                    await asyncio.wait_for(changed.wait(), stall_s / 8)
+                except TimeoutError:
+                    now = time.monotonic()
+                    for member in state.awaited_contributors():
+                        silent_s = now - state.last_heard[member]
+                        if silent_s > stall_s / 8 and member not in probes:
+                            probes[member] = asyncio.create_task(self._is_gone(state, member))
+                        if silent_s > stall_s:
+                            self._give_up(state, member, "sent nothing")
+                        elif member in probes and probes[member].done() and probes[member].result():
+                            self._give_up(state, member, "is gone")
+                if loop.time() > deadline:
+                    for member in state.awaited_contributors():
+                        self._give_up(state, member, "was too slow")
+        finally:
+            for probe in probes.values():
+                probe.cancel()
+
+    async def _is_gone(self, state: RoundState, member: int) -> bool:
+        """Whether nobody listens any more where a silent member was, so that waiting for it is of no use.
+
+        A frozen process still takes connections, and a cut line swallows the question: neither is known to be gone.
+        """
+        if not state.group.members[member].statement.reachable:
+            return False  # only it can open a connection
+        peer_id = state.group.members[member].peer_id
+        try:
+            await self._rpc.call(peer_id, "have", {"group": state.group.id}, self._limits.stall_timeout_s / 2)
+        except (TimeoutError, RemoteError, ProtocolError):
+            return False
+        except OSError:
+            return True
+        return False
 
     def _give_up(self, state: RoundState, member: int, why: str) -> None:
         num_parts = state.give_up(member)

@@ -39,6 +39,9 @@ _FORBIDDEN = frozenset(
         "trust_remote_code",
     }
 )
+# Lists of this length are built before anything else, and a module for each entry.
+_LARGEST = {"num_hidden_layers": 1024, "num_experts": 4096, "num_local_experts": 4096, "n_routed_experts": 4096}
+_LARGEST_NUMBER = 1 << 31
 # Honoured by transformers although the configuration classes have no such field; published configurations have them.
 _EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
 
@@ -63,6 +66,9 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
         if key not in known:
             raise ConfigError(f"settings.{key}: unknown key for {model_type}{nearest(key, known)}")
+        number, largest = settings[key], _LARGEST.get(config_class.attribute_map.get(key, key), _LARGEST_NUMBER)
+        if isinstance(number, int) and number > largest:
+            raise ConfigError(f"settings.{key}: found {number}, expected at most {largest}")
     with refusals(f"settings: transformers refuses them for {model_type}"):
         return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
 

@@ -8,28 +8,37 @@ it over a pipe (see network_client.py). It ends when the trainer ends, however t
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import logging
 import os
 import select
 import signal
-import time
 from collections import Counter
 from contextlib import suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError, RoundError, SwarmError
+from spes_swarm.connectivity import Connectivity
+from spes_swarm.daemon import Daemon, bootstrap, remove_stale_sockets
+from spes_swarm.download import SyncProgress, TransferReport
+from spes_swarm.errors import NetworkProcessError, ProtocolError, RoundError, SwarmError
 from spes_swarm.identity import Identity
 from spes_swarm.lifetime import die_with_parent
-from spes_swarm.manifest import Manifest, open_manifest
+from spes_swarm.lineage import Lineage
+from spes_swarm.manifest import Manifest
+from spes_swarm.manifest_query import ask_for_manifest
+from spes_swarm.moments import Received
+from spes_swarm.reach import Reach
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.rpc import Rpc
-from spes_swarm.services import Presence, RoundReport, RunServices, RunSettings, SwarmView
-from spes_swarm.transfer import TransferReport
+from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView
+from spes_swarm.services import RunServices
 
 _WATCH_S = 1.0
+_SWEEP_EVERY = 10  # looks at the daemon between two looks for sockets of killed peers
 _MAX_FAULTS_PER_PEER = 20  # between two commits; a hostile peer must not fill the log
 
 
@@ -42,9 +51,11 @@ class NetworkProcess:
         self._daemon: Daemon | None = None
         self._run: RunServices | None = None
         self._rpc: Rpc | None = None
+        self._connectivity: Connectivity | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._round_task: asyncio.Task[Any] | None = None
         self._fault_counts: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
 
     # Plumbing.
 
@@ -118,18 +129,52 @@ class NetworkProcess:
     # Commands.
 
     async def start_daemon(
-        self, host_maddrs: list[str], announce_maddrs: list[str], client_mode: bool
+        self,
+        host_maddrs: list[str],
+        announce_maddrs: list[str],
+        client_mode: bool,
+        relay: bool,
+        private: bool = False,
     ) -> tuple[list[str], int]:
-        """Starts p2pd; returns this peer's addresses and the daemon's process id."""
-        self._daemon = await Daemon.start(self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode)
+        """Starts p2pd, ending one that runs; returns this peer's addresses and the daemon's process id."""
+        if self._daemon is not None and self._watcher is not None:
+            self._watcher.cancel()
+            await self._daemon.stop()
+        self._daemon = await Daemon.start(
+            self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode, private=private
+        )
         self._watcher = asyncio.create_task(self._watch(self._daemon))
         self._rpc = Rpc(self._daemon.p2p, self.on_fault)
+        self._rpc.on_silence = self._replace_connection
         await self._rpc.start()
+        before = self._connectivity
+        self._connectivity = Connectivity(
+            self._daemon,
+            self._rpc,
+            announced=bool(announce_maddrs),
+            relay=relay,
+            tell=self._tell,
+            on_fault=self.on_fault,
+        )
+        if before is not None:
+            self._connectivity.found = before.found
+        await self._connectivity.start()
         return await self._daemon.maddrs(), self._daemon.pid
+
+    def _replace_connection(self, peer_id: str) -> None:
+        """Closes connections over which nothing comes; the next call, or links.py, opens a new one."""
+        assert self._daemon is not None
+        task = asyncio.create_task(self._daemon.disconnect(peer_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _watch(self, daemon: Daemon) -> None:
         """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
-        while daemon.is_alive:  # noqa: ASYNC110 - the end of another process sets no event of ours
+        for look in itertools.count(1):
+            if not daemon.is_alive:
+                break
+            if look % _SWEEP_EVERY == 0:  # a killed peer cannot tidy up; any other one on this machine does
+                await asyncio.to_thread(remove_stale_sockets)
             await asyncio.sleep(_WATCH_S)
         self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon (p2pd) has ended"))
         os._exit(1)
@@ -147,51 +192,88 @@ class NetworkProcess:
             ManifestError: what they sent fails verification.
         """
         assert self._rpc is not None
-        deadline = time.monotonic() + timeout_s
-        reasons: dict[str, str] = {}
-        while True:
-            for peer in peers:
-                try:
-                    answer = await self._rpc.call(peer, "manifest", {}, 10.0)
-                except (OSError, ProtocolError) as exc:
-                    reasons[peer] = str(exc) or type(exc).__name__
-                    continue
-                return open_manifest(answer, source=peer, expected_run_id=run_id)
-            if time.monotonic() > deadline:
-                details = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
-                raise BootstrapError(f"the initial peers answer, but none of them takes part in a run: {details}")
-            await asyncio.sleep(1.0)
+        return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
 
-    async def open_run(self, settings: RunSettings) -> None:
-        """Joins the run's DHT and opens its services. The shared vectors hold the reference to begin with."""
+    async def check_reach(self) -> Reach:
+        """Asks connected peers whether they can open connections to this one; see reach.py."""
+        assert self._connectivity is not None
+        return await self._connectivity.check()
+
+    async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
+        """Joins the run's DHT and opens its services. The shared vectors hold the reference to begin with.
+
+        `review_reach`: whether this peer's reachability is checked again from time to time.
+        """
         assert self._daemon is not None
         assert self._rpc is not None
+        assert self._connectivity is not None
         self._run = RunServices(self, self._daemon, self._rpc, self._identity, settings)
         await self._run.start()
+        self._connectivity.attend(
+            self._run,
+            review=review_reach,
+            is_busy=lambda: self._round_task is not None and not self._round_task.done(),
+        )
 
-    async def adopt(self, table_round: int, versions: tuple[int, ...]) -> str:
-        """Declares the shared reference (initial weights or a checkpoint) complete; returns its digest."""
-        return self._services.adopt(table_round, versions)
+    async def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int = 0) -> str:
+        """Declares the shared reference (initial weights, a checkpoint, a publication) complete; returns its digest."""
+        return self._services.adopt(table_round, versions, lineage, swarm_tokens)
 
-    async def download(self) -> TransferReport:
-        """Fetches the reference from the other peers."""
-        return await self._services.download()
+    async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
+        """Fetches the reference from the other peers; with `if_newer` only one that is newer than this peer's.
+
+        `partial` keeps what has come in case this peer is killed; see Transfer.download.
+        """
+
+        def tell(progress: SyncProgress) -> None:
+            self._tell("sync_progress", asdict(progress))
+
+        return await self._services.download(if_newer, partial, tell)
 
     async def table(self) -> ReferenceTable:
         """Table of this peer's reference."""
         return self._services.reference.table
 
+    async def lineage(self) -> tuple[list[int], bytes]:
+        """Rounds and marks of the commits that led to this peer's reference; see lineage.py."""
+        return self._services.lineage.to_lists()
+
+    async def swarm_tokens(self) -> int:
+        """Tokens of all peers that have gone into commits until the reference's round."""
+        return self._services.swarm_tokens
+
     async def peer_maddrs(self) -> list[str]:
         """Addresses of the run's other peers that this peer is connected to."""
         return await self._services.peer_maddrs()
 
-    async def claim(self, experts: tuple[int, ...] | int) -> tuple[int, ...]:
-        """Takes leases: of these experts, or of that many chosen by the rules; returns the experts held."""
-        return await self._services.claim(experts)
+    async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
+        """Takes leases: of these experts, or of that many chosen by the rules; returns the experts held.
+
+        `room`: how many this peer can hold at most; `fixed`: the choice is the user's and must not be changed later.
+        """
+        return await self._services.claim(experts, room, fixed)
+
+    async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
+        """Serves the moments of experts given up at a commit, in shared memory, to those who took the experts over."""
+        self._services.offer_moments(round_number, step, experts, memory_fd)
+
+    async def fetch_moments(
+        self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
+    ) -> dict[int, Received]:
+        """Fetches the moments of experts taken over at a commit into shared memory; returns those that came."""
+        return await self._services.fetch_moments(round_number, sources, memory_fd)
+
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        """Waits until all moments that are due have been fetched from here."""
+        return await self._services.wait_until_fetched(timeout_s)
 
     async def set_presence(self, presence: Presence) -> None:
         """Updates what others see of this peer."""
         await self._services.set_presence(presence)
+
+    async def volunteer(self, target: bytes | None, publishing: bool) -> None:
+        """Tells others that this peer would publish there (None: nowhere), and whether it is at it; see election.py."""
+        await self._services.volunteer(target, publishing)
 
     async def beat(self) -> None:
         """The trainer is alive: without this for a while, the peer counts as gone (see RunServices)."""
@@ -207,15 +289,15 @@ class NetworkProcess:
         """Asks the others directly how many tokens they have processed since the last commit; returns the sum."""
         return await self._services.count_tokens()
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...]) -> RoundReport:
-        """Holds a round with the contribution in shared memory.
+    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+        """Holds a round with the contribution in shared memory; with `leaving` it is this peer's last.
 
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
         self._round_task = asyncio.current_task()
         try:
-            return await self._services.run_round(tokens, routed)
+            return await self._services.run_round(tokens, routed, leaving)
         except RoundError:
             raise
         except Exception as exc:  # one failed round must not end the stay; the work is in the next difference
@@ -233,6 +315,8 @@ class NetworkProcess:
 
     async def stop(self) -> None:
         """Leaves: releases the lease, tells the others, ends the daemon."""
+        if self._connectivity is not None:
+            self._connectivity.stop()
         if self._run is not None:
             await self._run.leave()
         if self._watcher is not None:
@@ -249,6 +333,8 @@ class NetworkProcess:
 
 def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
     """Entry point of the forked process."""
+    # A full collection would write into each object that was inherited from the trainer, and so copy all its memory.
+    gc.freeze()
     die_with_parent(trainer_pid)
     os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -17,7 +17,7 @@ from typing import Any
 
 from spes_swarm.errors import NetworkProcessError
 from spes_swarm.network import run_network_process
-from spes_swarm.services import SwarmView
+from spes_swarm.service_messages import SwarmView
 
 _BEAT_S = 1.0
 EventHandler = Callable[[str, dict[str, Any]], None]
@@ -29,8 +29,8 @@ class NetworkClient:
     Must be created before CUDA is initialised and in the main thread: the process is forked, and it dies with the
     thread that forked it.
 
-    `on_event` is told, in a thread of its own, about faults of other peers (`fault`) and about each group that this
-    peer is in (`group`), with the fields of the metric of that name.
+    `on_event` is told, in a thread of its own, about faults of other peers (`fault`), about each group that this peer
+    is in (`group`) and how far a download is (`sync_progress`), with the fields of the metric of that name.
 
     Attributes:
         view: the newest news about the others, None before the first.

@@ -72,6 +72,7 @@ class Rendezvous:
     """Forms the groups of one run.
 
     Args:
+        reachable: whether others can come to this peer, or it leads no rounds; may be changed at any time.
         live_peers: the other live peers of the run at this moment.
         target_round: the round that this peer wants to commit next.
         on_called: told that a leader calls for a round; the trainer should come as soon as its step is done.
@@ -97,7 +98,7 @@ class Rendezvous:
         self._identity = identity
         self._run_id = run_id
         self._num_blocks = num_blocks
-        self._reachable = reachable
+        self.reachable = reachable
         self._window_s = window_s
         self._live_peers = live_peers
         self._target_round = target_round
@@ -107,6 +108,9 @@ class Rendezvous:
         self._leading: dict[int, asyncio.Task[None]] = {}
         self._following: tuple[int, str] | None = None
         self._failed: dict[int, set[str]] = {}  # for each round, leaders that failed this peer, in earlier attempts too
+        # Leaders that said that the round is over. They may have gone back to it since, which is believed once a round.
+        self._past: set[str] = set()
+        self._returned: set[str] = set()
         self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
         self._closed: Group | None = None  # the newest closed group known here
         self._spent = b""  # id of the last group whose exchange failed
@@ -125,12 +129,17 @@ class Rendezvous:
         sealed = seal_statement(self._identity, self._run_id, statement)
         deadline = time.monotonic() + 2 * self._window_s + 20.0
         failed = self._failed.get(statement.round, set())
+        if statement.round not in self._failed:
+            self._past.clear()
+            self._returned.clear()
         self._failed = {statement.round: failed}
         try:
             while time.monotonic() < deadline:
-                leader = self._best_candidate(statement.round, failed)
+                leader = self._best_candidate(statement.round, failed | self._past)
                 if leader is None:
                     failed.clear()
+                    self._past.clear()
+                    self._returned.clear()
                     raise RoundError("no peer that could lead the round is reachable")
                 if leader == self._identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
@@ -159,7 +168,7 @@ class Rendezvous:
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
         candidates = [n.peer_id for n in self._live_peers() if n.reachable and n.peer_id not in failed]
-        if self._reachable:
+        if self.reachable:
             candidates.append(self._identity.peer_id)
         return min(candidates, key=lambda peer: rank(self._run_id, round_number, peer), default=None)
 
@@ -246,6 +255,7 @@ class Rendezvous:
                 leader = answer.get("leader")
                 failed = self._failed.get(round_number, set())
                 if isinstance(leader, str) and leader not in failed and self._better(leader, round_number):
+                    self._note_return(leader)
                     gathering.redirect = leader
                     gathering.touch()
                     return
@@ -265,6 +275,11 @@ class Rendezvous:
     def _is_most(self, num_peers: int) -> bool:
         """Whether so many of the other live peers would move the median of the records; see the head of this file."""
         return num_peers > len({n.peer_id for n in self._live_peers()}) // 2
+
+    def _note_return(self, leader: str) -> None:
+        if leader in self._past:
+            self._past.discard(leader)
+            self._returned.add(leader)
 
     def _better(self, leader: str, round_number: int) -> bool:
         live = {n.peer_id for n in self._live_peers() if n.reachable}
@@ -304,7 +319,8 @@ class Rendezvous:
             if group is not None:
                 return group
             if answer.get("over"):
-                failed.add(leader)  # if the records do not say so, too, the next attempt goes to somebody else
+                # If the records do not say so, too, the next attempt goes to somebody else.
+                (failed if leader in self._returned else self._past).add(leader)
                 raise RoundError(f"round {round_number} is over")
             redirect = answer.get("leader")
             if redirect == self._identity.peer_id:
@@ -315,6 +331,7 @@ class Rendezvous:
                 failed.add(leader)
                 return None
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
+                self._note_return(redirect)
                 redirects += 1
                 patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
                 leader = redirect
@@ -344,6 +361,15 @@ class Rendezvous:
         self._spent = group.id
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
+
+    def begin_anew(self) -> None:
+        """Forgets groups and claims: this peer has gone over to the reference of others, at whatever round they are."""
+        self._closed = None
+        self._ahead.clear()
+        self._failed.clear()
+        self._past.clear()
+        self._returned.clear()
+        self._stop_leading(max(self._gatherings, default=0))
 
     def _set_closed(self, group: Group) -> None:
         if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 
@@ -33,6 +33,9 @@ class Roster:
     peers: dict[str, PeerView] = field(default_factory=dict)
     committed_at: float = field(default_factory=time.monotonic)
     _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
+    _vouched: dict[str, float] = field(
+        default_factory=dict
+    )  # peer -> local monotonic time until which it counts as live
 
     def update(self, records: Mapping[str, Progress]) -> list[str]:
         """Takes in freshly read progress records; returns the peers that are new."""
@@ -44,13 +47,26 @@ class Roster:
             known = self.peers.get(peer_id)
             same = known is not None and known.progress.expires == progress.expires
             views[peer_id] = known if known is not None and same else PeerView(peer_id, progress, now)
+        self._vouched = {peer: until for peer, until in self._vouched.items() if until > now}
+        for peer_id, view in self.peers.items():
+            if peer_id not in views and peer_id in self._vouched and view.progress.state != "leaving":
+                views[peer_id] = view
         new = [peer_id for peer_id in views if peer_id not in self.peers]
         self.peers = views
         self._lost = {p: expires for p, expires in self._lost.items() if p in views}
         return new
 
+    def vouch(self, peers: Collection[str], for_s: float) -> None:
+        """Notes that these peers have just taken part in a commit: they are live, whatever becomes of their records.
+
+        While a part of the swarm is cut off, the DHT waits for nodes that do not answer, and records that are written
+        in time arrive too late. Without this, peers that work together would count each other as gone.
+        """
+        self._vouched.update(dict.fromkeys(peers, time.monotonic() + for_s))
+
     def lose(self, peer_id: str) -> None:
         """Notes that a peer did not answer: it is not live until it writes a newer record."""
+        self._vouched.pop(peer_id, None)
         if peer_id in self.peers:
             self._lost[peer_id] = self.peers[peer_id].progress.expires
 
@@ -66,13 +82,22 @@ class Roster:
         """The other peers that take part in rounds."""
         return [view for view in self.present() if view.progress.state == "training"]
 
-    def swarm_round(self, own_round: int) -> int:
-        """The round that the swarm has committed: the upper median of what the peers say.
+    def median_round(self, own_round: int) -> int:
+        """The upper median of the rounds that the peers, this one included, say they have committed.
 
         Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
         """
         rounds = sorted([own_round, *(view.progress.round for view in self.training())], reverse=True)
-        return max(own_round, rounds[(len(rounds) - 1) // 2])
+        return rounds[(len(rounds) - 1) // 2]
+
+    def swarm_round(self, own_round: int) -> int:
+        """The round that the swarm has committed, as far as this peer can take part: never before its own."""
+        return max(own_round, self.median_round(own_round))
+
+    def swarm_tokens(self, at_round: int) -> int:
+        """What most of the peers that have committed this round say of the tokens until then; 0 where nobody says."""
+        views = [view.progress for view in self.present() if view.progress.round == at_round]
+        return median_low([progress.swarm_tokens for progress in views] or [0])
 
     def largest_step(self, own: int) -> int:
         """The most tokens per step that a peer is believed: MAX_STEP_RATIO times the lower median of all, own included.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.codec import EXACT, Codec, FloatArray
 from spes_swarm.errors import ProtocolError
 from spes_swarm.plan import Contribution, Form, Part, Plan
@@ -344,21 +344,3 @@ class RoundState:
             self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])
         else:
             self.contribution_N[where] = new_N
-
-
-def bitmap(members: Iterable[int], num_members: int) -> bytes:
-    """A set of small numbers, one bit each."""
-    bits = np.zeros(num_members, dtype=np.uint8)
-    bits[list(members)] = 1
-    return np.packbits(bits).tobytes()
-
-
-def members_of(data: bytes, num_members: int) -> list[int]:
-    """The inverse of `bitmap`.
-
-    Raises:
-        ProtocolError: (`malformed`) it has the wrong length.
-    """
-    if len(data) != -(-num_members // 8):
-        raise ProtocolError("malformed", "a bitmap of the wrong length")
-    return [int(i) for i in np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8))[:num_members])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,6 +24,10 @@ MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES
 # An honest peer has two or three calls under way at a time; some of them are held open for a second.
 MAX_CALLS_PER_PEER = 16
 _MAX_REASON_CHARS = 500
+# After so many calls in a row without an answer, and nothing heard for so long, a connection counts as dead.
+_DEAD_CALLS, _DEAD_S = 2, 5.0
+_PATIENT_S = 2.0  # a busy peer may well miss a shorter deadline than this
+_MAX_HEARD = 1024
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -35,12 +41,18 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     Attributes:
         on_fault: told about callers that break the protocol, and by those who ask about answers that do.
+        on_silence: told about peers that do not answer any more. Whether the peer hangs or the way to it was cut for a
+            while cannot be told; in the latter case TCP waits longer and longer before it tries the old connection
+            again, libp2p keeps using it for up to 40 s, and only a new one helps.
     """
 
     def __init__(self, p2p: P2P, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._p2p = p2p
         self.on_fault = on_fault
+        self.on_silence: Callable[[str], None] = lambda peer_id: None
         self._handlers: dict[str, Handler] = {}
+        self._unanswered: Counter[str] = Counter()
+        self._heard_at: dict[str, float] = {}
         self._num_calls: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -66,10 +78,15 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             response = await stub.rpc_call(request, timeout=timeout_s)
         except asyncio.CancelledError:
             raise
+        except TimeoutError:
+            if timeout_s >= _PATIENT_S:
+                self._note_silence(peer_id)
+            raise
         except OSError:
             raise
         except Exception as exc:  # the daemon's client raises bare types of its own for failed calls
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
+        self._note_sign_of_life(peer_id)
         answer = unpack(response.metadata, MAX_RPC_BYTES)
         if not isinstance(answer, dict):
             raise ProtocolError("malformed", f"the answer to {method} is not a map")
@@ -77,9 +94,25 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
         return answer
 
+    def _note_sign_of_life(self, peer_id: str) -> None:
+        self._unanswered.pop(peer_id, None)
+        self._heard_at.pop(peer_id, None)
+        self._heard_at[peer_id] = time.monotonic()
+        if len(self._heard_at) > _MAX_HEARD:
+            del self._heard_at[next(iter(self._heard_at))]  # the one that has been silent longest
+
+    def _note_silence(self, peer_id: str) -> None:
+        self._unanswered[peer_id] += 1
+        heard_at = self._heard_at.get(peer_id, -math.inf)
+        if self._unanswered[peer_id] >= _DEAD_CALLS and time.monotonic() - heard_at > _DEAD_S:
+            del self._unanswered[peer_id]
+            self._heard_at.pop(peer_id, None)
+            self.on_silence(peer_id)
+
     async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
         """Serves one call."""
         peer_id = str(context.remote_id)
+        self._note_sign_of_life(peer_id)
         self._num_calls[peer_id] += 1
         try:
             if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:

@@ -52,6 +52,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def partial_reference(self) -> Path:
+        """What a newcomer has fetched so far; gone when the download is complete."""
+        return self.path / "reference.partial"
+
+    @property
     def _peers(self) -> Path:
         return self.path / "peers.json"
 
@@ -77,6 +82,29 @@ class RunDirectory:
             temporary.replace(self._peers)
         except OSError as exc:
             raise UserError(f"{self._peers} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def _port(self) -> Path:
+        return self.path / "port"
+
+    def known_port(self) -> int | None:
+        """TCP port of the last stay; None when the file is missing or damaged."""
+        try:
+            port = int(self._port.read_text(encoding="ascii")[:8])
+        except (OSError, ValueError):
+            return None
+        return port if 0 < port < 65536 else None
+
+    def remember_port(self, port: int) -> None:
+        """Keeps the TCP port for the next start, so that addresses that others have kept stay valid.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self._port.write_text(f"{port}\n", encoding="ascii")
+        except OSError as exc:
+            raise UserError(f"{self._port} cannot be written: {exc.strerror}") from exc
 
     @property
     def _manifest(self) -> Path:

@@ -10,104 +10,43 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
 
-from spes_swarm import ownership
+from spes_swarm.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.announcer import Announcer
+from spes_swarm.catching_up import CatchingUp
+from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.codec import FloatArray, get_codec
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, ProtocolError, RoundError
+from spes_swarm.daemon import Daemon
+from spes_swarm.download import SyncProgress, TransferReport
+from spes_swarm.election import periods_to_wait
+from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.exchange import Exchange
 from spes_swarm.identity import Identity
-from spes_swarm.layout import Layout
-from spes_swarm.manifest import Manifest
-from spes_swarm.plan import make_plan
-from spes_swarm.records import Lease, Progress, Records, RunRecordValidator, State
+from spes_swarm.leases import Leases
+from spes_swarm.lineage import Lineage
+from spes_swarm.moments import Moments, Received, largest_ratio, num_moments, slices
+from spes_swarm.ownership import Rules
+from spes_swarm.plan import common_lineage, make_plan
+from spes_swarm.records import Lease, Progress, RecentFaults, Records, RunRecordValidator, Volunteer
 from spes_swarm.reference import Reference
 from spes_swarm.rendezvous import Neighbour, Rendezvous
-from spes_swarm.roster import PeerView, Roster
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.roster import Roster
+from spes_swarm.round_state import ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import CaughtUp, Listener, Presence, RoundReport, RunSettings, SwarmView
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.statement import Statement
-from spes_swarm.transfer import Transfer, TransferReport
+from spes_swarm.token_count import TokenCount
+from spes_swarm.transfer import Transfer
 
+_ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _REFRESH_S = 1.0  # how often the records of the others are read
 _PING_TIMEOUT_S = 5.0
-_COUNT_TIMEOUT_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Presence:
-    """What the trainer wants others to know about this peer."""
-
-    name: str
-    state: State
-    step: int
-    tokens: int
-    tokens_per_step: int
-    tokens_per_second: float
-    loss: float | None
-    experts: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SwarmView:
-    """What the trainer needs to know about the others; sent to it once a second."""
-
-    num_peers: int  # the others with a live record
-    num_training: int  # of those, how many take part in rounds
-    tokens_per_step: int  # sum over the others that train
-    tokens: float  # estimate of what they have processed since the last commit, at `at`
-    tokens_per_second: float  # their speed together
-    at: float  # monotonic time (the same clock in both processes)
-    swarm_round: int
-    experts_covered: int
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """A committed round as the trainer sees it."""
-
-    commit: CommitReport
-    group_seconds: float
-    exchange_seconds: float
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """What the network process needs to know of a run and of this peer."""
-
-    manifest: Manifest
-    layout: Layout
-    reference_fd: int
-    contribution_fd: int
-    trainer_pid: int
-    client_mode: bool
-    bandwidth_mbps: float
-    initial_peers: tuple[str, ...]
-
-
-class Listener(Protocol):
-    """Who is told what happens: the trainer, through the network process's pipe."""
-
-    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        """A peer did something wrong, or something went wrong with it."""
-
-    def on_called(self, round_number: int) -> None:
-        """A leader calls for a round."""
-
-    def on_view(self, view: SwarmView) -> None:
-        """There is news about the others."""
-
-    def on_group(self, round_number: int, members: int) -> None:
-        """A group has formed; its exchange begins now."""
-
-    def on_round_over(self) -> None:
-        """A round has ended, with or without a commit."""
 
 
 class RunServices:
@@ -129,20 +68,34 @@ class RunServices:
         self._limits = ExchangeLimits(run.round.stall_timeout_s, run.round.timeout_s, run.round.max_update_rms)
         self._roster = Roster(identity.peer_id)
         self._ahead = 0  # the round that others gather for, when it is beyond our next one
-        self._presence: Presence | None = None
-        self._last_round: RoundReport | None = None
-        self._traffic = (0, 0)
-        self._held: tuple[int, ...] = ()
-        self._lease_expires = 0.0
-        self._leases: dict[str, Lease] = {}
-        self._expires: dict[str, float] = {}
-        self._publish_now = asyncio.Event()
-        self._last_beat = time.monotonic()
-        self._publishing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
+        self._volunteers: dict[str, Volunteer] = {}
+        self._acquaintances = Acquaintances(settings.initial_peers)
+        self._own_maddrs: list[str] = []
+        self._leases = Leases(
+            identity.peer_id,
+            settings.layout.num_experts,
+            Rules(run.ownership.replicas, run.ownership.rotate_every_rounds),
+        )
+        self.lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []
-        self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, listener.on_fault)
+        self._greetings: set[asyncio.Task[None]] = set()
+        self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, self._on_fault)
         self._transfer = Transfer(
-            daemon.p2p, rpc, self._run_id, self.reference, run.round.stall_timeout_s, listener.on_fault
+            daemon.p2p,
+            rpc,
+            self._run_id,
+            self.reference,
+            run.round.stall_timeout_s,
+            self._on_fault,
+            settings.upload_mbps,
+        )
+        self._moments = Moments(
+            daemon.p2p,
+            self._run_id,
+            settings.layout,
+            ratio=largest_ratio(run.training.adam_beta1, run.training.adam_beta2),
+            stall_timeout_s=run.round.stall_timeout_s,
+            on_fault=self._on_fault,
         )
         self._rendezvous = Rendezvous(
             rpc,
@@ -156,29 +109,90 @@ class RunServices:
             on_called=listener.on_called,
             on_ahead=self._on_ahead,
         )
+        self._timekeeper = Timekeeper(rpc, self._run_id, identity.peer_id, self._on_fault)
+        self._now = self._timekeeper.clock.now
+        self._faults = RecentFaults(self._now)
+        self._announcer = Announcer(
+            run.round,
+            self.reference,
+            self._leases,
+            self._faults,
+            self._now,
+            reachable=lambda: self.reachable,
+            on_fault=lambda error: self._on_fault(identity.peer_id, error),
+        )
+        self._catching_up = CatchingUp(
+            self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh
+        )
+        self._token_count = TokenCount(
+            rpc, self.reference, self._roster, self._announcer, run.round.inner_steps, lambda: self.reachable
+        )
         self._records: Records | None = None
         self._node: DHTNode | None = None
 
     async def start(self) -> None:
-        """Joins the DHT and registers the services."""
+        """Takes the swarm's time, joins the DHT and registers the services."""
+        give_to_hivemind(self._now)
+        given = {maddr.rsplit("/", 1)[-1] for maddr in self._settings.initial_peers}
+        known = (given - {self._identity.peer_id}) | await self._connected()
+        await self._timekeeper.settle(known)
         self._node = await DHTNode.create(
             p2p=self._daemon.p2p,
             initial_peers=list(self._settings.initial_peers) or None,
             client_mode=self._settings.client_mode,
-            record_validator=RunRecordValidator(self._run_id),
+            record_validator=RunRecordValidator(self._run_id, self._now),
+            reuse_get_requests=False,  # see records.search
             strict=False,
             ensure_bootstrap_success=False,  # bootstrap has succeeded already, with better messages
         )
-        self._records = Records(self._node, self._identity, self._run_id)
+        self._own_maddrs = await self._daemon.maddrs()
+        self._records = Records(self._node, self._identity, self._run_id, self._now)
+        self._announcer.open(self._records)
+        if more := await self._connected() - known:  # the DHT has found them: no need to trust the first ones alone
+            await self._timekeeper.settle(known | more)
+        await self._timekeeper.serve()
         await self._rpc.serve("manifest", self._serve_manifest)
         await self._rpc.serve("ping", self._serve_ping)
-        await self._rpc.serve("tokens", self._serve_tokens)
+        await self._token_count.start()
         await self._exchange.start()
         await self._transfer.start()
+        await self._moments.start()
         await self._rendezvous.start()
         await self.refresh()
-        self._spawn(self._repeat(self._publish, 0.3))  # a burst of events needs only the last record
+        self._spawn(self._repeat(self._announcer.announce, 0.3))  # a burst of events needs only the last record
         self._spawn(self._repeat(self._look_around, _REFRESH_S))
+        self._spawn(self._repeat(self._keep_time, 0.0))
+        self._spawn(self._repeat(self._reunite, _REFRESH_S))
+
+    def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        """Tells the trainer, and in the next record those who watch: what kind of fault, not whose."""
+        self._faults.note(error.kind)
+        self._listener.on_fault(peer_id, error)
+
+    # Reachability; see connectivity.Members.
+
+    @property
+    def reachable(self) -> bool:
+        """Whether this peer tells others that it can be reached."""
+        return self._rendezvous.reachable
+
+    def set_reach(self, reachable: bool, address: str | None) -> None:
+        """Changes that. `address`: where others got through, None where they did not."""
+        if self._rendezvous.reachable != reachable:
+            self._rendezvous.reachable = reachable
+            self._announcer.announce_soon()
+        maddr = f"{address}/p2p/{self._identity.peer_id}"
+        if address is not None and maddr not in self._own_maddrs:
+            self._own_maddrs.append(maddr)
+
+    def neighbours(self) -> list[Neighbour]:
+        """The other live peers."""
+        return [Neighbour(view.peer_id, view.progress.reachable) for view in self._roster.present()]
+
+    async def maddrs_of(self, peer_id: str) -> list[str]:
+        """Asks a peer for its addresses; those of last time if it does not answer."""
+        await self._greet(peer_id)
+        return self._acquaintances.of([peer_id])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
@@ -189,7 +203,7 @@ class RunServices:
             try:
                 await action()
             except Exception as exc:  # whatever it is: a peer that stops publishing or reading would split the swarm
-                self._listener.on_fault(self._identity.peer_id, ProtocolError("internal", repr(exc)))
+                self._on_fault(self._identity.peer_id, ProtocolError("internal", repr(exc)))
             await asyncio.sleep(pause_s)
 
     async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -198,199 +212,177 @@ class RunServices:
 
     async def _serve_ping(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
-        return {}
-
-    async def _serve_tokens(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del peer_id, request
-        return {"round": self.reference.round, "tokens": self._presence.tokens if self._presence else 0}
+        return {"maddrs": self._own_maddrs if self.reachable else []}
 
     async def count_tokens(self) -> int:
         """See network.NetworkProcess.count_tokens."""
-        limit = 4 * self._config.inner_steps * self._roster.largest_step(self._own_step())
-
-        def bounded(tokens: object, number: object) -> int:
-            # Counts since another commit say nothing, and nobody's word may bring a round about on its own.
-            return max(0, min(tokens, limit)) if isinstance(tokens, int) and number == self.reference.round else 0
-
-        async def ask(view: PeerView) -> int:
-            stale = bounded(view.progress.tokens, view.progress.round)
-            if not view.progress.reachable:
-                return stale
-            try:
-                answer = await self._rpc.call(view.peer_id, "tokens", {}, _COUNT_TIMEOUT_S)
-            except (OSError, ProtocolError):
-                return stale
-            return bounded(answer.get("tokens"), answer.get("round"))
-
-        return sum(await asyncio.gather(*(ask(view) for view in self._roster.training())))
-
-    def _own_step(self) -> int:
-        return self._presence.tokens_per_step if self._presence is not None else 0
+        return await self._token_count.others()
 
     # The reference.
 
-    def adopt(self, table_round: int, versions: tuple[int, ...]) -> str:
+    def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int) -> str:
         """See network.NetworkProcess.adopt."""
+        self.lineage = lineage
+        self._announcer.swarm_tokens = swarm_tokens
         self.reference.finish(table_round, list(enumerate(versions)))
         self._transfer.open()
         return self.reference.digest.hex()
 
-    async def download(self) -> TransferReport:
+    async def download(
+        self,
+        if_newer: bool,
+        partial: Path | None = None,
+        on_progress: Callable[[SyncProgress], None] = lambda progress: None,
+    ) -> TransferReport | None:
         """See network.NetworkProcess.download."""
-        await self.refresh()
-
-        def donors() -> list[str]:
-            return [v.peer_id for v in self._roster.present() if v.progress.reachable]
-
-        report = await self._transfer.download(donors)
-        self._transfer.open()
-        self._roster.committed()
+        report = await self._catching_up.download(if_newer, partial, on_progress)
+        if report is not None:
+            self._take_over_token_count()
         return report
+
+    def _take_over_token_count(self) -> None:
+        count = self._roster.swarm_tokens(self.reference.round)
+        self._announcer.swarm_tokens = max(self._announcer.swarm_tokens, count)
+
+    @property
+    def swarm_tokens(self) -> int:
+        """Tokens of all peers that have gone into commits until the reference's round."""
+        return self._announcer.swarm_tokens
 
     # Records.
 
     def beat(self) -> None:
         """See network.NetworkProcess.beat."""
-        self._last_beat = time.monotonic()
-
-    async def _publish(self) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._publish_now.wait(), self._config.progress_ttl_s / 5)
-        self._publish_now.clear()
-        if time.monotonic() - self._last_beat > self._config.stall_timeout_s:
-            return  # the trainer is stopped (Ctrl-Z): the others must not wait for this peer in every round
-        await self._publish_progress()
-        if self._held and time.time() > self._lease_expires - 2 * self._config.lease_s / 3:
-            await self._publish_lease()
-
-    async def _publish_progress(self) -> None:
-        async with self._publishing:
-            await self._store_progress()
-
-    async def _store_progress(self) -> None:
-        presence = self._presence
-        if presence is None:
-            return
-        last = self._last_round
-        record = Progress(
-            expires=self._next_expiration("progress", self._config.progress_ttl_s),
-            name=presence.name,
-            state=presence.state,
-            reachable=not self._settings.client_mode,
-            round=self.reference.round,
-            digest=self.reference.digest,
-            step=presence.step,
-            tokens=presence.tokens,
-            tokens_per_step=presence.tokens_per_step,
-            tokens_per_second=presence.tokens_per_second,
-            loss=presence.loss,
-            experts=list(presence.experts),
-            round_seconds=last.group_seconds + last.exchange_seconds if last else 0.0,
-            bytes_sent=self._traffic[0],
-            bytes_received=self._traffic[1],
-        )
-        await self._store("progress", record)
-
-    async def _publish_lease(self) -> None:
-        async with self._publishing:
-            self._lease_expires = self._next_expiration("leases", self._config.lease_s)
-            await self._store(
-                "leases",
-                Lease(expires=self._lease_expires, experts=list(self._held), since_round=self.reference.round),
-            )
-
-    def _next_expiration(self, kind: str, lifetime_s: float) -> float:
-        # The DHT keeps the record that expires last, so a newer one must always expire later.
-        self._expires[kind] = max(time.time() + lifetime_s, self._expires.get(kind, 0.0) + 0.001)
-        return self._expires[kind]
-
-    async def _store(self, kind: str, record: Progress | Lease) -> None:
-        assert self._records is not None
-        try:
-            stored = await self._records.publish(kind, record)
-        except OSError as exc:
-            stored, reason = False, str(exc)
-        else:
-            reason = "no node of the DHT took the record"
-        if not stored:
-            self._listener.on_fault(self._identity.peer_id, ProtocolError("dht", reason))
+        self._announcer.beat()
 
     async def _look_around(self) -> None:
         await self.refresh()
         self._listener.on_view(self.view())
-        if not self._roster.peers and self._settings.initial_peers:
-            # Cut off: the addresses that worked at the start are the way back.
-            with suppress(BootstrapError):
-                await bootstrap(self._daemon, self._settings.initial_peers, 1.0)
+
+    async def _reunite(self) -> None:
+        """Tries peers that were live once; see acquaintances.py."""
+        assert self._node is not None
+        live = {self._identity.peer_id, *(view.peer_id for view in self._roster.present())}
+        for peer_id in await self._acquaintances.dial(self._daemon, self._acquaintances.due(live)):
+            peer = PeerID.from_base58(peer_id)
+            # With this both nodes know each other in the DHT, and records pass between the two parts again.
+            if await self._node.protocol.call_ping(peer) is None:
+                await self._daemon.disconnect(peer_id)  # what looked connected was not: see Rpc.on_silence
+            else:
+                self._node.blacklist.register_success(peer)
+
+    async def _keep_time(self) -> None:
+        await asyncio.sleep(self._timekeeper.until_check_s())
+        live = {view.peer_id for view in self._roster.present()}
+        # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
+        step_s = await self._timekeeper.check(live | await self._connected(), live)
+        if step_s > 0:
+            self._announcer.announce_soon()  # to those who were ahead, this peer's records had expired
+        elif step_s < 0 and self._node is not None:
+            self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
+
+    async def _connected(self) -> set[str]:
+        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._identity.peer_id}
+
+    async def _refresh_quietly(self) -> None:
+        with suppress(OSError, ProtocolError):
+            await self.refresh()
 
     async def refresh(self) -> None:
         """Reads the others' records and greets new peers, so that connections stand before the first round."""
         assert self._records is not None
         new = self._roster.update(await self._records.read("progress", Progress))
-        self._leases = await self._records.read("leases", Lease)
-        if new:
-            await asyncio.gather(*(self._greet(peer) for peer in new))
+        self._leases.update(await self._records.read("leases", Lease))
+        if self._announcer.volunteering is not None:
+            self._volunteers = await self._records.read("publishers", Volunteer)
+        for peer_id in new:
+            # Not awaited: a newcomer that has been frozen must not keep this peer from a round.
+            greeting = asyncio.create_task(self._greet(peer_id))
+            self._greetings.add(greeting)
+            greeting.add_done_callback(self._greetings.discard)
 
     async def _greet(self, peer_id: str) -> None:
         with suppress(OSError, ProtocolError):  # a round will find out whether it can be reached
-            await self._rpc.call(peer_id, "ping", {}, _PING_TIMEOUT_S)
+            answer = await self._rpc.call(peer_id, "ping", {}, _PING_TIMEOUT_S)
+            self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
 
     def view(self) -> SwarmView:
         """See SwarmView."""
         training = self._roster.training()
-        held = {e for view in training for e in view.progress.experts} | set(self._held)
+        held = {e for view in training for e in view.progress.experts} | set(self._leases.held)
         return SwarmView(
             num_peers=len(self._roster.present()),
+            num_ready=sum(view.progress.state in ("waiting", "training") for view in self._roster.present()),
             num_training=len(training),
-            tokens_per_step=self._roster.tokens_per_step(self._own_step()),
+            tokens_per_step=self._roster.tokens_per_step(self._announcer.tokens_per_step),
             tokens=self._roster.tokens_since_commit(self.reference.round, self._config.progress_ttl_s),
             tokens_per_second=sum(view.progress.tokens_per_second for view in training),
             at=time.monotonic(),
             swarm_round=self._roster.swarm_round(self.reference.round),
             experts_covered=len(held),
+            publishing_periods=self._publishing_periods(),
         )
+
+    def _publishing_periods(self) -> int:
+        volunteering = self._announcer.volunteering
+        if volunteering is None:
+            return 0
+        return periods_to_wait(self._volunteers, volunteering[0], self._identity.peer_id)
+
+    async def volunteer(self, target: bytes | None, publishing: bool) -> None:
+        """See network.NetworkProcess.volunteer."""
+        self._announcer.volunteering = (target, publishing) if target is not None else None
+        self._announcer.announce_soon()
 
     async def peer_maddrs(self) -> list[str]:
         """See network.NetworkProcess.peer_maddrs."""
-        members = {view.peer_id for view in self._roster.present()}
-        connections = await self._daemon.connections()
-        return [maddr for peer, maddrs in connections.items() if peer in members for maddr in maddrs]
+        return self._acquaintances.of([view.peer_id for view in self._roster.present()])
 
     async def set_presence(self, presence: Presence) -> None:
         """See network.NetworkProcess.set_presence."""
-        urgent = self._presence is None or self._presence.state != presence.state
-        self._presence = presence
-        if urgent:
-            self._publish_now.set()
+        self._announcer.set_presence(presence)
 
     # Leases.
 
-    async def claim(self, experts: tuple[int, ...] | int) -> tuple[int, ...]:
+    async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
         """See network.NetworkProcess.claim."""
-        me = self._identity.peer_id
-        num_experts = self._settings.layout.num_experts
         assert self._records is not None
+        self._leases.room, self._leases.fixed = room, fixed
         await self.refresh()
         if isinstance(experts, tuple):
-            self._held = experts
-            await self._publish_lease()
+            self._leases.held = experts
+            await self._announcer.publish_lease()
             return experts
-        self._held = ownership.choose_experts(self._lease_table(), me, num_experts, experts)
-        await self._publish_lease()
+        self._leases.choose(experts)
+        await self._announcer.publish_lease()
         # Peers that start together choose alike; look again until the choices have settled.
         quiet = 0
         while quiet < 2:
             await asyncio.sleep(_REFRESH_S)
-            self._leases = await self._records.read("leases", Lease)
-            settled = ownership.settle({**self._lease_table(), me: self._held}, me, num_experts)
-            quiet = quiet + 1 if settled == self._held else 0
-            if settled != self._held:
-                self._held = settled
-                await self._publish_lease()
-        return self._held
+            self._leases.update(await self._records.read("leases", Lease))
+            if self._leases.settle():
+                quiet += 1
+            else:
+                quiet = 0
+                await self._announcer.publish_lease()
+        return self._leases.held
 
-    def _lease_table(self) -> dict[str, list[int]]:
-        return {peer: lease.experts for peer, lease in self._leases.items()}
+    def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
+        """See network.NetworkProcess.offer_moments."""
+        memory = _attach(memory_fd, self._settings, num_moments(experts, self._settings.layout))
+        self._moments.offer(round_number, step, slices(memory, experts, self._settings.layout))
+
+    async def fetch_moments(
+        self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
+    ) -> dict[int, Received]:
+        """See network.NetworkProcess.fetch_moments."""
+        experts = tuple(sources)
+        memory = _attach(memory_fd, self._settings, num_moments(experts, self._settings.layout))
+        return await self._moments.fetch(round_number, sources, slices(memory, experts, self._settings.layout))
+
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        """See network.NetworkProcess.wait_until_fetched."""
+        return await self._moments.wait_until_fetched(timeout_s)
 
     # Rounds.
 
@@ -402,19 +394,47 @@ class RunServices:
         if round_number <= self.reference.round + 2:
             self._ahead = round_number
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...]) -> RoundReport:
+    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         """See network.NetworkProcess.run_round."""
+        self._announcer.in_round = True
+        self._announcer.announce_soon()
+        try:
+            return await self._hold_round(tokens, routed, leaving)
+        except RoundError:
+            self._faults.note("round")
+            raise
+        finally:
+            self._announcer.in_round = False
+            self._announcer.announce_soon()
+
+    async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         started = time.monotonic()
-        await self.refresh()
+        # A frozen node makes the DHT slow for seconds while the others wait; records are read all the time anyway.
+        await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
+        caught_up = await self._catching_up.fetch_if_lost()
+        if caught_up is not None:
+            if caught_up.complete:
+                self.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
+            self._take_over_token_count()
+            self._ahead = 0
+            self._rendezvous.begin_anew()
+            return caught_up
+        commits, marks = self.lineage.to_lists()
         statement = Statement(
             round=self._target_round(),
-            held=list(self._held),
+            held=list(self._leases.held),
             tokens=tokens,
             routed=list(routed),
             bandwidth_mbps=self._settings.bandwidth_mbps,
-            reachable=not self._settings.client_mode,
+            reachable=self.reachable,
             versions=list(self.reference.versions),
             digests=list(self.reference.digests),
+            commits=commits,
+            marks=marks,
+            room=self._leases.room,
+            fixed=self._leases.fixed,
+            leaving=leaving,
+            leased=self._leases.leased_bitmap,
         )
         group = await self._rendezvous.join(statement)
         grouped = time.monotonic()
@@ -424,7 +444,8 @@ class RunServices:
         self._listener.on_group(group.round, len(group.members))
         state = RoundState(group, plan, me, self.reference, self._contribution_N, self._codec, self._limits)
         try:
-            commit = await self._exchange.run(state)
+            with self._transfer.round_under_way():
+                commit = await self._exchange.run(state)
         except RoundError:
             self._rendezvous.spend(group)
             raise
@@ -435,34 +456,45 @@ class RunServices:
                     self._roster.lose(view.peer_id)
             self._listener.on_round_over()
         self._roster.committed()
-        if self._presence is not None:
-            # Others may ask or read before the trainer's next step: what was contributed no longer counts.
-            self._presence = replace(self._presence, tokens=max(0, self._presence.tokens - tokens))
-        report = RoundReport(commit, grouped - started, time.monotonic() - grouped, self.reference.digest.hex())
-        self._last_round = report
-        self._publish_now.set()
+        self._roster.vouch(
+            [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
+        )
+        self.lineage = common_lineage(group.members).after(group.round, group.id)
+        experts = self._leases.after_commit(group, plan)
+        self._moments.expect(group.round, experts.lost)
+        if (experts.gained or experts.lost) and not leaving:
+            self._announcer.renew_lease_soon()
+        self._announcer.has_contributed(tokens)
+        self._announcer.swarm_tokens += sum(member.statement.tokens for member in group.members)
+        report = RoundReport(
+            commit,
+            grouped - started,
+            time.monotonic() - grouped,
+            self.reference.digest.hex(),
+            experts,
+            self._announcer.swarm_tokens,
+        )
+        self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report
 
     async def traffic(self) -> tuple[int, int]:
         """See network.NetworkProcess.traffic."""
-        self._traffic = await self._exchange.traffic()
-        return self._traffic
+        with self._transfer.round_under_way():  # others still fetch their results from here
+            self._announcer.traffic = await self._exchange.traffic()
+        self._announcer.announce_soon()
+        return self._announcer.traffic
 
     async def leave(self) -> None:
         """Gives the leases back and says goodbye."""
         for task in self._tasks:
             task.cancel()
-        held, self._held = self._held, ()
-        if self._records is not None and held:
-            await self._publish_lease()
-        if self._presence is not None:
-            self._presence = replace(self._presence, state="leaving", experts=())
-            await self._publish_progress()
+        await self._announcer.say_goodbye()
         if self._node is not None:
             await self._node.shutdown()
 
 
 def _attach(fd: int, settings: RunSettings, num_elements: int) -> FloatArray:
     # The trainer made the memory after this process was forked; its descriptor is reachable through /proc.
-    own_fd = os.open(f"/proc/{settings.trainer_pid}/fd/{fd}", os.O_RDWR)
-    return SharedVector.attach(own_fd, num_elements).values_N
+    vector = SharedVector.attach(os.open(f"/proc/{settings.trainer_pid}/fd/{fd}", os.O_RDWR), num_elements)
+    vector.close()
+    return vector.values_N

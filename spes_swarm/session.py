@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import threading
@@ -18,43 +17,43 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.address import best_first
-from spes_swarm.capacity import choose_device, experts_that_fit
-from spes_swarm.checkpoint import Checkpoint, load_newest
+from spes_swarm.capacity import check_host_memory, choose_device, experts_that_fit
+from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
 from spes_swarm.corpus import open_source
+from spes_swarm.daemon import listen_again, with_port
 from spes_swarm.errors import (
-    BootstrapError,
-    CheckpointError,
-    ConfigError,
     LeftEarlyError,
     ManifestError,
     NetworkProcessError,
-    RoundError,
     UserError,
 )
 from spes_swarm.identity import Identity
 from spes_swarm.join_request import JoinRequest
 from spes_swarm.layout import Layout
-from spes_swarm.manifest import Manifest, found_run
-from spes_swarm.metrics import Metrics
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.manifest import Manifest
+from spes_swarm.model import SparseModel, build_model, layout_of
 from spes_swarm.network_client import NetworkClient
 from spes_swarm.panel import PeerConsole, experts_text, interpreter
-from spes_swarm.reference import ReferenceTable
+from spes_swarm.publishing import Publishing
+from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
+from spes_swarm.reach import Reach, tcp_endpoint
 from spes_swarm.run_directory import RunDirectory, lock_file
+from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
-from spes_swarm.services import Presence, RunSettings, SwarmView
+from spes_swarm.service_messages import Presence, RunSettings, SwarmView
 from spes_swarm.shared_vector import SharedVector
-from spes_swarm.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.starting_point import StartingPoint
+from spes_swarm.tokenizer import Tokenizer
+from spes_swarm.trackers import open_metrics
 from spes_swarm.trainer import Trainer, TrainerSetup, TrainingStatus
-from spes_swarm.transfer import TransferReport
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
 _BARRIER_S = 20.0
 _STOP_POLL_S = 0.1
-_KNOWN_PEERS_TIMEOUT_S = 5.0
+_SAY_PROGRESS_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Session:
         self._started = time.monotonic()
         self._console = console
         self._stop = stop
-        self._founding_config = request.run
-        self._config_is_explicit = request.run_is_explicit
+        self._request = request
         self._peer = request.peer
         self._directory = RunDirectory(Path(self._peer.output_dir))
         self._lock = self._directory.prepare()
@@ -82,8 +80,11 @@ class Session:
         self._identity_lock = lock_file(
             self._identity.path, f"identity file {identity_path}", "every peer needs one of its own"
         )
-        self._metrics = Metrics(self._directory.metrics, self._identity.peer_id)
+        self._metrics = open_metrics(
+            self._directory.metrics, self._identity.peer_id, self._peer.log, self._peer.name or ""
+        )
         self._status = TrainingStatus()
+        self._said_progress_at = time.monotonic()
         self._network = NetworkClient(self._identity.path, self._on_network_event)
         self._joined = False
         self._initial_peers = list(self._peer.initial_peers)
@@ -95,6 +96,12 @@ class Session:
             self._metrics.write(name, **fields)
         if name == "fault":
             self._status.faults += 1
+        elif name == "sync_progress" and time.monotonic() - self._said_progress_at > _SAY_PROGRESS_S:
+            self._said_progress_at = time.monotonic()
+            done, total, donors = (fields[key] for key in ("done_bytes", "total_bytes", "chunks_by_donor"))
+            self._console.say(
+                f"fetched {done / total:.0%}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, from {len(donors)} donor(s)"
+            )
 
     def run(self) -> None:
         """Joins, trains until told to stop, leaves.
@@ -136,21 +143,25 @@ class Session:
         self._device = choose_device(self._peer.device)
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
-        maddrs, _ = self._ask(
-            "start_daemon",
-            _COMMAND_TIMEOUT_S,
-            host_maddrs=list(self._peer.host_maddrs),
-            announce_maddrs=list(self._peer.announce_maddrs),
-            client_mode=self._peer.client_mode,
-        )
+        maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._directory.known_port()))
         self._console.say(f"peer {self._identity.peer_id}")
-        manifest = self._find_manifest()
+        finder = RunFinder(self._request, self._directory, self._identity, self._ask, self._console)
+        manifest = finder.find()
+        self._initial_peers = finder.initial_peers
+        reach = self._check_reach()
+        if reach.reachable is False:
+            self._go_private()
+            maddrs = []
+        elif reach.address is not None and f"{reach.address}/p2p/{self._identity.peer_id}" not in maddrs:
+            maddrs = [f"{reach.address}/p2p/{self._identity.peer_id}", *maddrs]
         run = manifest.run
         self._console.say(f"run {manifest.run_id}")
-        tokenizer = _tokenizer_of(run)
+        tokenizer = tokenizer_of(run)
         data = self._open_data(run, tokenizer)
         self._console.say(f"building {run.model.type} on {self._device}")
-        model = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        settings = run.model.settings
+        check_host_memory(layout_of(build_model(run.model.type, settings, run.training.seed, "cpu", on_meta=True)))
+        model = build_model(run.model.type, settings, run.training.seed, "cpu")
         layout = layout_of(model)
         if layout.digest != manifest.layout_digest:
             raise ManifestError(
@@ -160,9 +171,10 @@ class Session:
         wanted = parse_experts(self._peer.experts, layout.num_experts)
         reference = SharedVector.create(layout.num_elements)
         contribution = SharedVector.create(layout.num_elements)
-        checkpoint = self._load_checkpoint(manifest, layout, reference)
-        if checkpoint is None and manifest.founder == self._identity.peer_id:
-            reference.values_N[:] = flat_from_model(model, layout)
+        start = StartingPoint(
+            self._peer, self._directory, self._identity, manifest, self._ask, self._console, self._metrics
+        )
+        checkpoint = start.fill(reference.values_N, model, layout, finder.source)
         self._ask(
             "open_run",
             _COMMAND_TIMEOUT_S,
@@ -172,16 +184,18 @@ class Session:
                 reference_fd=reference.fd,
                 contribution_fd=contribution.fd,
                 trainer_pid=os.getpid(),
-                client_mode=self._peer.client_mode,
+                client_mode=reach.reachable is False,
                 bandwidth_mbps=self._peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
                 initial_peers=tuple(self._initial_peers),
+                upload_mbps=self._peer.upload_mbps,
             ),
+            review_reach=not (self._peer.client_mode or self._peer.assume_reachable),
         )
         batch_size = self._peer.batch_size or run.training.batch_size
         self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
         self._directory.remember(manifest)
-        table = self._obtain_reference(manifest, checkpoint)
+        table = start.obtain(self._initial_peers, announce_syncing=lambda: self._announce("syncing"))
         held = self._claim(run, layout, wanted, checkpoint)
         sparse = SparseModel(model.to(self._device), held, self._peer.kernel)
         trainer = Trainer(
@@ -207,14 +221,21 @@ class Session:
                 status=self._status,
                 on_round=self._say_round,
                 on_saved=self._remember_peers,
+                publishing=self._publishing(manifest.run_id),
             )
         )
+        self._tell_how_to_join(manifest, maddrs)
+        if self._wait_for_peers():
+            # All may have come back from different checkpoints: they go on from the newest of them.
+            start.download(if_newer=True)
+            table = self._ask("table", _COMMAND_TIMEOUT_S)
         if checkpoint is not None:
             trainer.restore(checkpoint, table)
         else:
             trainer.load_reference(table)
-        self._tell_how_to_join(manifest, maddrs)
-        self._wait_for_peers()
+        if self._peer.wait_for_peers > 1:
+            self._announce("training")
+            self._await_training(self._peer.wait_for_peers - 1)
         self._joined = True
         self._metrics.write("lease", gained=list(held), lost=[])
         self._metrics.write(
@@ -236,87 +257,52 @@ class Session:
 
     # The steps of joining.
 
-    def _find_manifest(self) -> Manifest:
-        stored = self._directory.manifest()
-        peer = self._peer
-        if stored is not None and peer.run_id not in (None, stored.run_id):
-            raise UserError(
-                f"output directory {self._directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
-                "choose another --output-dir"
-            )
-        if not peer.initial_peers and stored is None:
-            if peer.run_id is not None:
-                raise ConfigError("--run-id names a run to join, which needs --initial-peers")
-            return self._found()
-        if not peer.initial_peers and stored is not None:
-            if self._config_is_explicit and not _same_run(self._founding_config, stored.run):
-                raise UserError(
-                    f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
-                    "differs from the given one; choose another --output-dir, or leave --config out to go on"
-                )
-            self._console.say("going on with the run of this output directory")
-            self._initial_peers = self._reach_known_peers()
-            return stored
-        self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
-        connected = self._ask(
-            "bootstrap",
-            peer.bootstrap_timeout_s + 30.0,
-            maddrs=list(peer.initial_peers),
-            timeout_s=peer.bootstrap_timeout_s,
+    def _start_daemon(self, host_maddrs: list[str], *, private: bool = False) -> list[str]:
+        """Starts p2pd, or starts it again for a peer that cannot be reached; returns this peer's addresses."""
+        maddrs: list[str]
+        maddrs, _ = self._ask(
+            "start_daemon",
+            _COMMAND_TIMEOUT_S,
+            host_maddrs=host_maddrs,
+            announce_maddrs=list(self._peer.announce_maddrs),
+            client_mode=self._peer.client_mode,
+            relay=self._peer.relay == "auto",
+            private=private,
         )
-        expected = peer.run_id or (stored.run_id if stored is not None else None)
-        try:
-            manifest: Manifest = self._ask(
-                "fetch_manifest",
-                peer.bootstrap_timeout_s + 60.0,
-                peers=connected,
-                run_id=expected,
+        endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
+        if endpoints and not self._peer.announce_maddrs:
+            self._directory.remember_port(endpoints[0][1])
+        return maddrs
+
+    def _go_private(self) -> None:
+        """Tells libp2p that others cannot open connections to this peer."""
+        peer = self._peer
+        if peer.client_mode:
+            return  # it does not listen in any case
+        self._start_daemon(with_port(peer.host_maddrs, self._directory.known_port()), private=True)
+        if self._initial_peers:
+            self._ask(
+                "bootstrap",
+                peer.bootstrap_timeout_s + 30.0,
+                maddrs=self._initial_peers,
                 timeout_s=peer.bootstrap_timeout_s,
             )
-        except ManifestError as exc:
-            if stored is not None and peer.run_id is None:
-                raise UserError(
-                    f"output directory {self._directory.path} belongs to run {stored.run_id}: {exc}; "
-                    "choose another --output-dir"
-                ) from exc
-            raise
-        if self._config_is_explicit and not _same_run(self._founding_config, manifest.run):
-            raise ConfigError(
-                f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
-                "the run's settings from the swarm: leave the section out"
-            )
-        return manifest
 
-    def _reach_known_peers(self) -> list[str]:
-        """Addresses of peers of an earlier stay that answer now: the run may have gone on without this peer.
-
-        Without them a founder that comes back would go on alone, beside the swarm that it founded.
-        """
-        known = self._directory.known_peers()
-        if not known:
-            return []
-        try:
-            self._ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
-        except BootstrapError:
-            self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
-            return []
-        return known
+    def _check_reach(self) -> Reach:
+        """Finds out whether others can open connections to this peer, unless the user has said it."""
+        if self._peer.client_mode:
+            reach = Reach(False, None, ())
+        elif self._peer.assume_reachable:
+            reach = Reach(True, None, ())
+        else:
+            reach = self._ask("check_reach", _COMMAND_TIMEOUT_S)
+        self._metrics.write("reach", **reach.to_event())
+        for line in reach.describe():
+            self._console.say(line)
+        return reach
 
     def _remember_peers(self) -> None:
         self._directory.remember_peers(self._network.ask("peer_maddrs", _COMMAND_TIMEOUT_S))
-
-    def _found(self) -> Manifest:
-        if self._founding_config is None:
-            raise ConfigError("founding a run needs a configuration with a `run` section")
-        run = self._founding_config
-        parse_experts(self._peer.experts, run.model.num_experts)  # before anything takes long
-        tokenizer = load_tokenizer(run.tokenizer.name)
-        if run.tokenizer.digest is None:
-            run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
-        _check_vocabulary(run, tokenizer)
-        model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
-        self._console.say("founding a new run")
-        return found_run(run, layout_of(model).digest, self._identity)
 
     def _open_data(self, run: RunConfig, tokenizer: Tokenizer) -> _Opened:
         self._console.say(f"opening data: {self._peer.data}")
@@ -337,76 +323,40 @@ class Session:
         )
         return _Opened(sampler, evaluation)
 
-    def _load_checkpoint(self, manifest: Manifest, layout: Layout, reference: SharedVector) -> Checkpoint | None:
-        checkpoint, complaints = load_newest(
-            self._directory.checkpoints, manifest.run_id, self._identity.peer_id, layout, set_aside=True
+    def _publishing(self, run_id: str) -> Publishing | None:
+        if self._peer.publish_to is None:
+            return None
+        return Publishing(
+            self._network,
+            self._metrics,
+            output_dir=self._directory.path,
+            run_id=run_id,
+            peer_id=self._identity.peer_id,
+            target=self._peer.publish_to,
+            every=self._peer.publish_every,
+            keep=self._peer.publish_keep,
+            say=self._console.say,
+            upload_mbps=self._peer.publish_mbps or DURING_ROUNDS_SHARE * (self._peer.upload_mbps or ASSUMED_MBPS),
         )
-        self._lost_checkpoints = bool(complaints) and checkpoint is None
-        for complaint in complaints:
-            self._console.say(f"passing over a checkpoint: {complaint}")
-            self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
-        if checkpoint is not None:
-            checkpoint.reference(layout, reference.values_N)
-            self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
-        return checkpoint
-
-    def _obtain_reference(self, manifest: Manifest, checkpoint: Checkpoint | None) -> ReferenceTable:
-        if checkpoint is not None:
-            meta = checkpoint.meta
-            digest = self._ask("adopt", _COMMAND_TIMEOUT_S, table_round=meta.round, versions=tuple(meta.versions))
-            if digest != meta.reference_digest:
-                raise UserError(f"{checkpoint.path} does not have the digest that it was written with")
-        elif self._lost_checkpoints and not self._initial_peers:
-            raise CheckpointError(
-                f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
-                "found; give --initial-peers, or a new --output-dir to found another run"
-            )
-        elif manifest.founder == self._identity.peer_id:
-            num_blocks = manifest.run.model.num_experts + 1
-            self._ask("adopt", _COMMAND_TIMEOUT_S, table_round=0, versions=(0,) * num_blocks)
-        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
-        if not self._initial_peers and checkpoint is None and manifest.founder != self._identity.peer_id:
-            raise UserError(
-                f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
-                "found; give --initial-peers"
-            )
-        if self._initial_peers and (view.num_peers or checkpoint is None):
-            self._announce("syncing")
-            self._console.say("fetching the swarm's reference")
-            started = time.monotonic()
-            try:
-                report: TransferReport = self._ask("download")
-            except RoundError as exc:
-                raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
-            seconds = time.monotonic() - started
-            self._metrics.write(
-                "sync",
-                round=report.round,
-                seconds=seconds,
-                payload_bytes=report.payload_bytes,
-                donors=dict(report.chunks_by_donor),
-            )
-            self._console.say(
-                f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
-                f"{len(report.chunks_by_donor)} donor(s) in {seconds:.1f} s, verified"
-            )
-        table: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
-        return table
 
     def _claim(
         self, run: RunConfig, layout: Layout, wanted: ExpertsWanted, checkpoint: Checkpoint | None
     ) -> tuple[int, ...]:
         """Takes leases; "auto" means as many as the run says, if they fit."""
-        choice: int | tuple[int, ...]
-        if checkpoint is not None and wanted in ("auto", len(checkpoint.meta.held)):
-            choice = tuple(checkpoint.meta.held)
+        fixed = isinstance(wanted, tuple)
+        if isinstance(wanted, tuple):
+            room = len(wanted)
         elif wanted == "auto":
-            choice = experts_that_fit(layout, run.experts_per_peer, self._device)
-            if choice < run.experts_per_peer:
-                self._console.say(f"{choice} instead of {run.experts_per_peer} experts: more do not fit in memory")
+            room = experts_that_fit(layout, run.experts_per_peer, self._device)
+            if room < run.experts_per_peer:
+                self._console.say(f"{room} instead of {run.experts_per_peer} experts: more do not fit in memory")
         else:
-            choice = wanted
-        held: tuple[int, ...] = self._ask("claim", _COMMAND_TIMEOUT_S, experts=choice)
+            room = wanted
+        choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
+        if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
+            choice = tuple(checkpoint.meta.held)
+            room = max(room, len(choice))
+        held: tuple[int, ...] = self._ask("claim", _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
         return held
 
     def _announce(self, state: Any) -> None:
@@ -426,23 +376,23 @@ class Session:
             ),
         )
 
-    def _wait_for_peers(self) -> None:
+    def _wait_for_peers(self) -> bool:
+        """Waits for as many peers as wanted; whether there are any others."""
         wanted = self._peer.wait_for_peers
         if wanted <= 1:
-            return
+            return False
         self._announce("waiting")
         shown = 0
         while not self._stop.is_set():
             view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
-            here = view.num_peers + 1
+            here = view.num_ready + 1
             if here >= wanted:
-                self._announce("training")
-                self._await_training(wanted - 1)
-                return
+                break
             if here != shown:
                 shown = here
                 self._console.say(f"waiting for peers: {here} of {wanted}")
             self._stop.wait(0.5)
+        return True
 
     def _await_training(self, others: int) -> None:
         """Gives the others the moment they need to see that all are there, so that nobody begins alone."""
@@ -473,31 +423,4 @@ class Session:
         self._console.say(
             f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {evaluated}, "
             f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
-        )
-
-
-def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
-    """Whether a configuration file describes this run; the founder has filled in the tokenizer's digest."""
-    if given is None:
-        return True
-    digest = given.tokenizer.digest or run.tokenizer.digest
-    return dataclasses.replace(given, tokenizer=dataclasses.replace(given.tokenizer, digest=digest)) == run
-
-
-def _tokenizer_of(run: RunConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(run.tokenizer.name)
-    if run.tokenizer.digest is not None and tokenizer.digest != run.tokenizer.digest:
-        raise ManifestError(
-            f"tokenizer {run.tokenizer.name!r} on this machine is not the one that the run uses "
-            f"(digest {tokenizer.digest[:12]}, expected {run.tokenizer.digest[:12]})"
-        )
-    _check_vocabulary(run, tokenizer)
-    return tokenizer
-
-
-def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
-    if tokenizer.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
-            f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
         )

@@ -38,3 +38,7 @@ class SharedVector:
         """Maps the memory behind a descriptor that another process created and sent."""
         memory = mmap.mmap(fd, 4 * num_elements)
         return cls(fd=fd, values_N=np.frombuffer(memory, dtype=np.float32))
+
+    def close(self) -> None:
+        """Gives the descriptor up; the mapping stays for as long as `values_N` is used."""
+        os.close(self.fd)

@@ -12,14 +12,17 @@ from typing import Annotated
 from blake3 import blake3
 from pydantic import Field, model_validator
 
+from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity
+from spes_swarm.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 from spes_swarm.signed import SignedModel, seal, unseal
 
 KIND = "statement"
 DIGEST_BYTES = 32
 MAX_ROUND = 1 << 40
 _MAX_TOKENS = 1 << 48
+_MAX_EXPERTS = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 _Round = Annotated[int, Field(ge=0, lt=MAX_ROUND)]
@@ -37,6 +40,14 @@ class Statement(SignedModel):
     reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
     versions: list[_Round]  # for each block, the round of its last change
     digests: list[Annotated[bytes, Field(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]]  # for each block
+    # Which commits led to this member's reference (see lineage.py): rounds, ascending, and a mark for each of them.
+    commits: Annotated[list[_Round], Field(max_length=MAX_COMMITS)]
+    marks: Annotated[bytes, Field(max_length=MAX_COMMITS * MARK_BYTES)]
+    # For ownership.py, which decides with the group's statements what everybody holds after the commit.
+    room: Annotated[int, Field(ge=0, le=_MAX_EXPERTS)]  # the most experts that this member can hold
+    fixed: bool  # its user has named its experts: they are not to be changed
+    leaving: bool  # this is its last round
+    leased: bytes  # bitmap of the experts on which it sees others' unexpired leases
 
     @model_validator(mode="after")
     def _consistent(self) -> Statement:
@@ -50,7 +61,18 @@ class Statement(SignedModel):
             raise ValueError("held must be ascending without repetition")
         if self.held and self.held[-1] >= len(self.digests) - 1:
             raise ValueError("held names an expert that the model does not have")
+        if len(self.leased) != num_bitmap_bytes(len(self.digests) - 1):
+            raise ValueError("leased must have one bit for each expert")
+        if len(self.marks) != MARK_BYTES * len(self.commits):
+            raise ValueError("there must be one mark for each commit")
+        if self.commits != sorted(set(self.commits)) or (self.commits and self.commits[-1] >= self.round):
+            raise ValueError("commits must be ascending without repetition, and before the round")
         return self
+
+    @property
+    def lineage(self) -> Lineage:
+        """The commits that led to this member's reference."""
+        return Lineage.from_lists(self.commits, self.marks)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,20 +27,23 @@ from spes_swarm.checkpoint import Checkpoint, CheckpointMeta, save_checkpoint
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import RunConfig
 from spes_swarm.errors import RoundError
+from spes_swarm.handover import Handover
 from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
 from spes_swarm.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
 from spes_swarm.network_client import NetworkClient
 from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
+from spes_swarm.pace import Pace
+from spes_swarm.publishing import Publishing
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.sampler import Sampler
 from spes_swarm.schedule import learning_rate
-from spes_swarm.services import Presence, RoundReport
+from spes_swarm.service_messages import CaughtUp, Presence, RoundLosses, RoundReport
 
 _RETRY_S = 2.0  # after a round that did not take place
 _POLL_S = 0.2
-_MIN_COUNT_INTERVAL_S = 0.1
+_FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
 
 
@@ -84,6 +87,7 @@ class TrainerSetup:
     keep_checkpoints: int
     max_rounds: int | None
     stop: threading.Event
+    publishing: Publishing | None = None
     status: TrainingStatus = field(default_factory=TrainingStatus)
     on_round: Callable[[], None] = lambda: None
     on_saved: Callable[[], None] = lambda: None
@@ -114,20 +118,25 @@ class Trainer:
             decayed_balance_fraction=training.local_balance_fraction,
         )
         self._trained_blocks = [0, *(1 + expert for expert in setup.model.held)]
+        self._handover = Handover(
+            setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
+        )
+        self._leaving = False  # the round under way is this peer's last
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
         self._steps_in_round = 0
         self._tokens = 0
+        self._total_tokens = 0
+        self._losses: RoundLosses | None = None
         self._routed_E = np.zeros(setup.model.layout.num_experts, dtype=np.int64)
         self._tokens_per_second = 0.0
         self._loss: float | None = None
         self._loss_sum = 0.0
         self._retry_at = 0.0
-        self._count: Future[int] | None = None  # the others' tokens, while they are being asked
-        self._count_at = 0.0
+        self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
         self._snapshot: dict[int, FloatArray] = {}
-        self._pending: Future[RoundReport] | None = None
+        self._pending: Future[RoundReport | CaughtUp] | None = None
         self._traffic: Future[tuple[int, int]] | None = None
         self._round_event: dict[str, Any] = {}  # of the last round, until its traffic is known
         self._rounds_done = 0
@@ -143,19 +152,24 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
         """Begins from a checkpoint, and then takes over what the swarm has committed since."""
-        meta, layout = checkpoint.meta, self._model.layout
+        meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
         self.load_reference(table)
         live_N = self._setup.contribution_N
         checkpoint.live(layout, live_N)
         behind = table.digest.hex() != meta.reference_digest
-        for index in self._trained_blocks:
+        for index in (0, *(1 + expert for expert in held if expert in meta.held)):
             block = layout.blocks[index]
             # Shared weights move in every round, so the saved ones are only of use if no round was missed.
             # An expert that nobody else has trained meanwhile is still this peer's to continue.
             if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
                 self._model.write_block(index, live_N[block.start : block.stop])
-        load_optimiser_arrays(self._optimiser, self._parameters, checkpoint.optimiser())
+        # The saved optimiser is of the experts held then; those that are held again keep their moments.
+        self._model.hold(meta.held, self._optimiser)
+        load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
+        self._model.hold(held, self._optimiser)
+        self._parameters = dict(self._model.trainable_parameters())
         self.step = meta.step
+        self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
             self._steps_in_round, self._tokens = meta.steps_in_round, meta.tokens
             self._routed_E[:] = meta.routed
@@ -184,15 +198,39 @@ class Trainer:
                     self._await_round()
                     continue
             self._train_step()
+            self._handover.take(self.round)
+            if setup.publishing is not None:
+                setup.publishing.look()
             if self._traffic is not None and self._traffic.done():
                 self._write_round_event(wait_s=0.0)
         if self._pending is not None:
             self._await_round()
+        if not self._finished():
+            self._say_goodbye()
+        self._announce("leaving")  # nobody should wait for this peer in the next round
         self._write_round_event(wait_s=self._round_config.stall_timeout_s)
         self._save()
+        if self._leaving:
+            self._setup.status.phase = "handing over"
+            # Whoever adopts an expert comes for its moments; one that does not come has gone itself.
+            self._network.ask("wait_until_fetched", None, timeout_s=2 * self._round_config.stall_timeout_s)
+        if setup.publishing is not None:
+            setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
 
     def _finished(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
+
+    def _is_last_round(self) -> bool:
+        return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
+
+    def _say_goodbye(self) -> None:
+        """Holds a last round, so that the work since the last commit is not lost and others take over the experts."""
+        view = self._network.view
+        if self._leaving or view is None or view.num_training == 0:
+            return
+        self._leaving = True
+        self._begin_round()
+        self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
 
     def _train_step(self) -> None:
         started = time.monotonic()
@@ -215,11 +253,12 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
-        self._optimiser.step()
+        self._handover.warm_up.step(self._model, self._optimiser.step)
         self._routed_E += self._model.pop_routed_tokens()
         self.step += 1
         self._steps_in_round += 1
         self._tokens += self._tokens_per_step
+        self._total_tokens += self._tokens_per_step
         self._loss = float(losses.cross_entropy)
         self._loss_sum += self._loss
         speed = self._tokens_per_step / max(time.monotonic() - started, 1e-6)
@@ -247,31 +286,14 @@ class Trainer:
             return False
         if self._network.called_round > self.round:
             return True
-        inner_steps, view = self._round_config.inner_steps, self._network.view
-        done, wanted = float(self._tokens), float(inner_steps * self._tokens_per_step)
-        if view is None or view.num_training == 0:
-            self._setup.status.progress = min(1.0, done / wanted)
-            return done >= wanted
-        now = time.monotonic()
-        wanted += inner_steps * view.tokens_per_step
-        estimate = done + view.tokens + view.tokens_per_second * min(now - view.at, self._round_config.progress_ttl_s)
-        self._setup.status.progress = min(1.0, estimate / wanted)
-        # Records are seconds old, and speeds vary: before a round is called, the others are asked directly.
-        if self._count is not None and self._count.done():
-            count, self._count = self._count, None
-            # Each of the others is in the middle of a step, which it will finish before it comes.
-            done += count.result() + view.tokens_per_step
-            missing_s = (wanted - done) / (view.tokens_per_second + self._tokens_per_second + 1.0)
-            self._count_at = now + max(_MIN_COUNT_INTERVAL_S, 0.7 * missing_s)
-            return done >= wanted
-        if self._count is None and estimate >= wanted and now >= self._count_at:
-            self._count = self._network.submit("count_tokens")
-        return False
+        due = self._pace.due(self._tokens, self._tokens_per_second)
+        self._setup.status.progress = self._pace.progress
+        return due
 
     # Rounds.
 
     def _begin_round(self) -> None:
-        self._count, self._count_at = None, 0.0
+        self._pace.begin()
         self._setup.status.phase = "synchronising"
         for index in self._trained_blocks:
             block = self._model.layout.blocks[index]
@@ -287,10 +309,13 @@ class Trainer:
             "run_round",
             tokens=self._tokens,
             routed=tuple(int(self._routed_E[expert]) for expert in self._model.held),
+            leaving=self._leaving or self._is_last_round(),
         )
 
-    def _await_round(self) -> None:
+    def _await_round(self, limit_s: float | None = None) -> None:
+        """Waits for the round under way, when told to stop for at most `limit_s` (default: two stall timeouts)."""
         assert self._pending is not None
+        limit_s = limit_s if limit_s is not None else 2 * self._round_config.stall_timeout_s
         stop_deadline: float | None = None
         while True:
             with contextlib.suppress(FutureTimeoutError):
@@ -298,7 +323,7 @@ class Trainer:
                 break
             if self._setup.stop.is_set():
                 # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
-                stop_deadline = stop_deadline or time.monotonic() + 2 * self._round_config.stall_timeout_s
+                stop_deadline = stop_deadline or time.monotonic() + limit_s
                 if time.monotonic() > stop_deadline:
                     self._network.ask("cancel_round", 30.0)
                     if not self._pending.done():
@@ -316,39 +341,86 @@ class Trainer:
             self._setup.metrics.write("fault", kind="round", peer=self._setup.peer_id, detail=str(exc))
             self._setup.status.faults += 1
             return
-        self._follow_commit(report)
+        if isinstance(report, CaughtUp):
+            self._follow_swarm(report)
+        else:
+            self._follow_commit(report)
+
+    def _write_live(self, index: int) -> None:
+        """Brings a block's live weights to the reference or, where this peer trains it, to the contribution."""
+        block = self._model.layout.blocks[index]
+        where = slice(block.start, block.stop)
+        if index not in self._trained_blocks:
+            self._model.write_block(index, self._setup.reference_N[where])
+        elif not self._round_config.overlap:
+            self._model.write_block(index, self._setup.contribution_N[where])
+        else:
+            live_N = np.empty(block.size, dtype=np.float32)
+            self._model.read_block(index, live_N)
+            live_N += self._setup.contribution_N[where] - self._snapshot[index]
+            self._model.write_block(index, live_N)
+
+    def _follow_swarm(self, report: CaughtUp) -> None:
+        """Takes over a reference that was fetched in place of a round; the work since the last commit stays."""
+        self.round = report.round
+        for index in range(len(self._model.layout.blocks)):
+            self._write_live(index)
+        self._snapshot.clear()
+        self._setup.metrics.write(
+            "sync",
+            round=report.round,
+            seconds=report.seconds,
+            payload_bytes=report.payload_bytes,
+            why=report.why,
+        )
 
     def _follow_commit(self, report: RoundReport) -> None:
         """Brings the live weights to the outcome of a round."""
-        setup, layout = self._setup, self._model.layout
+        setup = self._setup
         previous_step = self.round * self._round_config.inner_steps
         self.round = report.commit.round
         for index in report.commit.changed_blocks:
-            block = layout.blocks[index]
-            where = slice(block.start, block.stop)
-            if index not in self._trained_blocks:
-                self._model.write_block(index, setup.reference_N[where])
-            elif not self._round_config.overlap:
-                self._model.write_block(index, setup.contribution_N[where])
-            else:
-                live_N = np.empty(block.size, dtype=np.float32)
-                self._model.read_block(index, live_N)
-                live_N += setup.contribution_N[where] - self._snapshot[index]
-                self._model.write_block(index, live_N)
+            self._write_live(index)
         self._snapshot.clear()
         train_loss = self._contributed_loss / self._contributed_steps if self._contributed_steps else None
         self._steps_in_round -= self._contributed_steps
         self._tokens -= self._contributed_tokens
         self._routed_E -= self._contributed_routed_E
         self._loss_sum -= self._contributed_loss
+        self._change_experts(report)
         alpha = self._merge_if_due(previous_step)
         self._rounds_done += 1
         eval_loss = self._evaluate()
+        self._losses = RoundLosses(round=self.round, train_loss=_finite(train_loss), eval_loss=_finite(eval_loss))
         self._report(report, alpha, train_loss, eval_loss)
         # The view is from before the commit: until a new one comes, nobody has done anything yet.
         self._network.view = self._network.ask("view", 30.0)
         if self._rounds_done % setup.checkpoint_every_rounds == 0:
             self._save()
+        if setup.publishing is not None:
+            setup.publishing.consider(self.round, self._save)
+
+    def _change_experts(self, report: RoundReport) -> None:
+        """Gives experts up and takes others over, as the round's commit has decided."""
+        change, layout, round_number = report.experts, self._model.layout, report.commit.round
+        if not change.gained and not change.lost:
+            return
+        given = self._handover.give(round_number, [expert for expert, takers in change.lost.items() if takers])
+        self._leaving = self._leaving or self._is_last_round()
+        if not self._leaving:
+            self._model.hold(change.held, self._optimiser)
+            self._parameters = dict(self._model.trainable_parameters())
+            self._trained_blocks = [0, *(1 + expert for expert in self._model.held)]
+            for expert in (*change.gained, *change.lost):
+                block = layout.expert_block(expert)
+                self._model.write_block(block.index, self._setup.reference_N[block.start : block.stop])
+                self._routed_E[expert] = 0  # tokens that were routed to it while it was foreign have trained nothing
+            self._handover.warm_up.stop(change.lost)
+            self._handover.warm_up.start(change.gained)
+            self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
+        self._setup.metrics.write(
+            "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+        )
 
     def _merge_if_due(self, previous_step: int | None = None) -> float | None:
         """Applies the expert merge to the live weights when the last commit made it due; returns its alpha.
@@ -411,6 +483,7 @@ class Trainer:
             "merge_alpha": alpha,
             "train_loss": train_loss,
             "eval_loss": eval_loss,
+            "swarm_tokens": report.swarm_tokens,
         }
         # Others may still be fetching results from here; training goes on meanwhile.
         self._traffic = self._network.submit("traffic")
@@ -435,21 +508,23 @@ class Trainer:
 
     # What others and the disk get to know.
 
-    def _announce(self, phase: str) -> None:
-        status = self._setup.status
+    def _announce(self, state: Literal["training", "leaving"]) -> None:
+        status, phase = self._setup.status, state
         status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
         status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
         self._network.submit(
             "set_presence",
             presence=Presence(
                 name=self._setup.nickname,
-                state="training",
+                state=state,
                 step=self.step,
                 tokens=self._tokens,
                 tokens_per_step=self._tokens_per_step,
                 tokens_per_second=self._tokens_per_second,
-                loss=self._loss if self._loss is not None and math.isfinite(self._loss) else None,
+                loss=_finite(self._loss),
                 experts=self._model.held,
+                total_tokens=self._total_tokens,
+                losses=self._losses,
             ),
         )
 
@@ -457,6 +532,8 @@ class Trainer:
         self._setup.status.phase = "saving"
         layout = self._model.layout
         table: ReferenceTable = self._network.ask("table", 60.0)
+        commits, marks = self._network.ask("lineage", 60.0)
+        swarm_tokens: int = self._network.ask("swarm_tokens", 60.0)
         live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
         for index in self._trained_blocks:
             block = layout.blocks[index]
@@ -474,6 +551,9 @@ class Trainer:
             steps_in_round=self._steps_in_round,
             routed=[int(count) for count in self._routed_E],
             cursor=self._setup.sampler.state(),
+            commits=commits,
+            marks=marks.hex(),
+            swarm_tokens=swarm_tokens,
         )
         save_checkpoint(
             self._setup.checkpoints,
@@ -485,3 +565,8 @@ class Trainer:
             self._setup.keep_checkpoints,
         )
         self._setup.on_saved()
+
+
+def _finite(value: float | None) -> float | None:
+    """The value as a record may hold it: a model that has diverged has none."""
+    return value if value is not None and math.isfinite(value) else None

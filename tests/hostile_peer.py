@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from spes_swarm.bitmap import bitmap
 from spes_swarm.codec import EXACT
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.errors import ProtocolError, RoundError
@@ -29,9 +30,10 @@ from spes_swarm.identity import Identity
 from spes_swarm.manifest import Manifest, open_manifest
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import Contribution, Form, Part
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState, bitmap
+from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
-from spes_swarm.services import Presence, RunServices, RunSettings, SwarmView
+from spes_swarm.service_messages import CaughtUp, Presence, RunSettings, SwarmView
+from spes_swarm.services import RunServices
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel
 
@@ -203,8 +205,8 @@ async def take_part(maddr: str, directory: Path) -> None:
         exchange = HostileExchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
         services._exchange = exchange
         await services.start()
-        await services.download()
-        held = await services.claim(2)
+        await services.download(if_newer=False)
+        held = await services.claim(2, room=2, fixed=False)
         presence = Presence(
             name="hostile",
             state="training",
@@ -225,18 +227,21 @@ async def take_part(maddr: str, directory: Path) -> None:
                 exchange.mode = modes[0]
                 contribution.values_N[:] = reference.values_N
                 try:
-                    report = await services.run_round(1 << 40, (1 << 40,) * len(held))
+                    report = await services.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
                 except RoundError as exc:
                     print("round", exc, flush=True)
-                    await services.download()
+                    await services.download(if_newer=False)
                     continue
+                if isinstance(report, CaughtUp):
+                    continue
+                held = report.experts.held
                 if len(report.commit.members) >= 4:
                     log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
                 # What counts is the honest members' reference, when they are through with the round.
                 while any(v.progress.round < report.commit.round for v in services._roster.training()):
                     listener.viewed.clear()
                     await listener.viewed.wait()
-                await services.download()
+                await services.download(if_newer=False)
         beating.cancel()
         await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
         await asyncio.Event().wait()

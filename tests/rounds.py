@@ -8,10 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
-from spes_swarm.plan import Plan, make_plan
+from spes_swarm.lineage import Lineage
+from spes_swarm.plan import Plan, common_lineage, make_plan
 from spes_swarm.reference import Reference
 from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.statement import Group, Statement, form_group, seal_statement
@@ -44,6 +46,8 @@ class FakePeer:
     routed: tuple[int, ...] | None = None
     reachable: bool = True
     bandwidth_mbps: float = 100.0
+    room: int | None = None  # as many as it holds
+    lineage: Lineage = field(default_factory=lambda: Lineage({}))
     reports: list[CommitReport] = field(default_factory=list)
 
 
@@ -65,6 +69,12 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             reachable=p.reachable,
             versions=list(p.reference.versions),
             digests=list(p.reference.digests),
+            commits=(lists := p.lineage.to_lists())[0],
+            marks=lists[1],
+            room=p.room if p.room is not None else len(p.held),
+            fixed=False,
+            leaving=False,
+            leased=bytes(num_bitmap_bytes(p.reference.layout.num_experts)),
         )
         sealed.append(seal_statement(who, RUN_ID, statement))
     return form_group(RUN_ID, round_number, sealed, len(peers[0].reference.layout.blocks))
@@ -101,8 +111,10 @@ def hold_round(
                 if result is not None and not lose_result(receiver, result):
                     states[part.reducer].payload_bytes_sent += len(result.payload)
                     state.store_result(result)
+    lineage = common_lineage(group.members).after(group.round, group.id)
     for p, state in zip(peers, states, strict=True):
         p.reports.append(state.commit())
+        p.lineage = lineage
     # What the trainer does after a commit: trained blocks are what the contribution has become, the rest follows.
     for p in peers:
         trained = {0, *(1 + e for e in p.held)}

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import yaml
 
+from spes_swarm.forked_peer import ForkServer
 from spes_swarm.local_peer import LocalPeer
-from tests.forked import launch_forked
 
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN: dict[str, Any] = {
@@ -83,7 +83,7 @@ class Swarm:
     def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], launch_forked)
+        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], ForkServer())
         self.peers.append(peer)
         return peer
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from spes_swarm.address import best_first, check_listen_address, check_peer_address
 from spes_swarm.errors import AddressError
-from tests.rounds import identity
 
-PEER = identity(0).peer_id
-RELAY = identity(1).peer_id
+# Written out, so that the tests have the same names in every process that collects them.
+PEER = "QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
+RELAY = "QmTFHvAKDCj4WxYhTX6EFACrG9sriDHcXAvtboMyB31LCA"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm import rendezvous
+from spes_swarm.bitmap import bitmap
 from spes_swarm.codec import EXACT, get_codec
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.plan import Form, Plan, make_plan
 from spes_swarm.reference import Reference
 from spes_swarm.rendezvous import Neighbour, Rendezvous, rank
-from spes_swarm.round_state import RoundState, bitmap
+from spes_swarm.round_state import RoundState
 from spes_swarm.rpc import RemoteError
 from spes_swarm.statement import Group, Statement, form_group, seal_statement
 from spes_swarm.transfer import table_from_wire, table_to_wire
@@ -348,6 +349,12 @@ def statement_fields() -> dict[str, object]:
         "reachable": True,
         "versions": [0, 1, 2],
         "digests": [b"\0" * 32] * 3,
+        "commits": [0],
+        "marks": b"\0" * 8,
+        "room": 1,
+        "fixed": False,
+        "leaving": False,
+        "leased": b"\0",
     }
 
 
@@ -373,6 +380,15 @@ def statement_fields() -> dict[str, object]:
         ("digests", [b"\0" * 31] * 3),
         ("digests", [b"\0" * 32] * 2),
         ("reachable", 1),
+        ("commits", [5]),  # not before round 5 is committed
+        ("commits", list(range(2**14))),
+        ("marks", b"\0" * 15),
+        ("room", -1),
+        ("room", 2**62),
+        ("fixed", 0),
+        ("leaving", 0),
+        ("leased", b""),
+        ("leased", bytes(2)),
     ],
 )
 def test_absurd_statements_are_refused(field: str, value: object) -> None:
@@ -542,6 +558,9 @@ def alone(meeting: Meeting) -> bytes:
 BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
     "never closes the group": lambda m: lambda request: {},
     "says that the round is over": lambda m: lambda request: {"over": True},
+    "says that it is over, and then that it leads": lambda m: (
+        lambda request: {"over": True} if "statement" in request else {"leader": m.hostile.peer_id}
+    ),
     "sends to itself": lambda m: lambda request: {"leader": m.hostile.peer_id},
     "sends to nobody": lambda m: lambda request: {"leader": "no peer id at all"},
     "sends to a number": lambda m: lambda request: {"leader": 7},
@@ -565,6 +584,37 @@ def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
     members = {member.peer_id for group in groups if isinstance(group, Group) for member in group.members}
     assert members == {who.peer_id for who in meeting.honest}
     assert {peer_id for peer_id, _ in meeting.wire.faults} <= {meeting.hostile.peer_id}
+
+
+def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_away(meeting: Meeting) -> None:
+    """A peer that was cut off had gone on alone; it takes over the others' reference and comes back."""
+    others = meeting.peers
+    back = Rendezvous(
+        FakeRpc(meeting.wire, meeting.hostile.peer_id),  # type: ignore[arg-type]
+        meeting.hostile,
+        RUN_ID,
+        3,
+        reachable=True,
+        window_s=10.0,
+        live_peers=lambda: [Neighbour(who.peer_id, True) for who in meeting.honest],
+        target_round=lambda: 1 if gone_back.is_set() else 9,
+        on_called=lambda round_number: None,
+        on_ahead=lambda round_number: None,
+    )
+    gone_back = asyncio.Event()
+
+    async def meet() -> list[Group]:
+        for who in (back, *others):
+            await who.start()
+        for who in others:
+            with pytest.raises(RoundError, match="over"):
+                await who.join(meeting.statement())
+        gone_back.set()
+        return await asyncio.gather(*(who.join(meeting.statement()) for who in (back, *others)))
+
+    groups = asyncio.run(asyncio.wait_for(meet(), 9.0))  # before any window of its is over
+    assert {len(group.members) for group in groups} == {4}
+    assert len({group.id for group in groups}) == 1
 
 
 def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> None:

@@ -19,6 +19,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
+from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity
@@ -100,6 +101,12 @@ class Stranger:
             reachable=True,
             versions=[0] * num_blocks,
             digests=[b"\0" * 32] * num_blocks,
+            commits=[],
+            marks=b"",
+            room=1,
+            fixed=False,
+            leaving=False,
+            leased=bytes(num_bitmap_bytes(num_blocks - 1)),
         )
 
 

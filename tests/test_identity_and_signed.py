@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from spes_swarm.errors import ProtocolError, UserError
 from spes_swarm.identity import Identity, verify
+from spes_swarm.lineage import MARK_BYTES
 from spes_swarm.signed import MAX_MESSAGE_BYTES, SignedModel, seal, unpack, unseal
 from spes_swarm.statement import Statement, form_group, open_statement, seal_statement
 from tests.rounds import identity
@@ -236,6 +237,12 @@ def statement(**changes: Any) -> Statement:
         "reachable": True,
         "versions": [0] * NUM_BLOCKS,
         "digests": [b"\1" * 32] * NUM_BLOCKS,
+        "commits": [1, 2],
+        "marks": b"\1" * 2 * MARK_BYTES,
+        "room": 2,
+        "fixed": False,
+        "leaving": False,
+        "leased": b"\0",
     }
     return Statement(**{**fields, **changes})
 
@@ -260,6 +267,11 @@ def statement(**changes: Any) -> Statement:
         {"digests": [b"\1" * 32] * 2, "versions": [0] * 2},
         {"round": -1},
         {"reachable": 1},
+        {"commits": [2, 1]},
+        {"commits": [1, 3]},
+        {"commits": [1]},
+        {"marks": b""},
+        {"leased": b""},
     ],
     ids=repr,
 )

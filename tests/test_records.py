@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.identity import Identity
 from spes_swarm.records import (
+    MAX_EXPERTS,
+    MAX_FAULTS,
     MAX_LIFETIME_S,
     MAX_RECORD_BYTES,
+    FaultNote,
     Lease,
     Progress,
+    RecentFaults,
     Record,
     Records,
     RunRecordValidator,
@@ -33,7 +44,7 @@ from spes_swarm.signed import SignedModel, seal
 from tests.rounds import identity
 
 RUN = "run-1"
-VALIDATOR = RunRecordValidator(RUN)
+VALIDATOR = RunRecordValidator(RUN, time.time)
 pack = DHTProtocol.serializer.dumps
 
 
@@ -98,15 +109,52 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
     message = progress(
         expires,
         name="\N{ROCKET}" * 40,
-        experts=list(range(1024)),
+        experts=list(range(MAX_EXPERTS)),
         step=most,
         round=most,
         tokens=most,
         tokens_per_step=most,
         bytes_sent=most,
         bytes_received=most,
+        in_round=True,
+        total_tokens=most,
+        train_loss=sys.float_info.max,
+        eval_loss=sys.float_info.max,
+        faults=[FaultNote(at=1e300, kind="x" * 24)] * MAX_FAULTS,
     )
     assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
+
+
+@pytest.mark.parametrize("experts", [[], [0], [1023], list(range(1024)), list(range(0, MAX_EXPERTS, 7))])
+def test_experts_travel_as_one_bit_each(experts: list[int]) -> None:
+    for record in (lease(1e9, experts=experts), progress(1e9, experts=experts)):
+        packed = msgpack.packb(record.model_dump())
+        assert type(record).model_validate(msgpack.unpackb(packed)) == record
+        assert len(packed) < 600 + (max(experts, default=0) + 1) / 8
+    assert len(seal(identity(0), "progress", RUN, progress(1e9, experts=list(range(1024))))) < 1200
+
+
+@pytest.mark.parametrize(
+    "experts", [b"\0", b"\1\0", b"\1" * 513, [3, 1], [1, 1], [MAX_EXPERTS], [-1], [True], "x", None]
+)
+def test_other_forms_of_experts_are_refused(experts: object) -> None:
+    with pytest.raises(ValidationError):
+        lease(1e9, experts=experts)
+
+
+def test_recent_faults_are_few_and_hold_only_kinds() -> None:
+    now = 1000.0
+    faults = RecentFaults(lambda: now)
+    for kind in ("round", "stall", "Bad Kind/with path", "dht", "dht", ""):
+        faults.note(kind)
+        now += 1
+    assert [(note.at, note.kind) for note in faults.notes()] == [
+        (1001.0, "stall"),
+        (1002.0, "bad-kind-with-path"),
+        (1004.0, "dht"),
+        (1005.0, "unknown"),
+    ]
+    assert progress(1e9, faults=faults.notes()).faults == faults.notes()
 
 
 def test_nobody_writes_in_the_name_of_another() -> None:
@@ -199,7 +247,7 @@ def test_hiveminds_dictionaries_pass_when_every_entry_does() -> None:
 # Two real nodes.
 
 
-async def two_nodes(directory: Path) -> None:
+async def two_nodes() -> None:
     daemons: list[Daemon] = []
     nodes: list[DHTNode] = []
     try:
@@ -209,19 +257,30 @@ async def two_nodes(directory: Path) -> None:
             known = [maddr for maddr in await daemons[0].maddrs() if "127.0.0.1" in maddr] if i else []
             if known:
                 await bootstrap(daemon, known, 5.0)
-            nodes.append(
-                await DHTNode.create(p2p=daemon.p2p, initial_peers=known, record_validator=RunRecordValidator(RUN))
-            )
-        records = [Records(node, identity(i), RUN) for i, node in enumerate(nodes)]
+            nodes.append(await DHTNode.create(p2p=daemon.p2p, initial_peers=known, record_validator=VALIDATOR))
+        records = [Records(node, identity(i), RUN, time.time) for i, node in enumerate(nodes)]
         await honest_peers_see_each_other(records)
         await an_intruder_changes_nothing(nodes, records)
+        newcomer = await Daemon.start(identity(2).path, [], client_mode=True)
+        daemons.append(newcomer)
+        known = [maddr for daemon in daemons[:2] for maddr in await daemon.maddrs() if "127.0.0.1" in maddr]
+        await bootstrap(newcomer, known, 5.0)
+        nodes.append(
+            await DHTNode.create(
+                p2p=newcomer.p2p,
+                initial_peers=known,
+                client_mode=True,
+                record_validator=VALIDATOR,
+                reuse_get_requests=False,
+            )
+        )
+        await a_blank_answer_hides_nobody(nodes[1], nodes[2])
     finally:
         for node in nodes:
             await node.shutdown()
         for daemon in daemons:
             await daemon.stop()
     assert not any(daemon.is_alive for daemon in daemons)
-    assert list(directory.glob("spes_swarm-*")) == []  # their sockets
 
 
 async def honest_peers_see_each_other(records: list[Records]) -> None:
@@ -256,6 +315,26 @@ async def an_intruder_changes_nothing(nodes: list[DHTNode], records: list[Record
     assert await records[0].read("leases", Lease) == before
 
 
+async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None:
+    """A whole dictionary that is empty and never expires: for hivemind, nothing could be newer."""
+    nothing = ValueWithExpiration(DictionaryDHTValue(), math.inf)
+    hostile.protocol.storage.get = lambda key: nothing
+    ask = reader.protocol.call_find
+
+    async def ask_the_honest_later(peer: PeerID, keys: Collection[DHTID]) -> Any:
+        if str(peer) == identity(0).peer_id:
+            await asyncio.sleep(0.1)
+        return await ask(peer, keys)
+
+    reader.protocol.call_find = ask_the_honest_later
+    found = await Records(reader, identity(2), RUN, time.time).read("leases", Lease)
+    assert set(found) == {identity(0).peer_id, identity(1).peer_id}
+
+
 def test_records_travel_between_two_real_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    asyncio.run(asyncio.wait_for(two_nodes(tmp_path), 30))
+    directory = tmp_path / "a-directory-for-temporary-files-with-a-path-that-is-too-long-for-a-unix-socket-to-lie-in"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    asyncio.run(asyncio.wait_for(two_nodes(), 30))
+    left = [path for parent in (directory, Path("/tmp")) for path in parent.glob(f"spes_swarm-{os.getpid()}-*")]
+    assert left == []  # of their sockets

@@ -85,6 +85,28 @@ def test_a_peer_that_did_not_answer_is_back_with_its_next_record() -> None:
     assert names(roster.present()) == {"a", "b"}
 
 
+def test_who_has_just_committed_is_live_without_a_record_for_a_while(clock: Clock) -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(), "b": progress()})
+    roster.vouch(["me", "a"], for_s=10.0)
+    clock.now += 9.0
+    assert roster.update({}) == []
+    assert names(roster.training()) == {"a"}
+    clock.now += 2.0
+    roster.update({})
+    assert names(roster.present()) == set()
+
+
+def test_vouching_ends_when_the_peer_does_not_come_or_says_that_it_leaves() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(), "b": progress()})
+    roster.vouch(["a", "b"], for_s=10.0)
+    roster.lose("a")
+    roster.update({"b": progress(2.0, state="leaving")})
+    roster.update({})
+    assert names(roster.present()) == set()
+
+
 def test_losing_a_stranger_changes_nothing() -> None:
     roster = Roster("me", committed_at=1000.0)
     roster.lose("a")

@@ -259,3 +259,54 @@ def test_a_round_and_the_merge_after_it(
         for slot, merged in merged_slots(p.reference.values_N, layout, alpha, num_neighbours):
             assert slot.expert is not None
             np.testing.assert_allclose(merged, tensors[slot.name][slot.expert].numpy(), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_after_a_partition_both_sides_work_counts(seed: int, ours: int, theirs: int, three_to_one: bool) -> None:
+    """Each side commits some rounds alone, not the same number; then all meet, with work since their last commits."""
+    rng = np.random.default_rng(seed)
+    layout = small_layout(4)
+    start_N = rng.normal(0, 0.1, layout.num_elements).astype(np.float32)
+    holdings = [(0, 1), (2, 3), (0, 1), (2, 3)]
+    # All different: the two sides use the same identities here, and must not write the same statements.
+    tokens = [1 + int(count) for count in rng.permutation(8)[:4]]
+    peers = [peer(layout, start_N, held, tokens=t, routed=(t, t)) for held, t in zip(holdings, tokens, strict=True)]
+
+    def train(some: list[FakePeer]) -> None:
+        for who in some:
+            for index in (0, *(1 + e for e in who.held)):
+                block = layout.blocks[index]
+                who.live_N[block.start : block.stop] += rng.normal(0, 0.01, block.size).astype(np.float32)
+
+    train(peers)
+    hold_round(peers, 1)
+    sides = (peers[:3], peers[3:]) if three_to_one else (peers[:2], peers[2:])
+    for side, num_rounds in zip(sides, (ours, theirs), strict=True):
+        for number in range(num_rounds):
+            train(side)
+            hold_round(side, 2 + number)
+    train(peers)
+    expected_N = expected_reference(peers)  # of the live weights: everything that either side has learnt
+    hold_round(peers, 2 + max(ours, theirs))
+    for who in peers:
+        np.testing.assert_allclose(who.reference.values_N, expected_N, atol=1e-6)
+        assert who.reference.digest == peers[0].reference.digest
+        assert who.lineage == peers[0].lineage
+
+
+def test_a_late_peer_brings_its_work_and_not_its_stale_weights() -> None:
+    layout = small_layout(4)
+    rng = np.random.default_rng(0)
+    start_N = rng.normal(0, 0.1, layout.num_elements).astype(np.float32)
+    late, *others = (peer(layout, start_N, held) for held in [(0, 1), (2, 3), (0, 1)])
+    shared = layout.blocks[0]
+    hold_round([late, *others], 1)
+    for number in (2, 3):
+        for who in others:
+            who.live_N[: shared.stop] += 0.5
+        hold_round(others, number)
+    late.live_N[: shared.stop] += 0.25
+    hold_round([late, *others], 4)
+    # Two rounds of 0.5, then a third of the late one's 0.25; its old weights pull nothing back.
+    np.testing.assert_allclose(late.reference.values_N[: shared.stop], start_N[: shared.stop] + 1 + 0.25 / 3, atol=1e-6)

@@ -144,7 +144,8 @@ def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
 
 def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
-        peers = running.start_all(3, "--experts", 2)
+        # Donors so slow that one of them cannot have sent everything before the next is asked.
+        peers = running.start_all(3, "--experts", 2, "--upload-mbps", 2)
         peers[0].wait_for_round(3)
         late = running.join("--experts", 2)
         sync = late.wait_for("sync")

@@ -1,0 +1,159 @@
+"""Does a long-lived peer grow while others come and go?
+
+One peer stays; others join it one after another, train with it, and leave or are killed in turn. After each of them the
+memory of the one that stays is read: of its trainer, its network process and p2pd, what each has for itself (USS), and
+what they share (the reference). At the end nothing may be left of the others: no process, no socket directory.
+
+    python scripts/endurance.py --cycles 60 --json endurance.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from spes_swarm.forked_peer import ForkServer
+from spes_swarm.local_peer import LocalPeer
+
+_WARM_UP = 12  # cycles until caches, pools and tables have their size
+_WINDOW = 5  # cycles whose median is compared, so that one reading does not decide
+_LIMIT = 0.05
+_TIDY_S = 30.0
+_RUN = {
+    "name": "endurance",
+    "model": {
+        "type": "olmoe",
+        "settings": {
+            "vocab_size": 272,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": 256,
+            "pad_token_id": None,
+        },
+    },
+    "training": {
+        "sequence_length": 64,
+        "batch_size": 2,
+        "learning_rate": 3e-3,
+        "warmup_steps": 10,
+        "total_steps": 20000,
+    },
+    "round": {
+        "inner_steps": 10,
+        "window_s": 6.0,
+        "stall_timeout_s": 3.0,
+        "timeout_s": 30.0,
+        "progress_ttl_s": 6.0,
+        "lease_s": 12.0,
+    },
+    "merge": {"alpha": 0.1, "steps": 400, "interval": 20},
+    "experts_per_peer": 4,
+    "evaluation": {"sequences": 8},
+}
+
+
+def memory(peer: LocalPeer) -> dict[str, float]:
+    """MiB of each process of a peer by what it is."""
+    sizes: dict[str, float] = {}
+    for process in peer.tree():
+        kind = "p2pd" if process.name() == "p2pd" else "trainer" if process.pid == peer.process.pid else "network"
+        sizes[kind] = sizes.get(kind, 0.0) + process.memory_full_info().uss / 2**20
+    return sizes
+
+
+def cycle(number: int, directory: Path, founder: LocalPeer, common: list[str]) -> list[psutil.Process]:
+    """One peer joins, trains and goes; returns what it consisted of."""
+    arguments = [*common, "--initial-peers", founder.address()]
+    with LocalPeer(directory / f"guest{number}", arguments, ForkServer()) as guest:
+        first = guest.wait_for("round", lambda event: event["peers"] >= 2, 120)["round"]
+        founder.wait_for_round(first + 1, 120)
+        tree = guest.tree()
+        if number % 2:
+            guest.kill()
+        else:
+            guest.terminate(60)
+    return tree
+
+
+def main() -> int:
+    """Command line entry point; exit code 1 when memory has grown too much or something was left behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    console = Console()
+    readings: list[dict[str, float]] = []
+    guests: list[psutil.Process] = []
+    with tempfile.TemporaryDirectory(prefix="endurance-") as name:
+        directory = Path(name)
+        os.environ["TMPDIR"] = name  # what peers leave in their temporary directory is theirs, and nobody else's
+        config = directory / "run.yaml"
+        config.write_text(yaml.safe_dump({"run": _RUN}), encoding="utf-8")
+        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
+        with LocalPeer(directory / "founder", [*common, "--config", str(config)], ForkServer()) as founder:
+            founder.wait_for_round(1, 120)
+            for number in range(options.cycles):
+                guests += cycle(number, directory, founder, common)
+                readings.append(memory(founder))
+                line = ", ".join(f"{kind} {size:.1f}" for kind, size in sorted(readings[-1].items()))
+                console.print(f"{number + 1:3d} of {options.cycles}: MiB {line}")
+            own = {f"spes_swarm-{process.pid}-" for process in founder.tree()}
+            psutil.wait_procs(guests, timeout=10)
+            orphans = [process.pid for process in guests if process.is_running()]
+            # The directories of killed peers are removed by any other peer on the machine, within some seconds.
+            deadline = time.monotonic() + _TIDY_S
+            while (left := foreign_sockets(directory, own)) and time.monotonic() < deadline:
+                time.sleep(0.5)
+            rounds = len(founder.rounds())
+    result = summary(readings, console)
+    result |= {"cycles": options.cycles, "rounds": rounds, "orphans": orphans, "sockets_left": left}
+    console.print(f"{rounds} rounds; processes left: {orphans or 'none'}; socket directories left: {left or 'none'}")
+    if options.json:
+        options.json.write_text(json.dumps(result | {"readings": readings}, indent=1), encoding="utf-8")
+    return 1 if result["growth"] > _LIMIT or orphans or left else 0
+
+
+def foreign_sockets(directory: Path, own: set[str]) -> list[str]:
+    """Socket directories that do not begin with any of these names."""
+    names = [path.name for path in directory.glob("spes_swarm-*")]
+    return [name for name in names if not any(name.startswith(prefix) for prefix in own)]
+
+
+def summary(readings: list[dict[str, float]], console: Console) -> dict[str, Any]:
+    """Prints and returns how much each process has grown since the warm-up."""
+    early, late = readings[_WARM_UP : _WARM_UP + _WINDOW], readings[-_WINDOW:]
+    table = Table("process", "MiB after warm-up", "MiB at the end", "growth")
+    growth = 0.0
+    for kind in [*sorted(readings[0]), "together"]:
+
+        def size(reading: dict[str, float], kind: str = kind) -> float:
+            return sum(reading.values()) if kind == "together" else reading[kind]
+
+        first, last = median(map(size, early)), median(map(size, late))
+        growth = last / first - 1
+        table.add_row(kind, f"{first:.1f}", f"{last:.1f}", f"{growth:+.1%}")
+    console.print(table)
+    return {"growth": growth}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

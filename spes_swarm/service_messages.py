@@ -1,0 +1,114 @@
+"""What the trainer and the network process tell each other about a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from spes_swarm.errors import ProtocolError
+from spes_swarm.layout import Layout
+from spes_swarm.leases import Reassignment
+from spes_swarm.manifest import Manifest
+from spes_swarm.records import State
+from spes_swarm.round_state import CommitReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundLosses:
+    """How good the model was in a committed round."""
+
+    round: int
+    train_loss: float | None  # mean over the steps that went into it
+    eval_loss: float | None  # None: not evaluated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """What the trainer wants others to know about this peer."""
+
+    name: str
+    state: State
+    step: int
+    tokens: int
+    tokens_per_step: int
+    tokens_per_second: float
+    loss: float | None
+    experts: tuple[int, ...]
+    total_tokens: int = 0  # that this peer has trained on in the run
+    losses: RoundLosses | None = None  # of its last round
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """What the trainer needs to know about the others; sent to it once a second."""
+
+    num_peers: int  # the others with a live record
+    num_ready: int  # of those, how many have a reference and train or wait for others
+    num_training: int  # of those, how many take part in rounds
+    tokens_per_step: int  # sum over the others that train
+    tokens: float  # estimate of what they have processed since the last commit, at `at`
+    tokens_per_second: float  # their speed together
+    at: float  # monotonic time (the same clock in both processes)
+    swarm_round: int
+    experts_covered: int
+    publishing_periods: int = 0  # a round may be overdue before it is for this peer to publish it; see election.py
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """A committed round as the trainer sees it."""
+
+    commit: CommitReport
+    group_seconds: float
+    exchange_seconds: float
+    digest: str
+    experts: Reassignment
+    swarm_tokens: int  # of all peers, that have gone into commits until this one
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaughtUp:
+    """In place of a round: this peer's reference was too far from the swarm's, and has been fetched anew.
+
+    The contribution has become what the live weights have to be.
+    """
+
+    round: int
+    why: str
+    seconds: float
+    payload_bytes: int
+    complete: bool  # otherwise a part of it is still the old one, and the next round heals it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What the network process needs to know of a run and of this peer."""
+
+    manifest: Manifest
+    layout: Layout
+    reference_fd: int
+    contribution_fd: int
+    trainer_pid: int
+    client_mode: bool
+    bandwidth_mbps: float
+    initial_peers: tuple[str, ...]
+    upload_mbps: float | None = None  # as declared by the user; transfers to newcomers keep within it
+
+
+class Listener(Protocol):
+    """Who is told what happens: the trainer, through the network process's pipe."""
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        """A peer did something wrong, or something went wrong with it."""
+
+    def on_called(self, round_number: int) -> None:
+        """A leader calls for a round."""
+
+    def on_view(self, view: SwarmView) -> None:
+        """There is news about the others."""
+
+    def on_group(self, round_number: int, members: int) -> None:
+        """A group has formed; its exchange begins now."""
+
+    def on_round_over(self) -> None:
+        """A round has ended, with or without a commit."""

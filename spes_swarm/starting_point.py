@@ -1,0 +1,227 @@
+"""Where a peer's reference comes from when it joins.
+
+Its own checkpoint, or else what was published if the user says so, or else, for the founder of a run, initial weights:
+from the run's seed, or from a model directory. Whatever the others have that is newer is fetched from them.
+
+Shapes: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from spes_swarm.checkpoint import Checkpoint, load_newest
+from spes_swarm.codec import FloatArray
+from spes_swarm.config import PeerConfig
+from spes_swarm.download import TransferReport
+from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, RoundError, UserError
+from spes_swarm.hub.source import PublicationSource
+from spes_swarm.identity import Identity
+from spes_swarm.initial_weights import load_initial_reference
+from spes_swarm.layout import Layout
+from spes_swarm.lineage import Lineage
+from spes_swarm.manifest import Manifest
+from spes_swarm.metrics import Metrics
+from spes_swarm.model import flat_from_model
+from spes_swarm.panel import PeerConsole
+from spes_swarm.reference import ReferenceTable
+from spes_swarm.run_directory import RunDirectory
+from spes_swarm.run_finder import Ask
+from spes_swarm.service_messages import SwarmView
+
+_COMMAND_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Filled:
+    """What the reference holds before anybody is asked."""
+
+    round: int
+    versions: tuple[int, ...]
+    lineage: Lineage
+    swarm_tokens: int
+    digest: str | None  # what it must have; None: whatever it has
+    origin: str  # for the message if it has not
+
+
+class StartingPoint:
+    """Finds a reference to begin with.
+
+    Args:
+        peer: what the user wants.
+        directory: of this peer.
+        identity: of this peer.
+        manifest: of the run.
+        ask: sends a command to the network process.
+        console: where a person is told.
+        metrics: gets `sync`, `from_hub` and `fault` events.
+    """
+
+    def __init__(
+        self,
+        peer: PeerConfig,
+        directory: RunDirectory,
+        identity: Identity,
+        manifest: Manifest,
+        ask: Ask,
+        console: PeerConsole,
+        metrics: Metrics,
+    ) -> None:
+        self._peer = peer
+        self._directory = directory
+        self._identity = identity
+        self._manifest = manifest
+        self._ask = ask
+        self._console = console
+        self._metrics = metrics
+        self._filled: _Filled | None = None
+        self._lost_checkpoints = False
+
+    def fill(
+        self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout, source: PublicationSource | None
+    ) -> Checkpoint | None:
+        """Fills the reference with what this peer can have without asking others; returns its own checkpoint, if any.
+
+        Raises:
+            UserError: what is there cannot be used.
+        """
+        checkpoint = self._load_checkpoint(layout)
+        if checkpoint is not None:
+            checkpoint.reference(layout, reference_N)
+            meta = checkpoint.meta
+            self._filled = _Filled(
+                round=meta.round,
+                versions=tuple(meta.versions),
+                lineage=Lineage.from_lists(meta.commits, bytes.fromhex(meta.marks)),
+                swarm_tokens=meta.swarm_tokens,
+                digest=meta.reference_digest,
+                origin=str(checkpoint.path),
+            )
+        if source is not None:
+            self._fill_from_hub(reference_N, source, checkpoint)
+        elif checkpoint is None and self._manifest.founder == self._identity.peer_id and not self._lost_checkpoints:
+            self._fill_with_initial_weights(reference_N, model, layout)
+        return checkpoint
+
+    def _load_checkpoint(self, layout: Layout) -> Checkpoint | None:
+        checkpoint, complaints = load_newest(
+            self._directory.checkpoints, self._manifest.run_id, self._identity.peer_id, layout, set_aside=True
+        )
+        self._lost_checkpoints = bool(complaints) and checkpoint is None
+        for complaint in complaints:
+            self._console.say(f"passing over a checkpoint: {complaint}")
+            self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
+        if checkpoint is not None:
+            self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
+        return checkpoint
+
+    def _fill_from_hub(self, reference_N: FloatArray, source: PublicationSource, checkpoint: Checkpoint | None) -> None:
+        published = source.publication.round
+        if checkpoint is not None and checkpoint.meta.round >= published:
+            self._console.say(f"this peer's own checkpoint is not older than round {published}")
+            return
+        if checkpoint is not None:
+            raise UserError(
+                f"this peer's checkpoint is of round {checkpoint.meta.round}, and round {published} is published: give "
+                "--initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
+            )
+        started = time.monotonic()
+        loaded = source.load(reference_N)
+        seconds = time.monotonic() - started
+        self._metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
+        self._console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
+        self._filled = _Filled(
+            round=loaded.round,
+            versions=loaded.versions,
+            lineage=Lineage({}),
+            swarm_tokens=loaded.tokens or 0,
+            digest=loaded.digest,
+            origin="the publication",
+        )
+
+    def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
+        wanted, directory = self._manifest.run.model.initial_weights, self._peer.initial_weights
+        if wanted is None:
+            reference_N[:] = flat_from_model(model, layout)
+        elif directory is None:
+            raise ConfigError("the run began from a model directory: give it with --initial-weights")
+        elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
+            raise ConfigError(f"{directory} does not have the weights that the run began from")
+        num_blocks = self._manifest.run.model.num_experts + 1
+        self._filled = _Filled(
+            round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
+        )
+
+    def obtain(self, initial_peers: list[str], announce_syncing: Callable[[], None]) -> ReferenceTable:
+        """Makes what was filled in this peer's reference, or fetches that of the others if it is newer.
+
+        Raises:
+            UserError: there is nothing to begin with.
+        """
+        filled = self._filled
+        if filled is not None:
+            digest = self._ask(
+                "adopt",
+                _COMMAND_TIMEOUT_S,
+                table_round=filled.round,
+                versions=filled.versions,
+                lineage=filled.lineage,
+                swarm_tokens=filled.swarm_tokens,
+            )
+            if filled.digest not in (None, digest):
+                raise UserError(f"{filled.origin} does not have the digest that it was written with")
+        elif self._lost_checkpoints and not initial_peers:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
+                "found; give --initial-peers, or a new --output-dir to found another run"
+            )
+        elif not initial_peers:
+            raise UserError(
+                f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
+                "found; give --initial-peers, or --from-hub if it was published"
+            )
+        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
+        if initial_peers and (view.num_peers or filled is None):
+            announce_syncing()
+            self._console.say("fetching the swarm's reference")
+            if not self.download(if_newer=filled is not None):
+                self._console.say("nobody has a newer one than this peer")
+        table: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
+        return table
+
+    def download(self, *, if_newer: bool) -> bool:
+        """Fetches the reference from the others, with `if_newer` only one that is newer; whether there was one."""
+        started = time.monotonic()
+        # Who has something to compare with has a start; only a newcomer would have to begin anew.
+        partial = None if if_newer else self._directory.partial_reference
+        try:
+            report: TransferReport | None = self._ask("download", if_newer=if_newer, partial=partial)
+        except RoundError as exc:
+            raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
+        if report is None:
+            return False
+        seconds = time.monotonic() - started
+        self._metrics.write(
+            "sync",
+            round=report.round,
+            seconds=seconds,
+            digest=report.digest,
+            payload_bytes=report.payload_bytes,
+            refetched_bytes=report.refetched_bytes,
+            superseded_bytes=report.superseded_bytes,
+            resumed_bytes=report.resumed_bytes,
+            outdated_blocks=report.outdated_blocks,
+            donors=dict(report.chunks_by_donor),
+            moved_on=dict(report.moved_on),
+        )
+        self._console.say(
+            f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
+            f"{len(report.chunks_by_donor)} donor(s) in {seconds:.1f} s, verified"
+            + (f"; {report.resumed_bytes / 1e6:.1f} MB were on disk" if report.resumed_bytes else "")
+        )
+        return True

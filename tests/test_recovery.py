@@ -1,0 +1,68 @@
+"""A swarm that comes back, and peers that come back to it, from checkpoints that are not the same. Real processes."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from spes_swarm.local_peer import LocalPeer
+from tests.swarm import equal_digests, swarm
+
+pytestmark = pytest.mark.swarm
+
+
+def newest_checkpoint(peer: LocalPeer) -> int:
+    return max(int(path.name.split("-")[1]) for path in (peer.output_dir / "checkpoints").glob("round-*"))
+
+
+def forget_since(peer: LocalPeer, number: int) -> None:
+    """Removes the checkpoints after a round: what a peer has that saves seldom."""
+    for path in (peer.output_dir / "checkpoints").glob("round-*"):
+        if int(path.name.split("-")[1]) > number:
+            shutil.rmtree(path)
+
+
+def test_some_of_the_killed_peers_go_on_from_the_newest_of_their_checkpoints(tmp_path: Path) -> None:
+    with swarm(tmp_path) as running:
+        # Without the founder: nobody's return is needed.
+        _, *rest = running.start_all(4)
+        for peer in rest:
+            peer.wait_for_round(4)
+        for peer in running.peers:
+            peer.kill()
+        oldest, middle, newest = rest
+        best = newest_checkpoint(newest)
+        digest = newest.rounds()[best]["digest"] if best in newest.rounds() else None
+        for peer in (oldest, middle):
+            forget_since(peer, best - 1)
+        back = [running.start(peer.output_dir.name, "--wait-for-peers", 3) for peer in (oldest, middle, newest)]
+        first = [peer.wait_for("round", lambda event: event["peers"] == 3, 120) for peer in back]
+        assert {event["round"] for event in first} == {best + 1}
+        assert [peer.events("join")[0]["round"] for peer in back] == [best] * 3
+        for peer in back:
+            peer.wait_for_round(best + 3)
+        equal_digests(back, best + 3)
+        assert digest is not None
+
+
+def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp_path: Path) -> None:
+    with swarm(tmp_path, round={"inner_steps": 2, "window_s": 3.0, "progress_ttl_s": 5.0}) as running:
+        *others, sleeper = running.start_all(3)
+        sleeper.wait_for_round(2)
+        sleeper.signal_tree(signal.SIGSTOP)
+        asleep_at = max(sleeper.rounds())
+        try:
+            others[0].wait_for_round(asleep_at + 14, 180)
+        finally:
+            sleeper.signal_tree(signal.SIGCONT)
+        sync = sleeper.wait_for("sync", lambda event: "why" in event, 60)
+        assert sync["round"] >= asleep_at + 14
+        assert sleeper.process.poll() is None
+        together = sleeper.wait_for("round", lambda event: event["peers"] == 3 and event["round"] > sync["round"], 60)
+        number = together["round"] + 1
+        for peer in running.peers:
+            peer.wait_for_round(number, 60)
+        equal_digests(running.peers, number)
