@@ -1,0 +1,211 @@
+"""`python -m spes_swarm.monitor`: shows a run to anybody who has the address of one of its peers.
+
+It only reads the signed records in the run's DHT, so it can run anywhere, any number of times, and nothing depends on
+it. See options.py for what it can do, and state.py for what it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from spes_swarm.errors import NetworkProcessError, UserError
+from spes_swarm.monitor.history_file import read_history
+from spes_swarm.monitor.options import Options, parse_options
+from spes_swarm.monitor.source import HeldState
+from spes_swarm.monitor.state import StateSource, to_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from spes_swarm.monitor.collector import Collector
+
+# What one look may miss, the next ones find.
+_ONCE_LOOKS = 3
+_ONCE_PAUSE_S = 0.5
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line entry point; returns the exit code."""
+    try:
+        options = parse_options(arguments)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a curve is worth a few question marks where there is no UTF-8
+        return asyncio.run(_until_told(_replay(options) if options.replay is not None else _watch(options)))
+    except UserError as exc:
+        # Some of it may be what peers said: it must stay on one line, and move no cursor.
+        print("monitor: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as exc:  # the machine's limits
+        print(f"monitor: {exc}", file=sys.stderr)
+        return 2
+    except NetworkProcessError as exc:
+        print(f"monitor: {exc}; start again", file=sys.stderr)
+        return 1
+
+
+async def _until_told(work: Coroutine[Any, Any, None]) -> int:
+    """Does something until it is done, or SIGINT or SIGTERM comes."""
+    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return 0
+    return 0
+
+
+# A file.
+
+
+async def _replay(options: Options) -> None:
+    assert options.replay is not None
+    state, history = read_history(options.replay)
+    if options.plot is not None:
+        from spes_swarm.monitor.plot import plot_run
+
+        plot_run(state, history, options.plot)
+        _console().print(f"{len(history)} rounds drawn: {options.plot}", markup=False, highlight=False)
+        return
+    source = HeldState(state, history)
+    _print_once(options, source)
+    if options.web is not None:
+        await _serve(source, options.web)
+
+
+# A swarm.
+
+
+async def _watch(options: Options) -> None:
+    # hivemind imports torch, which takes seconds: a mistyped flag or a file should not have to wait for it.
+    from spes_swarm.identity import Identity
+    from spes_swarm.monitor.collector import Collector
+    from spes_swarm.monitor.history import History
+    from spes_swarm.monitor.watcher import NetworkOptions, connect
+    from spes_swarm.run_directory import lock_file
+
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    with ExitStack() as cleanup:
+        history = History(options.history) if options.history is not None else None
+        if history is not None:
+            cleanup.callback(history.close)
+        identity_path = options.identity
+        if identity_path is None:
+            identity_path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-monitor-"))) / "key"
+        network = NetworkOptions(
+            initial_peers=options.initial_peers,
+            identity_path=identity_path.absolute(),
+            host_maddrs=options.host_maddrs,
+            announce_maddrs=options.announce_maddrs,
+            is_entry=options.bootstrap,
+            run_id=options.run_id,
+            timeout_s=options.timeout_s,
+        )
+        Identity.load_or_create(network.identity_path)
+        if options.identity is not None:
+            lock = lock_file(network.identity_path, f"identity file {options.identity}", "it names one peer only")
+            cleanup.callback(os.close, lock)
+        remembered = history.manifest() if history is not None else None
+        watcher = await connect(network, remembered, history.addresses() if history is not None else [])
+        try:
+            collector = Collector(watcher, history, options.refresh_s)
+            if options.once:
+                await _look_once(collector)
+                _print_once(options, collector.source)
+            else:
+                await _follow(options, collector)
+        finally:
+            await watcher.stop()
+
+
+async def _look_once(collector: Collector) -> None:
+    for left in reversed(range(_ONCE_LOOKS)):
+        await collector.refresh()
+        if left:
+            await asyncio.sleep(_ONCE_PAUSE_S)
+
+
+async def _follow(options: Options, collector: Collector) -> None:
+    from spes_swarm.monitor.terminal import show_lines, show_live
+
+    console = _console()
+    await collector.refresh()
+    works: list[Coroutine[Any, Any, None]] = [collector.run()]
+    if options.web is not None:
+        works.append(_serve(collector.source, options.web))
+    if options.log is not None:
+        from spes_swarm.monitor.tracking import follow, open_swarm_tracker
+        from spes_swarm.trackers import Quiet
+
+        tracker = open_swarm_tracker(options.log, collector.source.state().run.run_id)
+        quiet = Quiet(tracker, lambda text: print(f"monitor: {text}", file=sys.stderr, flush=True))
+        works.append(follow(collector.source, quiet))
+    if options.json:
+        works.append(_show_json(collector.source, sys.stdout))
+    elif console.is_terminal:
+        works.append(show_live(collector.source, console))
+    else:
+        works.append(show_lines(collector.source, console))
+    await _together(works)
+
+
+async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all until one ends, which ends the others; raises what ended it."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# Showing.
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_once(options: Options, source: StateSource) -> None:
+    if options.json:
+        print(to_text(source.state()), flush=True)
+        return
+    from spes_swarm.monitor.terminal import print_once
+
+    print_once(_console(), source.state(), source.history())
+
+
+async def _show_json(source: StateSource, output: TextIO) -> None:
+    while True:
+        print(to_text(source.state()), file=output, flush=True)
+        await source.wait_for_change(60.0)
+
+
+async def _serve(source: StateSource, web: tuple[str, int]) -> None:
+    from spes_swarm.monitor.web import serve
+
+    await serve(source, *web, announce=lambda address: print(f"monitor: {address}", file=sys.stderr, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

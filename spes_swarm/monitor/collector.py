@@ -1,0 +1,103 @@
+"""The monitor at work: looks at the DHT again and again, keeps the books, and tells those who show them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from spes_swarm.errors import DataError, NetworkProcessError
+from spes_swarm.manifest import Manifest
+from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.history import History
+from spes_swarm.monitor.ledger import Ledger
+from spes_swarm.monitor.source import HeldState
+from spes_swarm.monitor.state import RunInfo
+from spes_swarm.monitor.watcher import Watcher
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def run_info(manifest: Manifest) -> RunInfo:
+    """What is shown of a run's manifest."""
+    run = manifest.run
+    return RunInfo(
+        run_id=manifest.run_id,
+        name=run.name,
+        model=run.model.type,
+        inner_steps=run.round.inner_steps,
+        num_experts=run.model.num_experts,
+        experts_per_peer=run.experts_per_peer,
+        total_steps=run.training.total_steps,
+    )
+
+
+class Collector:
+    """Keeps a `HeldState` up to date.
+
+    Attributes:
+        source: what is shown.
+    """
+
+    def __init__(self, watcher: Watcher, history: History | None, refresh_s: float) -> None:
+        """Begins with what the history knows.
+
+        Raises:
+            DataError: the history is damaged, or of another run.
+        """
+        known = Known()
+        if history is not None:
+            history.begin(watcher.manifest)
+            known = history.known()
+        self._watcher = watcher
+        self._history = history
+        self._refresh_s = refresh_s
+        self._ledger = Ledger(run_info(watcher.manifest), watcher.manifest.run.round.progress_ttl_s, known)
+        self._complaint: str | None = None
+        self.source = HeldState(self._ledger.state(watcher.now(), time.monotonic(), {}, None), self._ledger.points())
+
+    async def refresh(self) -> None:
+        """Looks once.
+
+        Raises:
+            NetworkProcessError: the P2P daemon has ended.
+        """
+        look = await self._watcher.look()
+        ledger = self._ledger
+        ledger.take(look.now, look.at, look.progress, look.leases)
+        self._watcher.live = ledger.live_peers()
+        state = ledger.state(look.now, look.at, self._watcher.verifier.refused, self._watcher.join_command())
+        self.source.update(state, ledger.points())
+        if self._history is not None:
+            self._write(self._history)
+
+    async def run(self) -> None:
+        """Looks until cancelled; whatever goes wrong in one look does not end it.
+
+        Raises:
+            NetworkProcessError: the P2P daemon has ended.
+        """
+        while True:
+            started = time.monotonic()
+            try:
+                await self.refresh()
+                await self._watcher.keep_in_touch()
+            except NetworkProcessError:
+                raise
+            except Exception as exc:  # what strangers send must not end the monitor, whatever it sets off
+                self._complain(f"this look at the swarm failed: {exc!r}")
+            await asyncio.sleep(max(0.1, self._refresh_s - (time.monotonic() - started)))
+
+    def _write(self, history: History) -> None:
+        ledger = self._ledger
+        points, removed = ledger.take_changes()
+        try:
+            history.write(self.source.state(), ledger.summary(), points, removed, self._watcher.addresses())
+        except DataError as exc:  # on a full disk the monitor still shows the swarm
+            ledger.give_back(points, removed)
+            self._complain(str(exc))
+
+    def _complain(self, text: str) -> None:
+        if text != self._complaint:  # once, not at every look
+            self._complaint = text
+            _LOGGER.warning("%s", text)

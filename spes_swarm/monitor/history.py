@@ -1,0 +1,196 @@
+"""Writes what the monitor has seen into an SQLite file: a restart does not forget, and a finished run can be replayed.
+
+The file is of one run (its format: history_file.py). It holds one line for each round (at most `ledger.MAX_POINTS`:
+older ones are thinned out), one for each peer ever seen, and the last state. Writing is one transaction for each
+refresh, in WAL mode, so that a monitor that is killed leaves a file that is whole, and others may read it meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from spes_swarm.errors import DataError, ManifestError
+from spes_swarm.manifest import Manifest, open_manifest
+from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.history_file import (
+    APPLICATION_ID,
+    BUSY_TIMEOUT_S,
+    FIELDS,
+    SCHEMA_VERSION,
+    check_version,
+    explained,
+    read_meta,
+    read_points,
+)
+from spes_swarm.monitor.state import Fault, HistoryPoint, SwarmState
+from spes_swarm.run_directory import lock_file
+
+_TABLES: Final = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE rounds (round INTEGER PRIMARY KEY, time REAL NOT NULL, tokens INTEGER NOT NULL, train_loss REAL,
+    eval_loss REAL, tokens_per_second REAL NOT NULL, peers INTEGER NOT NULL, experts_covered INTEGER NOT NULL,
+    round_seconds REAL NOT NULL, bytes INTEGER NOT NULL);
+CREATE TABLE peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+
+class History:
+    """The file of a monitor that is running; only one may write to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or makes it.
+
+        Raises:
+            DataError: it is something else, or of a newer version, or cannot be written.
+            UserError: another monitor writes to it.
+        """
+        self.path = path
+        self._peers: dict[str, tuple[str, int]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            os.close(descriptor)
+        except OSError as exc:
+            raise DataError(f"history {path}: {exc.strerror}") from exc
+        # Given back after SQLite has closed the file: with any descriptor that is closed go SQLite's own locks.
+        self._lock = lock_file(path, f"history {path}", "every monitor needs one of its own")
+        with explained(path):
+            self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        with explained(self.path):
+            if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            check_version(self._db, self.path)
+            self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def close(self) -> None:
+        """Ends the file; all is in it."""
+        self._db.close()
+        os.close(self._lock)
+
+    # For the next monitor.
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of the run that the file is of, None for a new file.
+
+        Raises:
+            DataError: it is corrupt.
+        """
+        with explained(self.path):
+            stored = read_meta(self._db, "manifest")
+        if stored is None:
+            return None
+        try:
+            wire = {key: bytes.fromhex(value) for key, value in stored.items()}
+            return open_manifest(wire, source=str(self.path))
+        except (ValueError, TypeError, AttributeError, ManifestError) as exc:
+            raise DataError(f"history {self.path} is corrupt: {exc}") from exc
+
+    def addresses(self) -> list[str]:
+        """Addresses of peers that a monitor met."""
+        with explained(self.path):
+            stored = read_meta(self._db, "addresses")
+        return [text for text in stored if isinstance(text, str)] if isinstance(stored, list) else []
+
+    def known(self) -> Known:
+        """What was written down.
+
+        Raises:
+            DataError: the file is corrupt.
+        """
+        with explained(self.path):
+            peers = self._db.execute("SELECT peer_id, name, tokens FROM peers").fetchall()
+            rest = read_meta(self._db, "known") or {}
+            self._peers = {peer_id: (name, tokens) for peer_id, name, tokens in peers}
+            return Known(
+                round=int(rest.get("round", 0)),
+                alive_at=rest.get("alive_at"),
+                points=tuple(read_points(self._db)),
+                tokens={peer_id: tokens for peer_id, (_, tokens) in self._peers.items()},
+                names={peer_id: name for peer_id, (name, _) in self._peers.items() if name},
+                trained_in={int(expert): int(number) for expert, number in rest.get("trained_in", {}).items()},
+                faults=tuple(Fault(**fault) for fault in rest.get("faults", ())),
+            )
+
+    def begin(self, manifest: Manifest) -> None:
+        """Ties the file to a run.
+
+        Raises:
+            DataError: it is of another run.
+        """
+        stored = self.manifest()
+        if stored is not None and stored.run_id != manifest.run_id:
+            raise DataError(
+                f"history {self.path} is of run {stored.run_id}, not {manifest.run_id}; choose another file"
+            )
+        with self._transaction():
+            self._put("manifest", {key: value.hex() for key, value in manifest.to_wire().items()})
+
+    def write(
+        self,
+        state: SwarmState,
+        known: Known,
+        points: Sequence[HistoryPoint],
+        removed: Sequence[int],
+        addresses: Sequence[str],
+    ) -> None:
+        """Adds what has changed; `known.points` is not looked at.
+
+        Raises:
+            DataError: the disk is full, or fails otherwise; the file is as before.
+        """
+        peers = {peer_id: (known.names.get(peer_id, ""), tokens) for peer_id, tokens in known.tokens.items()}
+        changed = [(peer_id, *peers[peer_id]) for peer_id in peers if self._peers.get(peer_id) != peers[peer_id]]
+        with self._transaction():
+            self._db.executemany(
+                f"INSERT OR REPLACE INTO rounds ({', '.join(FIELDS)}) VALUES ({', '.join('?' * len(FIELDS))})",
+                [dataclasses.astuple(point) for point in points],
+            )
+            self._db.executemany("DELETE FROM rounds WHERE round = ?", [(number,) for number in removed])
+            self._db.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?, ?)", changed)
+            self._db.executemany("DELETE FROM peers WHERE peer_id = ?", [(p,) for p in self._peers if p not in peers])
+            if addresses:
+                self._put("addresses", list(addresses))
+            self._put("state", state.to_json())
+            self._put(
+                "known",
+                {
+                    "round": known.round,
+                    "alive_at": known.alive_at,
+                    "trained_in": known.trained_in,
+                    "faults": [dataclasses.asdict(fault) for fault in known.faults],
+                },
+            )
+        self._peers = peers
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with explained(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                with suppress(sqlite3.OperationalError):  # on a full disk, SQLite has rolled back already
+                    self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _put(self, key: str, value: Any) -> None:
+        data = zlib.compress(json.dumps(value, allow_nan=False).encode(), 1)
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, data))

@@ -1,0 +1,88 @@
+"""The SQLite file in which the monitor keeps what it has seen: its format, and how a finished run is read from it.
+
+Apart from what writes it (history.py), so that a replay starts without the network's imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from spes_swarm.errors import DataError
+from spes_swarm.monitor.state import HistoryPoint, SwarmState
+
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x53504553  # "SPES", in the file's header
+BUSY_TIMEOUT_S: Final = 5.0
+FIELDS: Final = tuple(field.name for field in dataclasses.fields(HistoryPoint))
+
+
+def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
+    """The last state in a file, as a replay, and all its rounds; a running monitor is not disturbed.
+
+    Raises:
+        DataError: there is no such file, or it is not one that a monitor has written to.
+    """
+    if not path.is_file():
+        raise DataError(f"history {path}: no such file")
+    with explained(path):
+        # Even to be read, a database in WAL mode writes beside itself, unless nobody has it open.
+        mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=BUSY_TIMEOUT_S)
+        try:
+            check_version(db, path)
+            stored = read_meta(db, "state")
+            points = read_points(db)
+            if stored is None:
+                raise DataError(f"history {path} is empty: its monitor has not seen the run")
+            state = SwarmState.from_json(stored)
+        finally:
+            db.close()
+    return dataclasses.replace(state, status="replay", next_round_s=None, join_command=None), points
+
+
+def check_version(db: sqlite3.Connection, path: Path) -> None:
+    """Checks what the file's header says.
+
+    Raises:
+        DataError: it is no history, or one of another version.
+    """
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION_ID:
+        raise DataError(f"{path} is not a history of spes_swarm")
+    if version != SCHEMA_VERSION:
+        raise DataError(f"history {path} has version {version}; this version of spes_swarm knows {SCHEMA_VERSION}")
+
+
+def read_meta(db: sqlite3.Connection, key: str) -> Any:
+    """A stored JSON value, None if there is none."""
+    row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else json.loads(zlib.decompress(row[0]))
+
+
+def read_points(db: sqlite3.Connection) -> list[HistoryPoint]:
+    """All rounds, in order."""
+    rows = db.execute(f"SELECT {', '.join(FIELDS)} FROM rounds ORDER BY round")
+    return [HistoryPoint(**dict(zip(FIELDS, row, strict=True))) for row in rows]
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Says what a damaged or unwritable file means to a person.
+
+    Raises:
+        DataError: in place of what SQLite and decoders raise.
+    """
+    try:
+        yield
+    except sqlite3.DatabaseError as exc:
+        raise DataError(f"history {path} cannot be used: {exc}") from exc
+    except (zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise DataError(f"history {path} is corrupt: {exc!r}") from exc

@@ -1,0 +1,331 @@
+"""From verified records to what is shown: who is there, how far, and who agrees with whom. No I/O.
+
+Remote clocks are not believed further than needed: what counts is when a version of a record was first seen here. What
+peers claim is bounded before it is added up, and the upper median, not the maximum, decides which round the swarm is
+at; a lie that is signed is still a lie, and is shown beside the name of who tells it.
+
+Times: `now` is the swarm's time in Unix seconds, `at` this machine's steady clock.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, count, superfluous
+from spes_swarm.monitor.names import clean_name
+from spes_swarm.monitor.state import (
+    Consensus,
+    ExpertState,
+    Fault,
+    HistoryPoint,
+    PeerActivity,
+    PeerState,
+    RunInfo,
+    Status,
+    SwarmState,
+    short_id,
+)
+from spes_swarm.records import Lease, Progress
+
+# Rounds around the swarm's whose reports are still taken in.
+_WINDOW: Final = 8
+# A peer that is so many rounds behind does not only report later than the others.
+_LATE_ROUNDS: Final = 2
+_MAX_FAULTS: Final = 50
+_FAULT_AGE_S: Final = 24 * 3600.0
+# Peers that are gone, of which the newest record is remembered so that it is not taken for a new one.
+_MAX_GONE: Final = 20_000
+MAX_POINTS: Final = 20_000
+
+
+@dataclass
+class _Sighting:
+    """The newest record of a peer that is there."""
+
+    progress: Progress
+    name: str
+    seen_at: float  # steady clock; when this version was written, as far as known
+    eval_loss: float | None  # the last that it told
+    train_loss: float | None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether it takes part in rounds, or will when others have come: its reference should be everybody's."""
+        return self.progress.state in ("training", "waiting")
+
+    def age_s(self, at: float) -> float:
+        return max(0.0, at - self.seen_at)
+
+
+@dataclass
+class Ledger:
+    """What is known of one run.
+
+    Attributes:
+        run: what is trained.
+        progress_ttl_s: how long a peer counts as there without a new record.
+        known: what an earlier monitor has written down.
+    """
+
+    run: RunInfo
+    progress_ttl_s: float
+    known: Known = field(default_factory=Known)
+
+    def __post_init__(self) -> None:
+        self.round = self.known.round
+        self._peers: dict[str, _Sighting] = {}
+        self._gone: OrderedDict[str, float] = OrderedDict()  # peer -> expiration of its last record
+        self._leases: dict[str, Lease] = {}
+        self._tokens = dict(self.known.tokens)
+        self._names = dict(self.known.names)
+        self._points = {point.round: point for point in self.known.points}
+        self._changed: set[int] = set()  # rounds whose points were written or removed since `take_changes`
+        self._books: dict[int, RoundBook] = {}
+        self._trained_in = dict(self.known.trained_in)  # expert -> round
+        self._faults = dict.fromkeys(self.known.faults)
+        self._alive_at = self.known.alive_at  # swarm time of the last sign of anybody
+        self._taken_at: float | None = None
+
+    # Taking records in.
+
+    def take(self, now: float, at: float, progress: Mapping[str, Progress], leases: Mapping[str, Lease]) -> None:
+        """Takes in what one look at the DHT has brought; a record that is missing this time is not gone for that."""
+        for peer_id, record in progress.items():
+            self._see(peer_id, record, now, at)
+        for peer_id, sighting in list(self._peers.items()):
+            if sighting.age_s(at) > self.progress_ttl_s or sighting.progress.expires <= now:
+                self._lose(peer_id)
+        self._leases = {
+            peer: lease for peer, lease in {**self._leases, **leases}.items() if lease.expires > now and lease.experts
+        }
+        self._taken_at = at
+        if self._peers:
+            self._alive_at = now - min(sighting.age_s(at) for sighting in self._peers.values())
+        rounds = sorted((s.progress.round for s in self._participants(at)), reverse=True)
+        if rounds:
+            self.round = rounds[(len(rounds) - 1) // 2]  # as the peers reckon it: roster.median_round
+        self._keep_books(now)
+
+    def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
+        known = self._peers.get(peer_id)
+        if record.expires <= (known.progress.expires if known else self._gone.get(peer_id, 0.0)):
+            return  # the same, or an older one: nobody comes back by being repeated
+        # By its expiration it is so old; longer than since the last look it cannot have been there unseen.
+        longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
+        age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
+        same_round = known is not None and known.progress.round == record.round
+        self._peers[peer_id] = _Sighting(
+            progress=record,
+            name=clean_name(record.name),
+            seen_at=at - age_s,
+            train_loss=_first([record.train_loss, known.train_loss if known and same_round else None]),
+            eval_loss=_first([record.eval_loss, known.eval_loss if known else None]),
+        )
+        self._names[peer_id] = self._peers[peer_id].name
+        # A peer that went back to a checkpoint has trained all the same.
+        self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), count(record.total_tokens))
+        for note in record.faults:
+            if now - note.at < _FAULT_AGE_S:
+                self._faults[Fault(time=min(note.at, now), peer_id=peer_id, kind=note.kind)] = None
+        if len(self._faults) > 2 * _MAX_FAULTS:
+            self._faults = dict.fromkeys(self._newest_faults())
+
+    def _lose(self, peer_id: str) -> None:
+        self._gone[peer_id] = self._peers.pop(peer_id).progress.expires
+        self._gone.move_to_end(peer_id)
+        while len(self._gone) > _MAX_GONE:
+            forgotten, _ = self._gone.popitem(last=False)
+            self._names.pop(forgotten, None)
+            self._tokens[FORGOTTEN] = count(self._tokens.get(FORGOTTEN, 0) + self._tokens.pop(forgotten, 0))
+
+    def _newest_faults(self) -> list[Fault]:
+        return sorted(self._faults, key=lambda fault: (fault.time, fault.peer_id, fault.kind))[-_MAX_FAULTS:]
+
+    def _participants(self, at: float) -> list[_Sighting]:
+        """Peers that hold rounds, or wait for others to begin, and are not late."""
+        return [s for s in self._peers.values() if s.is_member and s.age_s(at) <= self.progress_ttl_s / 2]
+
+    def _keep_books(self, now: float) -> None:
+        for number in [n for n in self._books if abs(n - self.round) > _WINDOW]:
+            del self._books[number]
+        for peer_id, sighting in self._peers.items():
+            progress = sighting.progress
+            if not (sighting.is_member or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
+                continue
+            book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
+            book.enter(peer_id, progress, sighting.train_loss)
+            if progress.round <= self.round:
+                for expert in progress.experts:
+                    if expert < self.run.num_experts:
+                        self._trained_in[expert] = max(self._trained_in.get(expert, 0), progress.round)
+        for book in self._books.values():
+            if 0 < book.number <= self.round:
+                if book.number == self.round or book.tokens is None:
+                    book.tokens = self.tokens_total
+                self._write(book.point(self.run.num_experts))
+        if len(self._points) > MAX_POINTS:
+            for number in superfluous(self._points):
+                del self._points[number]
+                self._changed.add(number)
+
+    def _write(self, point: HistoryPoint) -> None:
+        before = self._points.get(point.round)
+        # After a restart, few may be left who report a round that was seen in full.
+        if point != before and (before is None or point.peers >= before.peers):
+            self._points[point.round] = point
+            self._changed.add(point.round)
+
+    # What comes out.
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens that all peers ever seen have trained on."""
+        return count(sum(self._tokens.values()))
+
+    def summary(self) -> Known:
+        """What the next monitor has to know, except the points."""
+        return Known(
+            round=self.round,
+            alive_at=self._alive_at,
+            tokens=dict(self._tokens),
+            names=dict(self._names),
+            trained_in=dict(self._trained_in),
+            faults=tuple(self._newest_faults()),
+        )
+
+    def points(self) -> list[HistoryPoint]:
+        """All rounds seen, in order."""
+        return [self._points[number] for number in sorted(self._points)]
+
+    def take_changes(self) -> tuple[list[HistoryPoint], list[int]]:
+        """(points written, rounds removed) since the last call."""
+        changed, self._changed = sorted(self._changed), set()
+        return [self._points[n] for n in changed if n in self._points], [n for n in changed if n not in self._points]
+
+    def give_back(self, points: Iterable[HistoryPoint], removed: Iterable[int]) -> None:
+        """Undoes `take_changes`, when they could not be written."""
+        self._changed.update([point.round for point in points], removed)
+
+    def live_peers(self) -> dict[str, bool]:
+        """The peers that are there, and whether others can open connections to them."""
+        return {peer_id: sighting.progress.reachable for peer_id, sighting in self._peers.items()}
+
+    def state(self, now: float, at: float, refused: Mapping[str, int], join_command: str | None) -> SwarmState:
+        """Everything as of now."""
+        votes = {n: book.consensus for n, book in self._books.items()}
+        peers = tuple(self._peer_state(p, self._peers[p], at, votes) for p in sorted(self._peers))
+        next_s, progress = self._next_round(at)
+        experts = self._experts()
+        status: Status = "live" if peers else "no_peers"  # not `replay`, which is for files
+        points = self.points()
+        members = [p for p in peers if self._peers[p.peer_id].is_member]
+        active = self._participants(at)
+        return SwarmState(
+            time=now,
+            status=status,
+            silent_s=None if peers or self._alive_at is None else max(0.0, now - self._alive_at),
+            run=self.run,
+            round=count(self.round),
+            next_round_s=next_s,
+            round_progress=progress,
+            tokens_total=self.tokens_total,
+            tokens_per_second=bounded(
+                sum(bounded(s.progress.tokens_per_second) for s in active if s.progress.state == "training")
+            ),
+            train_loss=_first(point.train_loss for point in reversed(points)),
+            eval_loss=_first(point.eval_loss for point in reversed(points)),
+            experts_covered=sum(bool(expert.holders) for expert in experts),
+            peers=peers,
+            experts=experts,
+            consensus=Consensus(
+                digest=votes.get(self.round) if peers else None,
+                agree=sum(p.agrees and p.round == self.round for p in members),
+                differ=tuple(p.peer_id for p in members if not p.agrees),
+            ),
+            faults=tuple(self._newest_faults()),
+            refused=dict(sorted(refused.items())),
+            join_command=join_command,
+        )
+
+    def _peer_state(self, peer_id: str, seen: _Sighting, at: float, votes: Mapping[int, str | None]) -> PeerState:
+        progress = seen.progress
+        digest = progress.digest.hex()
+        age_s = seen.age_s(at)
+        return PeerState(
+            peer_id=peer_id,
+            short_id=short_id(peer_id),
+            name=seen.name,
+            state=self._activity(progress, age_s),
+            reachable=progress.reachable,
+            experts=tuple(e for e in progress.experts if e < self.run.num_experts),
+            round=count(progress.round),
+            step=count(progress.step),
+            tokens_per_second=bounded(progress.tokens_per_second),
+            loss=None if progress.loss is None else bounded(progress.loss),
+            train_loss=None if seen.train_loss is None else bounded(seen.train_loss),
+            eval_loss=None if seen.eval_loss is None else bounded(seen.eval_loss),
+            total_tokens=count(progress.total_tokens),
+            bytes_sent=count(progress.bytes_sent),
+            bytes_received=count(progress.bytes_received),
+            round_seconds=bounded(progress.round_seconds),
+            age_s=age_s,
+            digest=digest,
+            # Of a round far from the swarm's nothing is known; who is joining has nothing to agree with yet.
+            agrees=not seen.is_member or votes.get(progress.round) in (None, digest),
+        )
+
+    def _activity(self, progress: Progress, age_s: float) -> PeerActivity:
+        if progress.state == "leaving":
+            return "leaving"
+        if age_s > self.progress_ttl_s / 2:  # it has missed two renewals
+            return "late"
+        if progress.state == "training" and progress.in_round:
+            return "syncing"
+        if progress.state == "training" and self.round - progress.round >= _LATE_ROUNDS:
+            return "late"
+        return progress.state
+
+    def _next_round(self, at: float) -> tuple[float | None, float]:
+        """(seconds until the next round is due, how much of its work is done): as pace.py reckons it for a peer."""
+        working = [s for s in self._participants(at) if s.progress.state == "training"]
+        if not working:
+            return None, 0.0
+        if 2 * sum(s.progress.in_round for s in working) > len(working):
+            return 0.0, 1.0
+        wanted = self.run.inner_steps * sum(bounded(s.progress.tokens_per_step) for s in working)
+        speed = sum(bounded(s.progress.tokens_per_second) for s in working)
+        done = sum(
+            bounded(s.progress.tokens) + bounded(s.progress.tokens_per_second) * s.age_s(at)
+            for s in working
+            if s.progress.round >= self.round and not s.progress.in_round
+        )
+        fraction = min(1.0, done / wanted) if wanted > 0 else 0.0
+        return (bounded(max(0.0, wanted - done) / speed) if speed > 0 else None), fraction
+
+    def _experts(self) -> tuple[ExpertState, ...]:
+        holders: dict[int, list[str]] = {}
+        for peer_id, sighting in self._peers.items():
+            if sighting.progress.state != "leaving":
+                for expert in sighting.progress.experts:
+                    holders.setdefault(expert, []).append(peer_id)
+        reserved: dict[int, list[str]] = {}
+        for peer_id, lease in self._leases.items():
+            if peer_id not in self._peers:
+                for expert in lease.experts:
+                    reserved.setdefault(expert, []).append(peer_id)
+        return tuple(
+            ExpertState(
+                expert=e,
+                holders=tuple(sorted(holders.get(e, ()))),
+                reserved=tuple(sorted(reserved.get(e, ()))),
+                age_rounds=count(max(0, self.round - self._trained_in[e])) if e in self._trained_in else None,
+            )
+            for e in range(self.run.num_experts)
+        )
+
+
+def _first(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,131 @@
+"""The monitor's command line, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_swarm.address import check_listen_address, check_peer_address
+from spes_swarm.arguments import OneLineParser
+from spes_swarm.errors import ConfigError
+from spes_swarm.trackers import check_tracker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What the user asks for, without contradictions in itself."""
+
+    initial_peers: tuple[str, ...]
+    run_id: str | None
+    once: bool
+    json: bool
+    web: tuple[str, int] | None  # host and port
+    history: Path | None
+    replay: Path | None
+    plot: Path | None
+    bootstrap: bool
+    host_maddrs: tuple[str, ...]
+    announce_maddrs: tuple[str, ...]
+    identity: Path | None
+    log: str | None
+    refresh_s: float
+    timeout_s: float
+
+
+def parse_options(arguments: list[str] | None) -> Options:
+    """Reads the command line.
+
+    Raises:
+        ConfigError: an unknown flag, a wrong value, or flags that contradict each other.
+        AddressError: an address that cannot be used.
+    """
+    parser = OneLineParser(
+        prog="python -m spes_swarm.monitor", description="Watch a swarm from its signed DHT records."
+    )
+    parser.add_argument("--initial-peers", nargs="+", default=[], metavar="MADDR", help="addresses of peers of the run")
+    parser.add_argument("--run-id", help="refuse any other run than this one")
+    parser.add_argument(
+        "--refresh", type=float, default=2.0, metavar="SECONDS", help="pause between looks (default: 2)"
+    )
+    parser.add_argument("--bootstrap-timeout", type=float, default=30.0, metavar="SECONDS", help="to reach somebody")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--once", action="store_true", help="print the state and end")
+    shown.add_argument("--json", action="store_true", help="as JSON, one line each time")
+    shown.add_argument("--web", metavar="HOST:PORT", help="serve a page, /metrics and /api/state")
+    shown.add_argument("--log", metavar="tensorboard|wandb|trackio", help="write the swarm's figures to a tracker")
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument("--history", type=Path, metavar="FILE", help="SQLite file that remembers what was seen")
+    kept.add_argument("--replay", type=Path, metavar="FILE", help="show what such a file remembers; needs no network")
+    kept.add_argument("--plot", type=Path, metavar="FILE", help="with --replay: draw the run (png, svg, pdf)")
+    entry = parser.add_argument_group("entry point")
+    entry.add_argument("--bootstrap", action="store_true", help="also be an entry point for newcomers; needs the next")
+    entry.add_argument("--identity", type=Path, metavar="FILE", help="keeps the peer id (default: a new one each time)")
+    entry.add_argument("--host-maddrs", nargs="+", default=[], metavar="MADDR", help="where to listen, a fixed port")
+    entry.add_argument("--announce-maddrs", nargs="+", default=[], metavar="MADDR", help="what to tell others instead")
+    values = parser.parse_args(arguments)
+    options = Options(
+        initial_peers=tuple(check_peer_address(maddr) for maddr in values.initial_peers),
+        run_id=values.run_id,
+        once=values.once,
+        json=values.json,
+        web=None if values.web is None else _host_and_port(values.web),
+        history=values.history,
+        replay=values.replay,
+        plot=values.plot,
+        bootstrap=values.bootstrap,
+        host_maddrs=tuple(check_listen_address(maddr) for maddr in values.host_maddrs),
+        announce_maddrs=tuple(check_listen_address(maddr, announced=True) for maddr in values.announce_maddrs),
+        identity=values.identity,
+        log=values.log,
+        refresh_s=_positive("--refresh", values.refresh),
+        timeout_s=_positive("--bootstrap-timeout", values.bootstrap_timeout),
+    )
+    _check(options)
+    return options
+
+
+def _check(options: Options) -> None:
+    if options.log is not None:
+        check_tracker(options.log)
+        if options.once:
+            raise ConfigError("--once prints and ends, --log goes on: give one of them")
+    if options.replay is not None:
+        for name, given in (
+            ("--initial-peers", options.initial_peers),
+            ("--run-id", options.run_id),
+            ("--history", options.history),
+            ("--bootstrap", options.bootstrap),
+            ("--log", options.log),
+        ):
+            if given:
+                raise ConfigError(f"{name}: --replay shows a file, and takes part in no run")
+    elif not options.initial_peers and (options.history is None or not options.history.exists()):
+        raise ConfigError("--initial-peers: which run? Give the address of a peer, or --replay a file")
+    if options.plot is not None and options.replay is None:
+        raise ConfigError("--plot draws what a file remembers: give it with --replay FILE")
+    if options.once and options.web is not None:
+        raise ConfigError("--once prints and ends, --web goes on: give one of them")
+    if options.bootstrap:
+        if options.once:
+            raise ConfigError("--once prints and ends, --bootstrap goes on: give one of them")
+        if options.identity is None:
+            raise ConfigError("--bootstrap needs --identity FILE: newcomers know an entry point by its peer id")
+        if not options.host_maddrs or any(maddr.endswith("/tcp/0") for maddr in options.host_maddrs):
+            raise ConfigError("--bootstrap needs --host-maddrs with a fixed port, such as /ip4/0.0.0.0/tcp/31337")
+    elif options.host_maddrs or options.announce_maddrs:
+        raise ConfigError("--host-maddrs and --announce-maddrs are for an entry point: give --bootstrap, too")
+
+
+def _positive(name: str, value: float) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name}: found {value:g}, expected more than 0 seconds")
+    return value
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not (port.isascii() and port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--web: found {text!r}, expected HOST:PORT such as 127.0.0.1:8080 or [::1]:8080")
+    return host, int(port)

@@ -1,0 +1,279 @@
+"""The monitor's place in the network: a node of the DHT that reads the run's records and has none of its own.
+
+It is a client that nobody depends on, unless it is asked to be an entry point (`bootstrap`): then it listens, keeps
+records for others as any node of the DHT does, and answers what newcomers ask first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shlex
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
+
+from spes_swarm.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.address import best_first
+from spes_swarm.clock import Timekeeper, give_to_hivemind
+from spes_swarm.daemon import Daemon, bootstrap
+from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError
+from spes_swarm.manifest import Manifest
+from spes_swarm.manifest_query import ask_for_manifest
+from spes_swarm.monitor.verifier import Verifier
+from spes_swarm.reach import ReachService
+from spes_swarm.records import Lease, Progress, record_key, search
+from spes_swarm.rpc import Rpc
+
+_CALL_TIMEOUT_S: Final = 5.0
+_READ_TIMEOUT_S: Final = 20.0
+# After a correction of its clock, a peer's records may expire later than their usual life by as much.
+_CLOCK_SLACK_S: Final = 3600.0
+_GREETINGS_AT_A_TIME: Final = 4
+_DIALS_AT_A_TIME: Final = 8
+_MAX_MET: Final = 128
+_MAX_REMEMBERED: Final = 16
+_REDIAL_S: Final = 5.0  # while nobody is there
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at the DHT has brought."""
+
+    now: float  # swarm time
+    at: float  # steady clock
+    progress: dict[str, Progress]
+    leases: dict[str, Lease]
+
+
+class Watcher:
+    """Reads the records of one run.
+
+    Attributes:
+        manifest: of the run.
+        verifier: checks everything that comes.
+    """
+
+    def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, maddrs: Sequence[str], *, is_entry: bool) -> None:
+        self.manifest = manifest
+        self._daemon = daemon
+        self._rpc = rpc
+        self._initial_peers = tuple(maddrs)
+        self._is_entry = is_entry
+        self._timekeeper = Timekeeper(rpc, manifest.run_id, daemon.peer_id, _ignore)
+        self.now = self._timekeeper.clock.now
+        round_config = manifest.run.round
+        self.verifier = Verifier(
+            manifest.run_id,
+            self.now,
+            {
+                "progress": round_config.progress_ttl_s + _CLOCK_SLACK_S,
+                "leases": round_config.lease_s + _CLOCK_SLACK_S,
+            },
+        )
+        self._acquaintances = Acquaintances(maddrs)
+        self._met: OrderedDict[str, None] = OrderedDict.fromkeys(maddr.rsplit("/", 1)[-1] for maddr in maddrs)
+        self._own_maddrs: list[str] = []
+        self._node: DHTNode | None = None
+        self._clock_task: asyncio.Task[None] | None = None
+        self._dialled_at = -math.inf
+        self.live: dict[str, bool] = {}  # peers with a record, and whether they are reachable; set by the owner
+
+    async def start(self) -> None:
+        """Takes the swarm's time and joins the DHT."""
+        give_to_hivemind(self.now)
+        await self._timekeeper.settle(await self._connected())
+        self._node = await DHTNode.create(
+            p2p=self._daemon.p2p,
+            initial_peers=list(self._initial_peers) or None,
+            client_mode=not self._is_entry,
+            record_validator=self.verifier,
+            # Nothing is kept for later or handed on: what is shown is what the nodes say now.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+            cache_refresh_before_expiry=0,
+            reuse_get_requests=False,
+            strict=False,
+            ensure_bootstrap_success=False,  # bootstrap has succeeded already, or nobody is there now
+        )
+        self._own_maddrs = await self._daemon.maddrs()
+        if self._is_entry:
+            await self._timekeeper.serve()
+            await self._rpc.serve("manifest", self._serve_manifest)
+            await self._rpc.serve("ping", self._serve_ping)
+            await ReachService(self._daemon, self._rpc).start()
+        self._clock_task = asyncio.create_task(self._keep_time())
+
+    async def stop(self) -> None:
+        """Leaves the DHT and ends the daemon."""
+        if self._clock_task is not None:
+            self._clock_task.cancel()
+        if self._node is not None:
+            await self._node.shutdown()
+        await self._daemon.stop()
+
+    async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        return dict(self.manifest.to_wire())
+
+    async def _serve_ping(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        return {"maddrs": self._own_maddrs}
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(self._timekeeper.until_check_s())
+            with suppress(OSError, ProtocolError):
+                step_s = await self._timekeeper.check(await self._connected() | self.live.keys(), self.live.keys())
+                if step_s < 0 and self._node is not None:
+                    self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
+
+    async def _connected(self) -> set[str]:
+        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._daemon.peer_id}
+
+    # Looking.
+
+    async def look(self) -> Look:
+        """Reads and verifies all records; what cannot be read in time is missing from the answer.
+
+        Raises:
+            NetworkProcessError: the P2P daemon has ended.
+        """
+        if not self._daemon.is_alive:
+            raise NetworkProcessError("the P2P daemon (p2pd) has ended")
+        progress, leases = await asyncio.gather(self._read("progress"), self._read("leases"))
+        self.verifier.forget()
+        return Look(
+            self.now(),
+            time.monotonic(),
+            {peer: record for peer, record in progress.items() if isinstance(record, Progress)},
+            {peer: record for peer, record in leases.items() if isinstance(record, Lease)},
+        )
+
+    async def _read(self, kind: str) -> dict[str, Any]:
+        assert self._node is not None
+        key = record_key(self.manifest.run_id, kind)
+        try:
+            entries = await asyncio.wait_for(search(self._node, key), _READ_TIMEOUT_S)
+        except TimeoutError:
+            return {}
+        records: dict[str, Any] = {}
+        for owner, entry in entries.items():
+            message = self.verifier.open(kind, owner, entry.value, entry.expiration_time)
+            if message is not None and entry.expiration_time > self.now():
+                records[str(owner)] = message
+        return records
+
+    # Staying in touch.
+
+    async def keep_in_touch(self) -> None:
+        """Learns the addresses of peers that are there; dials those that were, while nobody is."""
+        if self.live:
+            await self._greet([peer for peer, reachable in self.live.items() if reachable and peer not in self._met])
+        elif time.monotonic() - self._dialled_at >= _REDIAL_S:
+            self._dialled_at = time.monotonic()
+            await self._redial()
+
+    async def _greet(self, peers: Sequence[str]) -> None:
+        async def greet(peer_id: str) -> None:
+            with suppress(OSError, ProtocolError):
+                answer = await self._rpc.call(peer_id, "ping", {}, _CALL_TIMEOUT_S)
+                self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
+            self._met[peer_id] = None
+
+        await asyncio.gather(*(greet(peer) for peer in sorted(peers)[:_GREETINGS_AT_A_TIME]))
+        while len(self._met) > _MAX_MET:
+            self._met.popitem(last=False)
+
+    async def _redial(self) -> None:
+        assert self._node is not None
+        given = [maddr.rsplit("/", 1)[-1] for maddr in self._initial_peers]
+        turn = [peer for peer in self._met if peer not in given][:_DIALS_AT_A_TIME]
+        for peer in turn:
+            self._met.move_to_end(peer)  # the others have their turn next time
+        answering = set(await self._acquaintances.dial(self._daemon, [*given, *turn])) | await self._connected()
+        if answering:
+            self._node.blacklist.clear()
+            # With this both nodes know each other in the DHT again.
+            await asyncio.gather(*(self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
+
+    # What others can use.
+
+    def addresses(self) -> list[str]:
+        """Addresses of peers of the run, those that are there first: for the next start."""
+        return list(dict.fromkeys([*self._acquaintances.of(self.live), *self._acquaintances.of(self._met)]))[
+            :_MAX_REMEMBERED
+        ]
+
+    def join_command(self) -> str | None:
+        """What a newcomer types; None when there is no address to offer."""
+        offers = best_first(self._own_maddrs) if self._is_entry else []
+        reachable = [peer for peer, is_reachable in self.live.items() if is_reachable]
+        given = [maddr for maddr in self._initial_peers if maddr.rsplit("/", 1)[-1] in reachable]
+        offers += best_first([*given, *self._acquaintances.of(reachable)]) or list(self._initial_peers[:1])
+        if not offers:
+            return None
+        command = ["python", "-m", "spes_swarm.join", "--initial-peers", offers[0], "--run-id", self.manifest.run_id]
+        return shlex.join(command)
+
+
+def _ignore(peer_id: str, error: ProtocolError) -> None:
+    """Faults of calls: a peer that answers nonsense is as good as one that does not answer."""
+    del peer_id, error
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """How the monitor takes part in the network."""
+
+    initial_peers: tuple[str, ...]
+    identity_path: Path
+    host_maddrs: tuple[str, ...]
+    announce_maddrs: tuple[str, ...]
+    is_entry: bool
+    run_id: str | None
+    timeout_s: float  # to reach somebody
+
+
+async def connect(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
+    """Starts the daemon and finds the run.
+
+    Args:
+        options: how.
+        remembered: the manifest of the run, when an earlier monitor has written it down: then nobody has to be there.
+        addresses: of peers that an earlier monitor has met.
+
+    Raises:
+        AddressError: it cannot listen as it should.
+        BootstrapError: nobody answers, or nobody takes part in a run.
+        ManifestError: the run's description fails verification, or it is another run.
+        NetworkProcessError: the daemon did not start.
+    """
+    daemon = await Daemon.start(
+        options.identity_path, options.host_maddrs, options.announce_maddrs, client_mode=not options.is_entry
+    )
+    try:
+        rpc = Rpc(daemon.p2p, _ignore)
+        await rpc.start()
+        maddrs = list(dict.fromkeys([*options.initial_peers, *addresses[:_MAX_REMEMBERED]]))
+        try:
+            connected = await bootstrap(daemon, maddrs, options.timeout_s if remembered is None else _CALL_TIMEOUT_S)
+            manifest = remembered or await ask_for_manifest(rpc, connected, options.run_id, options.timeout_s)
+        except BootstrapError:
+            if remembered is None:
+                raise
+            manifest = remembered
+        watcher = Watcher(daemon, rpc, manifest, maddrs, is_entry=options.is_entry)
+        await watcher.start()
+    except BaseException:
+        await daemon.stop()
+        raise
+    return watcher

@@ -1,0 +1,74 @@
+"""What differs between two states of the monitor, small enough to be sent twice a second.
+
+With a thousand peers a state is some 400 KB, of which little changes from one to the next. A change names:
+
+    time       of the new state
+    head       fields of the state other than `peers` and `experts` that differ, whole
+    peers      for each changed or new peer its id and the fields that differ (all of them when it is new)
+    gone       ids of peers that are there no more
+    experts    entries that differ, whole
+    history    new or corrected points
+
+What is equal is left out. `age_s` grows all the time, so it counts as changed only when the moment that it speaks of
+has moved to another second; whoever applies a change lets the ages of the others grow by the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from spes_swarm.monitor.state import HistoryPoint
+
+Json = dict[str, Any]
+
+_RECHECKED_POINTS: Final = 32  # how far back a point may still be corrected (an evaluation that comes late)
+
+
+def difference(old: Json, new: Json) -> Json | None:
+    """The change from `old` to `new`; None when only a whole state can say it (another run, another expert map)."""
+    if _identity(old) != _identity(new) or len(old["experts"]) != len(new["experts"]):
+        return None
+    change: Json = {"time": new["time"]}
+    head = {key: new[key] for key in new if key not in ("time", "peers", "experts") and new[key] != old.get(key)}
+    if head:
+        change["head"] = head
+    peers, gone = _peer_changes(old, new)
+    if peers:
+        change["peers"] = peers
+    if gone:
+        change["gone"] = gone
+    experts = [entry for entry, before in zip(new["experts"], old["experts"], strict=True) if entry != before]
+    if experts:
+        change["experts"] = experts
+    return change
+
+
+def new_points(old: Sequence[HistoryPoint], new: Sequence[HistoryPoint]) -> list[HistoryPoint] | None:
+    """Points of the history that `old` lacks or has otherwise; None when the history began anew."""
+    if len(new) < len(old) or (old and new[0].round != old[0].round):
+        return None
+    start = max(0, len(old) - _RECHECKED_POINTS)
+    return [point for index, point in enumerate(new[start:], start) if index >= len(old) or point != old[index]]
+
+
+def _identity(state: Json) -> Any:
+    run = state["run"]
+    return run["run_id"] if isinstance(run, Mapping) else None
+
+
+def _peer_changes(old: Json, new: Json) -> tuple[list[Json], list[str]]:
+    before = {peer["peer_id"]: peer for peer in old["peers"]}
+    changed = []
+    for peer in new["peers"]:
+        known = before.pop(peer["peer_id"], None)
+        if known is None:
+            changed.append(peer)
+            continue
+        fields = {key: value for key, value in peer.items() if key != "age_s" and value != known.get(key)}
+        if math.floor(new["time"] - peer["age_s"]) != math.floor(old["time"] - known["age_s"]):
+            fields["age_s"] = peer["age_s"]
+        if fields:
+            changed.append({"peer_id": peer["peer_id"], **fields})
+    return changed, list(before)

@@ -1,0 +1,95 @@
+// Consensus, faults, refused records, and how to join.
+
+import { byId, fillList, make, setAttribute, setHidden, setText } from "./dom.js";
+import * as format from "./format.js";
+
+const FAULTS_SHOWN = 50;
+const COPIED_MS = 2_500;
+
+export class Panels {
+  constructor(store) {
+    this._store = store;
+    byId("join-copy").addEventListener("click", () => this._copy());
+  }
+
+  draw() {
+    if (this._store.head === null) return;
+    this._drawConsensus();
+    this._drawFaults();
+    this._drawRefused();
+    this._drawJoin();
+  }
+
+  /** The times of faults grow. */
+  tick() {
+    if (this._store.head !== null) this._drawFaults();
+  }
+
+  _name(id) {
+    const peer = this._store.peers.get(id);
+    return peer ? format.peerName(peer) : id.slice(-8);
+  }
+
+  _drawConsensus() {
+    const { digest, agree, differ } = this._store.head.consensus;
+    const verdict = byId("verdict");
+    setAttribute(verdict, "data-verdict", digest === null ? "none" : differ.length ? "differ" : "agree");
+    let text = "Nobody has committed a round yet.";
+    if (digest !== null && differ.length) text = `${format.plural(differ.length, "peer")} ${differ.length === 1 ? "differs" : "differ"}`;
+    else if (digest !== null) text = agree === 1 ? "One peer, so nobody to differ" : `All ${format.whole(agree)} digests are the same`;
+    setText(verdict, text);
+    setText(byId("verdict-note"), digest === null ? "" : `${digest.slice(0, 16)}… is held by ${format.plural(agree, "peer")} at the newest round.`);
+    fillList(byId("differ"), differ, () => make("li"), (item, id) => setText(item, this._name(id)));
+  }
+
+  _drawFaults() {
+    const faults = this._store.head.faults.slice(-FAULTS_SHOWN).reverse();
+    setHidden(byId("faults-empty"), faults.length > 0);
+    setHidden(byId("faults-scroll"), faults.length === 0);
+    const now = this._store.now();
+    const create = () => make("li", {}, make("span", { class: "kind" }), make("span", { class: "who" }), make("time", { class: "muted" }));
+    fillList(byId("faults"), faults, create, ({ children: [kind, who, when] }, fault) => {
+      setText(kind, fault.kind.replaceAll("_", " "));
+      setText(who, `told by ${this._name(fault.peer_id)}`);
+      setText(when, `${format.age(now - fault.time)} ago`);
+      setAttribute(when, "title", format.dateTime(fault.time));
+    });
+  }
+
+  _drawRefused() {
+    const kinds = Object.entries(this._store.head.refused).filter(([, number]) => number > 0);
+    const list = kinds.map(([kind, number]) => `${kind.replaceAll("_", " ")} ${format.whole(number)}`).join(", ");
+    setText(byId("refused"), list ? `Records refused: ${list}` : "No record was refused.");
+  }
+
+  _drawJoin() {
+    const command = this._store.head.join_command;
+    setHidden(byId("join-box"), command === null);
+    setText(byId("join-command"), command ?? "");
+    setText(
+      byId("join-note"),
+      command === null
+        ? "Nobody is there who could take a newcomer in."
+        : "On any Linux machine with spes_swarm; a GPU is welcome, but not needed.",
+    );
+  }
+
+  async _copy() {
+    const code = byId("join-command");
+    let copied = true;
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+    } catch {
+      // Browsers give the clipboard only to https and localhost; the old way works elsewhere.
+      getSelection().selectAllChildren(code);
+      copied = document.execCommand("copy");
+    }
+    const button = byId("join-copy");
+    setText(button, copied ? "Copied" : "Selected: press Ctrl-C");
+    setText(byId("join-copied"), copied ? "The command is in the clipboard." : "The command is selected.");
+    setTimeout(() => {
+      setText(button, "Copy");
+      setText(byId("join-copied"), "");
+    }, COPIED_MS);
+  }
+}
