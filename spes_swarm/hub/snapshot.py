@@ -1,0 +1,115 @@
+"""The reference in a peer's output directory: mapped from its newest checkpoint, not read into memory.
+
+A peer may be training there meanwhile, and remove old checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from spes_swarm.checkpoint import Checkpoint, load_newest
+from spes_swarm.codec import FloatArray
+from spes_swarm.errors import CheckpointError
+from spes_swarm.hub.plain import empty_model
+from spes_swarm.hub.tensor_file import map_tensors
+from spes_swarm.layout import Layout
+from spes_swarm.manifest import Manifest
+from spes_swarm.model import layout_of
+from spes_swarm.reference import CHUNK_ELEMENTS, block_digest, chunk_digest, whole_digest
+from spes_swarm.run_directory import RunDirectory
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The reference of one round."""
+
+    manifest: Manifest
+    model: PreTrainedModel  # without memory
+    layout: Layout
+    round: int
+    versions: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    blocks: tuple[FloatArray, ...]  # values of each block
+    tokens: int | None = None  # of all peers, that have gone into it; None: not known
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the whole."""
+        return whole_digest(self.versions, self.digests).hex()
+
+
+def digest_of_block(block_N: FloatArray) -> bytes:
+    """Digest of a block's values, as in reference.py."""
+    chunks = [block_N[start : start + CHUNK_ELEMENTS] for start in range(0, block_N.size, CHUNK_ELEMENTS)]
+    return block_digest([chunk_digest(chunk_N) for chunk_N in chunks])
+
+
+def take_snapshot(
+    manifest: Manifest,
+    round_number: int,
+    versions: Sequence[int],
+    blocks: Sequence[FloatArray],
+    tokens: int | None = None,
+) -> Snapshot:
+    """A snapshot of values at hand, e.g. the blocks of a flat reference.
+
+    Raises:
+        ConfigError: this version of transformers cannot build the run's model.
+        CheckpointError: it lays it out differently.
+    """
+    model = empty_model(manifest.run)
+    layout = layout_of(model)
+    if layout.digest != manifest.layout_digest:
+        raise CheckpointError("this version of transformers lays the model out differently from the run's founder")
+    digests = tuple(digest_of_block(block_N) for block_N in blocks)
+    return Snapshot(manifest, model, layout, round_number, tuple(versions), digests, tuple(blocks), tokens)
+
+
+def newest_snapshot(output_dir: Path) -> Snapshot:
+    """The newest checkpoint that verifies.
+
+    Raises:
+        CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
+        ConfigError: this version of transformers cannot build the run's model.
+    """
+    directory = RunDirectory(output_dir)
+    manifest = directory.manifest()
+    if manifest is None:
+        raise CheckpointError(f"{output_dir} is not the output directory of a run")
+    layout = layout_of(empty_model(manifest.run))
+    complaints: list[str] = []
+    for _ in range(_ATTEMPTS):  # the peer may have removed what was found, in favour of a newer one
+        writer = _writer(directory.checkpoints)
+        checkpoint, complaints = load_newest(directory.checkpoints, manifest.run_id, writer, layout)
+        if checkpoint is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return _map(checkpoint, manifest, layout)
+    raise CheckpointError("; ".join(complaints) or f"{directory.checkpoints} has no checkpoint yet")
+
+
+def _map(checkpoint: Checkpoint, manifest: Manifest, layout: Layout) -> Snapshot:
+    meta = checkpoint.meta
+    arrays = map_tensors(checkpoint.path / "reference.safetensors")
+    blocks = [arrays[block.name] for block in layout.blocks]
+    snapshot = take_snapshot(manifest, meta.round, meta.versions, blocks, meta.swarm_tokens or None)
+    if snapshot.digest != meta.reference_digest:
+        raise CheckpointError(f"{checkpoint.path}: the reference does not have the digest that the swarm agreed on")
+    return snapshot
+
+
+def _writer(checkpoints: Path) -> str:
+    """Who wrote the checkpoints; its identity file may be anywhere, and is not needed to publish."""
+    for path in sorted(checkpoints.glob("round-*-step-*/meta.json"), reverse=True):
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["peer_id"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # the checkpoint's own checks say what is wrong with it
+    return ""
