@@ -1,0 +1,105 @@
+"""Evaluates an export with lm-evaluation-harness: python scripts/evaluate.py EXPORT_DIR
+
+By default it runs the tasks in configs/tasks, whose data is in the repository. Other tasks go by the names of the
+harness, or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from spes_swarm.errors import ConfigError, UserError
+from spes_swarm.evaluation import Evaluation, attach, evaluate
+
+_LOCAL_TASKS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
+_DEFAULT_TASKS = "python_lines,python_bytes"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = _parse(arguments)
+    disable_progress_bar()
+    try:
+        _run(options)
+    except UserError as exc:
+        print(f"evaluate: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("evaluate: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("export", type=Path, metavar="EXPORT_DIR", help="written by spes_swarm.export, or any model")
+    parser.add_argument("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="names, or paths of YAML files")
+    parser.add_argument(
+        "--include-path", type=Path, action="append", default=[], metavar="DIR", help="with further tasks"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N samples of each task")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the results as JSON")
+    parser.add_argument("--attach", action="store_true", help="put the results into the export's model card")
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    tasks = [task.strip() for task in options.tasks.split(",") if task.strip()]
+    if not tasks:
+        raise ConfigError("--tasks names no task")
+    for name, value in (("--limit", options.limit), ("--batch-size", options.batch_size)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: found {value}, expected at least 1")
+    if options.output is not None and not options.output.resolve().parent.is_dir():
+        raise ConfigError(f"{options.output}: its directory does not exist")
+    evaluation = evaluate(
+        options.export,
+        tasks,
+        [_LOCAL_TASKS, *options.include_path],
+        limit=options.limit,
+        batch_size=options.batch_size,
+        device=_device(options.device),
+    )
+    print(_table(evaluation))
+    if options.output is not None:
+        options.output.write_text(evaluation.to_json(), encoding="utf-8")
+    if options.attach:
+        print(f"results are in {attach(evaluation, options.export)}")
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ConfigError(f"--device: found {name!r}, expected auto, cpu, cuda or cuda:N")
+    if kind == "cuda" and not int(index or 0) < torch.cuda.device_count():
+        raise ConfigError(f"--device: {name} is not on this machine")
+    return name
+
+
+def _table(evaluation: Evaluation) -> str:
+    rows = [("task", "metric", "value", "stderr", "n")]
+    for score in evaluation.scores:
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        stderr = "" if score.stderr is None else f"{score.stderr:.4f}"
+        rows.append((score.task, metric, f"{score.value:.4f}", stderr, str(score.num_samples)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        f"{task:<{widths[0]}}  {metric:<{widths[1]}}  {value:>{widths[2]}}  {stderr:>{widths[3]}}  {n:>{widths[4]}}"
+        for task, metric, value, stderr, n in rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Turns a dense model into the mixture of experts that a run starts from: python scripts/upcycle.py DENSE OUTPUT
+
+Qwen3, Llama and OLMo 2 become Qwen3-MoE, Mixtral and FlexOlmo. Each expert is a copy of the dense FFN, with noise on a
+random part of its weights. Without noise (--noise-std 0) the mixture computes the same logits; --check shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import yaml
+from transformers.utils.logging import disable_progress_bar
+
+from spes_swarm.config import load_config
+from spes_swarm.errors import UserError
+from spes_swarm.tokenizer import BYTES, ByteTokenizer, load_tokenizer
+from spes_swarm.upcycling import Comparison, UpcyclingReport, compare, upcycle
+from spes_swarm.upcycling_recipes import DTYPES, UpcyclingOptions, starting_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
+    disable_progress_bar()
+    try:
+        return _run(options)
+    except UserError as exc:
+        print(f"upcycle: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("upcycle: interrupted; nothing was written", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("dense", type=Path, metavar="DENSE", help="directory of the dense model, with safetensors")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new or empty directory")
+    parser.add_argument("--experts", type=int, default=8, metavar="N", help="experts per layer")
+    parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts that process a token")
+    parser.add_argument("--noise-std", type=float, default=0.02, metavar="STD", help="0 for exact copies")
+    parser.add_argument("--noise-fraction", type=float, default=0.5, metavar="P", help="weights that get noise")
+    parser.add_argument("--router-init", default="normal:0.02", metavar="HOW", help="zero, or normal:STD")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of noise and routers")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the output")
+    parser.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of each weight file")
+    parser.add_argument(
+        "--source-name", metavar="NAME", help="published in upcycling.json; default: the last part of DENSE"
+    )
+    parser.add_argument("--check", action="store_true", help="run both models on random tokens (needs their memory)")
+    parser.add_argument("--write-config", type=Path, metavar="FILE", help="also write the configuration of a run")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="for --write-config, loadable by every joiner; default: bytes where that is it, else --source-name",
+    )
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.write_config is not None and (
+        options.write_config.exists() or not options.write_config.resolve().parent.is_dir()
+    ):
+        raise UserError(f"{options.write_config} exists, or its directory does not; choose another --write-config")
+    if options.tokenizer is not None and options.write_config is None:
+        raise UserError("--tokenizer belongs to --write-config, which is not given")
+    upcycling = UpcyclingOptions(
+        experts=options.experts,
+        top_k=options.top_k,
+        noise_std=options.noise_std,
+        noise_fraction=options.noise_fraction,
+        router_std=_router_std(options.router_init),
+        seed=options.seed,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        source_name=options.source_name or options.dense.resolve().name,
+    )
+    # Before the long part, so that a mistake costs no time.
+    tokenizer = None if options.write_config is None else options.tokenizer or _tokenizer_name(options)
+    started = time.monotonic()
+    report = upcycle(options.dense, options.output, upcycling)
+    print(_table(report, time.monotonic() - started))
+    if tokenizer is not None:
+        _write_config(options.output, options.write_config, tokenizer)
+    if not options.check:
+        return 0
+    comparison = compare(options.dense, options.output, upcycling)
+    print(_verdict(comparison))
+    has_noise = upcycling.noise_std > 0 and upcycling.noise_fraction > 0
+    return 0 if has_noise or comparison.is_exact else 1
+
+
+def _router_std(text: str) -> float:
+    if text == "zero":
+        return 0.0
+    kind, _, std = text.partition(":")
+    try:
+        if kind == "normal":
+            return float(std)
+    except ValueError:
+        pass
+    raise UserError(f"--router-init: found {text!r}, expected zero or normal:STD, e.g. normal:0.02")
+
+
+def _tokenizer_name(options: argparse.Namespace) -> str:
+    """A name for the tokenizer of the dense model that means the same on other machines."""
+    if (options.dense / "tokenizer.json").exists():
+        tokenizer = load_tokenizer(options.dense, local_files_only=True)
+        if tokenizer.digest == ByteTokenizer().digest:
+            return BYTES
+    if "/" in (options.source_name or ""):
+        return str(options.source_name)
+    raise UserError("--write-config needs --tokenizer NAME, a name that every joiner can load")
+
+
+def _write_config(directory: Path, file: Path, tokenizer: str) -> None:
+    """Writes the configuration, and reads it back as whoever founds the run will."""
+    name = re.sub(r"[^a-z0-9-]+", "-", directory.resolve().name.lower()).strip("-")[:40] or "upcycled"
+    run = starting_run(directory, name, tokenizer)
+    header = "# A run of an upcycled mixture. Optimisation and merging are those of SPES 9B (arXiv 2602.11543).\n"
+    try:
+        file.write_text(header + yaml.safe_dump({"run": run.to_dict()}, sort_keys=False), encoding="utf-8")
+    except OSError as exc:
+        raise UserError(f"{file} cannot be written: {exc.strerror}") from exc
+    assert load_config(file).run == run
+    print(f"configuration written to {file}; found the run with")
+    print(f"  python -m spes_swarm.join --config {file} --initial-weights {directory}")
+
+
+def _table(report: UpcyclingReport, seconds: float) -> str:
+    rows = [
+        ("model", f"{report.model_type}, {report.num_parameters:,} parameters"),
+        ("tensors", f"{report.num_tensors:,}"),
+        ("shards", f"{report.num_shards:,}"),
+        ("bytes", f"{report.num_bytes:,}"),
+        ("seconds", f"{seconds:.1f}"),
+        ("peak MiB", f"{_peak_bytes() / 2**20:,.0f} (the whole process)"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _peak_bytes() -> int:
+    """Largest resident size of this process so far; getrusage would count that of the parent before exec, too."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    match = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return 1024 * int(match[1]) if match else 0
+
+
+def _verdict(comparison: Comparison) -> str:
+    return (
+        f"check: logits differ by at most {comparison.max_difference:.2e} (largest logit {comparison.max_logit:.1f}); "
+        f"loss on random tokens {comparison.dense_loss:.4f} dense, {comparison.moe_loss:.4f} mixture"
+    )
+
+
+def _interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())
