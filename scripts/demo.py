@@ -14,8 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -76,6 +79,34 @@ def common_digests(peers: list[LocalPeer]) -> tuple[int, int]:
     return len(shared), sum(len(seen[number]) == 1 for number in shared)
 
 
+@contextmanager
+def monitor(directory: Path, address: str) -> Iterator[str]:
+    """A monitor of the run, started as anyone would; gives the address of its page."""
+    command = [sys.executable, "-m", "spes_swarm.monitor", "--initial-peers", address, "--web", "127.0.0.1:0"]
+    log = directory / "monitor.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--history", str(directory / "history.sqlite")], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (pages := [word for word in log.read_text(errors="replace").split() if word.startswith("http://")]):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the monitor did not start:\n{log.read_text(errors='replace')}")
+            time.sleep(0.1)
+        yield pages[0]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def watched(page: str) -> dict[str, Any]:
+    """What the monitor knows now."""
+    with urllib.request.urlopen(f"{page}api/state", timeout=10) as answer:
+        state: dict[str, Any] = json.load(answer)
+    return state
+
+
 def generate(directory: Path) -> str:
     """A sample from the exported model, with nothing but transformers."""
     torch.manual_seed(0)
@@ -120,6 +151,8 @@ def main() -> int:
         for name, peer in peers.items():
             joined = peer.wait_for("join", timeout_s=120)
             console.print(f"  {name} trains experts {experts_text(tuple(joined['experts']))}")
+        page = stack.enter_context(monitor(output, address))
+        console.print(f"  anyone may watch: {page} (a monitor that only reads the DHT)", soft_wrap=True)
         last = follow(peers, 1, rounds // 3, 120)
 
         say(f"Cleo's process is killed (SIGKILL) after round {last}")
@@ -140,6 +173,7 @@ def main() -> int:
         peers = {"ada": ada, "ben": ben, "dora": dora}
         last = follow(peers, first, max(rounds, first + 5), 300)
 
+        seen = watched(page)
         say("Everybody leaves (SIGTERM); Ada's checkpoint is exported")
         for peer in peers.values():
             peer.process.send_signal(signal.SIGTERM)
@@ -163,6 +197,7 @@ def main() -> int:
         ("rounds compared between peers", str(shared)),
         ("of those with equal digests", str(equal)),
         ("rounds after the kill", str(max(ada.rounds()) - before_kill)),
+        ("the monitor's last look", f"round {seen['round']}, {len(seen['peers'])} peers, {seen['status']}"),
         ("Dora's donors", str(len(sync["donors"]))),
         ("payload sent in all", f"{traffic / 1e6:.1f} MB"),
         ("exit codes of those who left", str(codes)),
@@ -173,7 +208,9 @@ def main() -> int:
     console.print(table)
     result = {"eval_loss": final["eval_loss"], "entropy": entropy, "rounds": shared, "equal_digests": equal}
     (output / "demo.json").write_text(json.dumps(result), encoding="utf-8")
-    succeeded = final["eval_loss"] < 0.75 * entropy and shared == equal and codes == [0, 0, 0] and bool(sample)
+    watching = abs(seen["round"] - last) <= 2 and {"ada", "ben", "dora"} <= {peer["name"] for peer in seen["peers"]}
+    learnt = final["eval_loss"] < 0.75 * entropy
+    succeeded = learnt and shared == equal and codes == [0, 0, 0] and bool(sample) and watching
     say("Done." if succeeded else "Something above is not as it should be.")
     return 0 if succeeded else 1
 

@@ -12,17 +12,11 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from spes_swarm.errors import ConfigError, LeftEarlyError, NetworkProcessError, UserError
+from spes_swarm.arguments import OneLineParser
+from spes_swarm.errors import LeftEarlyError, NetworkProcessError, UserError
 from spes_swarm.join_request import read_request
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports mistakes as everything else does: in one line, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists what there is")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -31,13 +25,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     Raises:
         ConfigError: it has an unknown flag, or a value of the wrong type.
     """
-    parser = _Parser(
+    parser = OneLineParser(
         prog="python -m spes_swarm.join",
         description="Train a Mixture-of-Experts model together with others, without a server.",
         argument_default=argparse.SUPPRESS,
     )
     run = parser.add_argument_group("the run")
     run.add_argument("--config", type=Path, help="YAML file; its `run` section founds a run (default: quickstart)")
+    run.add_argument("--initial-weights", metavar="DIR", help="found the run from this model, e.g. an upcycled one")
     run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers that are in the run")
     run.add_argument("--run-id", help="refuse any other run than this one")
     run.add_argument("--wait-for-peers", type=int, metavar="N", help="begin when N peers are there, this one included")
@@ -52,11 +47,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
     peer.add_argument("--seed", type=int, help="of the order of the data (default: from the peer id)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
     network = parser.add_argument_group("network")
     network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="where to listen")
     network.add_argument("--announce-maddrs", nargs="+", metavar="MADDR", help="what to tell others instead")
     network.add_argument("--client-mode", action="store_true", help="only open connections, accept none")
+    network.add_argument(
+        "--assume-reachable", action="store_true", help="do not check whether others can open connections to this peer"
+    )
+    network.add_argument(
+        "--relay", metavar="auto|off", help="pass on connections between others, and use relays (default: auto)"
+    )
+    network.add_argument(
+        "--upload-mbps", type=float, metavar="MBIT", help="upload bandwidth: sets this peer's share of a round's work"
+    )
     network.add_argument("--bootstrap-timeout", dest="bootstrap_timeout_s", type=float, metavar="SECONDS")
+    hub = parser.add_argument_group("publishing")
+    hub.add_argument("--publish-to", metavar="USER/REPO|file:DIR", help="publish the model there while training")
+    hub.add_argument("--publish-every", type=int, metavar="ROUNDS", help="rounds between publications (default: 100)")
+    hub.add_argument(
+        "--publish-mbps", type=float, metavar="MBIT", help="how fast to send (default: a tenth of --upload-mbps, or 10)"
+    )
+    hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a name (default: all)")
+    hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="go on with a published run, peers or not")
     return parser.parse_args(arguments)
 
 

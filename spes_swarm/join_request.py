@@ -35,6 +35,13 @@ def read_request(options: argparse.Namespace) -> JoinRequest:
         check_listen_address(maddr)
     for maddr in peer.announce_maddrs:
         check_listen_address(maddr, announced=True)
+    if peer.publish_to is not None or peer.from_hub is not None:
+        from spes_swarm.hub.target import parse_location  # takes seconds
+
+        if peer.publish_to is not None:
+            parse_location(peer.publish_to)
+        if peer.from_hub is not None:
+            parse_location(peer.from_hub, with_revision=True)
     if config_path is not None and run is not None:
         parse_experts(peer.experts, run.model.num_experts)
     return JoinRequest(run, config_path is not None, peer)

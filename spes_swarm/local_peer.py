@@ -79,6 +79,7 @@ class LocalPeer:
         # A directory may have been used by an earlier process: only what this one writes counts.
         self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._metrics_read = self._metrics_start
         self.process = launch(["--output-dir", str(output_dir), *self.arguments], self.log)
 
     @property
@@ -94,6 +95,16 @@ class LocalPeer:
             lines = [line for line in file if line.endswith("\n")]
         events = [json.loads(line) for line in lines]
         return events if kind is None else [event for event in events if event["event"] == kind]
+
+    def new_events(self) -> list[Event]:
+        """What this process has written to its metrics since the last call: for those who follow it for hours."""
+        if not self._metrics_path.exists():
+            return []
+        with self._metrics_path.open("rb") as file:
+            file.seek(self._metrics_read)
+            lines = [line for line in file if line.endswith(b"\n")]
+        self._metrics_read += sum(map(len, lines))
+        return [json.loads(line) for line in lines]
 
     def rounds(self) -> dict[int, Event]:
         """Committed rounds by number."""
@@ -137,8 +148,8 @@ class LocalPeer:
         faults = self.events("fault")[-10:]
         return f"--- {self.output_dir.name}:\n{text[-3000:]}\nfaults: {faults}"
 
-    def address(self, timeout_s: float = 60.0) -> str:
-        """An address that peers on this machine can use.
+    def address(self, timeout_s: float = 60.0, host: str = "127.0.0.1") -> str:
+        """An address that peers on this machine can use; `host` is that of a peer in a namespace (local_network.py).
 
         Raises:
             LocalPeerError: it printed none.
@@ -146,7 +157,7 @@ class LocalPeer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self.process.poll() is None:
             for word in self.text().split():
-                if word.startswith("/ip4/127.0.0.1/") and "/p2p/" in word:
+                if word.startswith(f"/ip4/{host}/") and "/p2p/" in word:
                     return word
             time.sleep(_POLL_S)
         raise LocalPeerError(f"no address was printed\n{self.tail()}")
@@ -161,7 +172,9 @@ class LocalPeer:
             self.process.wait(10)
 
     def tree(self) -> list[psutil.Process]:
-        """The main process and all that it has started."""
+        """The main process and all that it has started; nothing once it has ended, when its pid may be another's."""
+        if self.process.poll() is not None:
+            return []
         try:
             main = psutil.Process(self.process.pid)
             return [main, *main.children(recursive=True)]

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.capacity import experts_that_fit, free_bytes
+from spes_swarm.capacity import check_host_memory, experts_that_fit, free_bytes
+from spes_swarm.errors import ConfigError
 from tests.rounds import small_layout
 
 CPU = torch.device("cpu")
@@ -35,6 +36,13 @@ def test_as_many_as_the_bytes_allow(num_experts: int, shared: int, expert: int, 
 
 def test_one_expert_is_tried_however_little_memory_there_is() -> None:
     assert experts_that_fit(small_layout(4), 4, CPU, 0) == 1
+
+
+def test_a_model_without_room_is_refused_with_both_figures() -> None:
+    layout = small_layout(4, 1000, 250)
+    check_host_memory(layout, 12 * 2000)
+    with pytest.raises(ConfigError, match=r"2,000 weights needs .* GB of this machine's memory"):
+        check_host_memory(layout, 12 * 2000 - 1)
 
 
 def test_what_is_free_is_measured_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

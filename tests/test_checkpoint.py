@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from spes_swarm.checkpoint import Arrays, CheckpointMeta, load_newest, save_checkpoint
+from spes_swarm.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
 from spes_swarm.codec import FloatArray
 from spes_swarm.errors import CheckpointError
 from spes_swarm.layout import Layout
@@ -39,6 +39,8 @@ def meta(round_number: int, **changes: object) -> CheckpointMeta:
         steps_in_round=1,
         routed=[0, 5, 0, 6],
         cursor={"position": 7},
+        commits=[1],
+        marks="ab" * 8,
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
@@ -191,7 +193,7 @@ def test_a_description_that_is_none_is_passed_over(tmp_path: Path, content: str)
 
 def test_a_checkpoint_of_another_version_is_passed_over(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "meta.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', f'"format": {FORMAT + 1}'))
     found, complaints = load_newest(tmp_path, RUN, PEER, LAYOUT)
     assert found is None
     assert "another version" in complaints[0]

@@ -28,6 +28,7 @@ from spes_swarm.model import build_model, layout_of
 from spes_swarm.token_file import TokenWriter, sidecar_path
 from spes_swarm.tokenizer import ByteTokenizer
 from tests.rounds import identity
+from tests.small_disk import mounted_disk
 from tests.swarm import TINY_RUN, Swarm, merged, swarm
 
 ROOT = Path(__file__).parent.parent
@@ -363,18 +364,8 @@ def test_the_founder_is_unharmed(founder: LocalPeer) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own that is quickly full: a few checkpoints of the small model."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if shutil.which("mount") is None or os.geteuid() != 0:
-        pytest.skip("mounting a small disk takes root")
-    command = ["mount", "-t", "tmpfs", "-o", f"size={8 << 20}", "tmpfs", str(disk)]
-    made = subprocess.run(command, capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"this machine does not allow to mount: {made.stderr.decode().strip()}")
-    try:
+    with mounted_disk(tmp_path / "disk", 8 << 20) as disk:
         yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def fill(path: Path, leave: int) -> None:

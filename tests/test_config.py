@@ -215,6 +215,9 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
         ("model.settings.hidden_size", 33, "model.settings.hidden_size: found 33, expected a multiple of 2"),
         ("model.settings.num_key_value_heads", 3, "model.settings.num_key_value_heads: found 3, expected a divisor"),
         ("model.settings.num_hidden_layers", 0, "model.settings.num_hidden_layers: found 0, expected at least 1"),
+        ("model.settings.num_hidden_layers", 2 * 10**9, "model.settings.num_hidden_layers: found 2000000000, exp"),
+        ("model.settings.num_experts", 4097, "model.settings.num_experts: found 4097, expected at most 4096"),
+        ("model.settings.hidden_size", 1 << 40, "model.settings.hidden_size: found 1099511627776, expected at most"),
         ("model.settings.hidden_size", "32", "model.settings: transformers refuses them for olmoe: "),
         ("model.settings.rope_parameters", [], "model.settings: transformers refuses them for olmoe: "),
         ("model.settings.rms_norm_eps", float("nan"), "model.settings.rms_norm_eps: found nan, expected a finite"),
@@ -434,6 +437,8 @@ def test_every_spelling_of_a_float_is_a_float(tmp_path: Path, text: str) -> None
     [
         ("client_mode: yes", "peer.client_mode: found 'yes', expected true or false"),
         ("client_mode: 0", "peer.client_mode: found 0, expected true or false"),
+        ("relay: on", "peer.relay: found 'on', expected auto or off"),
+        ("{client_mode: true, assume_reachable: true}", "peer.assume_reachable: found true, expected false in client_"),
         ("keep_checkpoints: 2.0", "peer.keep_checkpoints: found 2.0, expected a whole number, at least 1"),
         ("keep_checkpoints: 1e3", "peer.keep_checkpoints: found 1000.0, "),
         ("keep_checkpoints: true", "peer.keep_checkpoints: found true, "),
