@@ -71,6 +71,7 @@ def test_most_donors_decide(tables: list[ReferenceTable], expected: ReferenceTab
 LAYOUT = Layout.build({"embed": (4 * CHUNK_ELEMENTS - 5,)}, {"up": (4, 2 * CHUNK_ELEMENTS + 11)})
 TOTAL_BYTES = 4 * LAYOUT.num_elements
 NUM_BLOCKS = len(LAYOUT.blocks)
+NUM_CHUNKS = sum(1 for block in LAYOUT.blocks for _ in chunks_of(block))
 
 
 @lru_cache(maxsize=8)
@@ -89,6 +90,7 @@ class Node:
         self.run_id = run_id
         self.peer_id = daemon.peer_id
         self.faults: list[tuple[str, str]] = []
+        self.saw_a_fault = asyncio.Event()
         self.rpc = rpc
         self.rpc.on_fault = self._on_fault
         self.reference = Reference(LAYOUT, values_N)
@@ -106,6 +108,7 @@ class Node:
 
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         self.faults.append((peer_id, error.kind))
+        self.saw_a_fault.set()
 
     def commit(self, number: int, blocks: Sequence[int] = range(NUM_BLOCKS)) -> None:
         """What RoundState.commit does."""
@@ -243,14 +246,31 @@ def test_a_peer_that_was_away_fetches_only_what_has_changed(net: Net) -> None:
 
 def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
     async def test() -> None:
-        async with net.peers(3, upload_mbps=16.0) as (newcomer, donors):
+        async with net.peers(3) as (newcomer, donors):
             victim = donors[1]
+            num_sent = 0
 
-            def kill(progress: SyncProgress) -> None:
-                if 2 * progress.done_bytes > progress.total_bytes and victim.daemon.is_alive:
-                    os.kill(victim.daemon.pid, signal.SIGKILL)
+            def watch(donor: Node) -> None:
+                """Half of the chunks pass. Then the victim dies in the middle of one, and the others wait for that."""
+                send_whole = donor.transfer._send_chunk
 
-            newcomer.on_progress = kill
+                async def send_chunk(channel: Channel, number: int, payload: bytes | None) -> None:
+                    nonlocal num_sent
+                    assert payload is not None
+                    num_sent += 1
+                    if num_sent <= NUM_CHUNKS // 2:
+                        await send_whole(channel, number, payload)
+                    elif donor is victim:
+                        await channel.send(next(iter(piece_frames(number, payload, 1))))
+                        os.kill(victim.daemon.pid, signal.SIGKILL)
+                    else:
+                        await newcomer.saw_a_fault.wait()
+                        await send_whole(channel, number, payload)
+
+                donor.transfer._send_chunk = send_chunk  # type: ignore[method-assign]
+
+            for donor in donors:
+                watch(donor)
             report = await newcomer.download()
             assert not victim.daemon.is_alive
             assert_same(newcomer, donors[0])
