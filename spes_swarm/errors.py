@@ -7,7 +7,8 @@ SwarmError
 │   ├── BootstrapError    none of the initial peers could be reached, or none knows the run
 │   ├── ManifestError     the run's description fails verification, or it is another run
 │   ├── DataError         a token file, corpus or tokenizer that cannot be used
-│   └── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
+│   ├── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
+│   └── DivergenceError   training that has left the finite numbers and does not find back
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
 ├── NetworkProcessError   the network process died or does not answer
@@ -47,6 +48,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is corrupt, belongs to another run, or could not be written."""
+
+
+class DivergenceError(UserError):
+    """Losses are not finite, however often the peer begins again from the reference."""
 
 
 class ProtocolError(SwarmError):

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spes_swarm.trainer import TrainingStatus
+from spes_swarm.trainer_setup import TrainingStatus
 
 _REFRESH_S = 0.5
 

@@ -11,86 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from spes_swarm.checkpoint import Checkpoint, CheckpointMeta, save_checkpoint
-from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.divergence import DivergenceGuard
 from spes_swarm.errors import RoundError
 from spes_swarm.handover import Handover
+from spes_swarm.live_weights import LiveWeights
+from spes_swarm.local_work import LocalWork
 from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
-from spes_swarm.merge import merge_alpha, merge_due, merged_slots
-from spes_swarm.metrics import Metrics
-from spes_swarm.model import SparseModel
-from spes_swarm.network_client import NetworkClient
 from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
 from spes_swarm.pace import Pace
-from spes_swarm.publishing import Publishing
 from spes_swarm.reference import ReferenceTable
-from spes_swarm.sampler import Sampler
 from spes_swarm.schedule import learning_rate
 from spes_swarm.service_messages import CaughtUp, Presence, RoundLosses, RoundReport
+from spes_swarm.trainer_setup import TrainerSetup
 
 _RETRY_S = 2.0  # after a round that did not take place
 _POLL_S = 0.2
 _FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
-
-
-@dataclass
-class TrainingStatus:
-    """What the panel shows; written by the trainer only."""
-
-    phase: str = "starting"
-    round: int = 0
-    step: int = 0
-    loss: float | None = None
-    eval_loss: float | None = None
-    tokens_per_second: float = 0.0
-    peers: int = 1
-    held: tuple[int, ...] = ()
-    round_seconds: float = 0.0
-    round_megabytes: float = 0.0
-    faults: int = 0
-    progress: float = 0.0  # of the current round, 0 to 1
-
-
-@dataclass(kw_only=True)
-class TrainerSetup:
-    """Everything that a trainer works with."""
-
-    run_id: str
-    peer_id: str
-    nickname: str
-    run: RunConfig
-    model: SparseModel
-    network: NetworkClient
-    reference_N: FloatArray
-    contribution_N: FloatArray
-    sampler: Sampler
-    evaluation: list[np.ndarray[Any, np.dtype[np.int64]]]
-    device: torch.device
-    batch_size: int
-    metrics: Metrics
-    checkpoints: Path
-    checkpoint_every_rounds: int
-    keep_checkpoints: int
-    max_rounds: int | None
-    stop: threading.Event
-    publishing: Publishing | None = None
-    status: TrainingStatus = field(default_factory=TrainingStatus)
-    on_round: Callable[[], None] = lambda: None
-    on_saved: Callable[[], None] = lambda: None
 
 
 class Trainer:
@@ -117,7 +63,7 @@ class Trainer:
             decayed_balance_start=training.local_balance_start or 1.0,
             decayed_balance_fraction=training.local_balance_fraction,
         )
-        self._trained_blocks = [0, *(1 + expert for expert in setup.model.held)]
+        self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
         self._handover = Handover(
             setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
         )
@@ -125,17 +71,14 @@ class Trainer:
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
-        self._steps_in_round = 0
-        self._tokens = 0
+        self._work = LocalWork(setup.model.layout.num_experts)
+        self._divergence = DivergenceGuard()
         self._total_tokens = 0
         self._losses: RoundLosses | None = None
-        self._routed_E = np.zeros(setup.model.layout.num_experts, dtype=np.int64)
         self._tokens_per_second = 0.0
         self._loss: float | None = None
-        self._loss_sum = 0.0
         self._retry_at = 0.0
         self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
-        self._snapshot: dict[int, FloatArray] = {}
         self._pending: Future[RoundReport | CaughtUp] | None = None
         self._traffic: Future[tuple[int, int]] | None = None
         self._round_event: dict[str, Any] = {}  # of the last round, until its traffic is known
@@ -146,9 +89,8 @@ class Trainer:
     def load_reference(self, table: ReferenceTable) -> None:
         """Begins from the reference, as a newcomer: with the merge applied that the others applied to it."""
         self.round = table.round
-        for block in self._model.layout.blocks:
-            self._model.write_block(block.index, self._setup.reference_N[block.start : block.stop])
-        self._merge_if_due()
+        self._live.put_back()
+        self._live.merge_if_due(self.round)
 
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
         """Begins from a checkpoint, and then takes over what the swarm has committed since."""
@@ -171,8 +113,7 @@ class Trainer:
         self.step = meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
-            self._steps_in_round, self._tokens = meta.steps_in_round, meta.tokens
-            self._routed_E[:] = meta.routed
+            self._work.restore(meta.steps_in_round, meta.tokens, meta.routed)
         self._setup.sampler.restore(meta.cursor)
 
     # The loop.
@@ -193,7 +134,8 @@ class Trainer:
                     continue
             elif self._due():
                 self._write_round_event(wait_s=0.0)
-                self._begin_round()
+                if not self._begin_round():
+                    continue
                 if not self._round_config.overlap:
                     self._await_round()
                     continue
@@ -229,13 +171,13 @@ class Trainer:
         if self._leaving or view is None or view.num_training == 0:
             return
         self._leaving = True
-        self._begin_round()
-        self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+        if self._begin_round():
+            self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
 
     def _train_step(self) -> None:
         started = time.monotonic()
         training = self._setup.run.training
-        in_round = min(self._steps_in_round, self._round_config.inner_steps)
+        in_round = min(self._work.steps, self._round_config.inner_steps)
         global_step = self.round * self._round_config.inner_steps + in_round
         rate = learning_rate(global_step, training)
         for group in self._optimiser.param_groups:
@@ -252,15 +194,21 @@ class Trainer:
             )
         self._optimiser.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
-        self._handover.warm_up.step(self._model, self._optimiser.step)
-        self._routed_E += self._model.pop_routed_tokens()
-        self.step += 1
-        self._steps_in_round += 1
-        self._tokens += self._tokens_per_step
-        self._total_tokens += self._tokens_per_step
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
+        routed_E = self._model.pop_routed_tokens()
         self._loss = float(losses.cross_entropy)
-        self._loss_sum += self._loss
+        finite = math.isfinite(self._loss) and math.isfinite(float(norm))
+        if not finite:
+            self._say_diverged("nonfinite", "a step without a finite loss or gradient was left out")
+            if self._divergence.hopeless_after_another():
+                self._begin_again()
+            self._announce("training")
+            return
+        self._divergence.stepped()
+        self._handover.warm_up.step(self._model, self._optimiser.step)
+        self._work.add_step(self._tokens_per_step, routed_E, self._loss)
+        self.step += 1
+        self._total_tokens += self._tokens_per_step
         speed = self._tokens_per_step / max(time.monotonic() - started, 1e-6)
         past = self._tokens_per_second
         self._tokens_per_second = _SPEED_WINDOW * past + (1 - _SPEED_WINDOW) * speed if past else speed
@@ -275,6 +223,21 @@ class Trainer:
         )
         self._announce("training")
 
+    def _begin_again(self) -> None:
+        """Goes back to the reference with fresh moments, because the live weights are of no use any more."""
+        if self._pending is not None:
+            self._await_round()
+        self._say_diverged("diverged", f"begins again from the reference of round {self.round}")
+        self._live.put_back()
+        self._live.merge_if_due(self.round)
+        self._optimiser.state.clear()
+        self._handover.warm_up.start(self._model.held)
+        self._work.discard()
+
+    def _say_diverged(self, kind: str, detail: str) -> None:
+        self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
+        self._setup.status.faults += 1
+
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         if self._setup.device.type == "cuda":
             return torch.autocast("cuda", torch.bfloat16)
@@ -282,35 +245,32 @@ class Trainer:
 
     def _due(self) -> bool:
         """Whether the swarm has together done its inner steps since the last commit, or somebody says so."""
-        if time.monotonic() < self._retry_at or self._steps_in_round == 0:
+        if time.monotonic() < self._retry_at or self._work.steps == 0:
             return False
         if self._network.called_round > self.round:
             return True
-        due = self._pace.due(self._tokens, self._tokens_per_second)
+        due = self._pace.due(self._work.tokens, self._tokens_per_second)
         self._setup.status.progress = self._pace.progress
         return due
 
     # Rounds.
 
-    def _begin_round(self) -> None:
+    def _begin_round(self) -> bool:
+        """Hands the live weights over to the next round; whether they are fit for one."""
         self._pace.begin()
         self._setup.status.phase = "synchronising"
-        for index in self._trained_blocks:
-            block = self._model.layout.blocks[index]
-            live_N = self._setup.contribution_N[block.start : block.stop]
-            self._model.read_block(index, live_N)
-            if self._round_config.overlap:
-                self._snapshot[index] = live_N.copy()
-        self._contributed_steps = self._steps_in_round
-        self._contributed_tokens = self._tokens
-        self._contributed_routed_E = self._routed_E.copy()
-        self._contributed_loss = self._loss_sum
+        if not self._live.contribute():
+            self._divergence.restart()
+            self._begin_again()
+            return False
+        self._work.contribute()
         self._pending = self._network.submit(
             "run_round",
-            tokens=self._tokens,
-            routed=tuple(int(self._routed_E[expert]) for expert in self._model.held),
+            tokens=self._work.tokens,
+            routed=tuple(int(self._work.routed_E[expert]) for expert in self._model.held),
             leaving=self._leaving or self._is_last_round(),
         )
+        return True
 
     def _await_round(self, limit_s: float | None = None) -> None:
         """Waits for the round under way, when told to stop for at most `limit_s` (default: two stall timeouts)."""
@@ -346,26 +306,10 @@ class Trainer:
         else:
             self._follow_commit(report)
 
-    def _write_live(self, index: int) -> None:
-        """Brings a block's live weights to the reference or, where this peer trains it, to the contribution."""
-        block = self._model.layout.blocks[index]
-        where = slice(block.start, block.stop)
-        if index not in self._trained_blocks:
-            self._model.write_block(index, self._setup.reference_N[where])
-        elif not self._round_config.overlap:
-            self._model.write_block(index, self._setup.contribution_N[where])
-        else:
-            live_N = np.empty(block.size, dtype=np.float32)
-            self._model.read_block(index, live_N)
-            live_N += self._setup.contribution_N[where] - self._snapshot[index]
-            self._model.write_block(index, live_N)
-
     def _follow_swarm(self, report: CaughtUp) -> None:
         """Takes over a reference that was fetched in place of a round; the work since the last commit stays."""
         self.round = report.round
-        for index in range(len(self._model.layout.blocks)):
-            self._write_live(index)
-        self._snapshot.clear()
+        self._live.follow_all()
         self._setup.metrics.write(
             "sync",
             round=report.round,
@@ -379,16 +323,11 @@ class Trainer:
         setup = self._setup
         previous_step = self.round * self._round_config.inner_steps
         self.round = report.commit.round
-        for index in report.commit.changed_blocks:
-            self._write_live(index)
-        self._snapshot.clear()
-        train_loss = self._contributed_loss / self._contributed_steps if self._contributed_steps else None
-        self._steps_in_round -= self._contributed_steps
-        self._tokens -= self._contributed_tokens
-        self._routed_E -= self._contributed_routed_E
-        self._loss_sum -= self._contributed_loss
+        self._live.follow(report.commit.changed_blocks)
+        train_loss = self._work.commit()
+        self._divergence.committed()
         self._change_experts(report)
-        alpha = self._merge_if_due(previous_step)
+        alpha = self._live.merge_if_due(self.round, previous_step)
         self._rounds_done += 1
         eval_loss = self._evaluate()
         self._losses = RoundLosses(round=self.round, train_loss=_finite(train_loss), eval_loss=_finite(eval_loss))
@@ -410,47 +349,15 @@ class Trainer:
         if not self._leaving:
             self._model.hold(change.held, self._optimiser)
             self._parameters = dict(self._model.trainable_parameters())
-            self._trained_blocks = [0, *(1 + expert for expert in self._model.held)]
-            for expert in (*change.gained, *change.lost):
-                block = layout.expert_block(expert)
-                self._model.write_block(block.index, self._setup.reference_N[block.start : block.stop])
-                self._routed_E[expert] = 0  # tokens that were routed to it while it was foreign have trained nothing
+            changed = [*change.gained, *change.lost]
+            self._live.put_back(layout.expert_block(expert).index for expert in changed)
+            self._work.forget_experts(changed)
             self._handover.warm_up.stop(change.lost)
             self._handover.warm_up.start(change.gained)
             self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
         self._setup.metrics.write(
             "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
         )
-
-    def _merge_if_due(self, previous_step: int | None = None) -> float | None:
-        """Applies the expert merge to the live weights when the last commit made it due; returns its alpha.
-
-        `previous_step`: the global step of the commit before; by default one round earlier.
-        """
-        merge, inner_steps = self._setup.run.merge, self._round_config.inner_steps
-        step = self.round * inner_steps
-        previous = previous_step if previous_step is not None else max(0, step - inner_steps)
-        if self.round == 0 or not merge_due(previous, step, merge.interval):
-            return None
-        alpha = merge_alpha(step, merge.alpha, merge.steps)
-        if alpha == 0:
-            return None
-        reference_N, layout = self._setup.reference_N, self._model.layout
-        held = {expert: layout.expert_block(expert) for expert in self._model.held}
-        moved = {expert: np.empty(block.size, dtype=np.float32) for expert, block in held.items()}
-        for expert, block in held.items():
-            self._model.read_block(block.index, moved[expert])
-        for slot, merged in merged_slots(reference_N, layout, alpha, merge.neighbours):
-            if slot.expert in held:
-                # A held expert moves by what the merge changes: what it learnt since the reference stays.
-                start = slot.start - held[slot.expert].start
-                change_N = merged.reshape(-1) - reference_N[slot.start : slot.start + slot.size]
-                moved[slot.expert][start : start + slot.size] += change_N
-            else:
-                self._model.write_slot(slot, merged)
-        for expert, block in held.items():
-            self._model.write_block(block.index, moved[expert])
-        return alpha
 
     def _evaluate(self) -> float | None:
         every = self._setup.run.evaluation.every_rounds
@@ -518,7 +425,7 @@ class Trainer:
                 name=self._setup.nickname,
                 state=state,
                 step=self.step,
-                tokens=self._tokens,
+                tokens=self._work.tokens,
                 tokens_per_step=self._tokens_per_step,
                 tokens_per_second=self._tokens_per_second,
                 loss=_finite(self._loss),
@@ -535,9 +442,7 @@ class Trainer:
         commits, marks = self._network.ask("lineage", 60.0)
         swarm_tokens: int = self._network.ask("swarm_tokens", 60.0)
         live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
-        for index in self._trained_blocks:
-            block = layout.blocks[index]
-            self._model.read_block(index, live_N[block.start : block.stop])
+        self._live.read_trained(live_N)
         meta = CheckpointMeta(
             run_id=self._setup.run_id,
             peer_id=self._setup.peer_id,
@@ -547,9 +452,9 @@ class Trainer:
             reference_digest=table.digest.hex(),
             held=list(self._model.held),
             step=self.step,
-            tokens=self._tokens,
-            steps_in_round=self._steps_in_round,
-            routed=[int(count) for count in self._routed_E],
+            tokens=self._work.tokens,
+            steps_in_round=self._work.steps,
+            routed=[int(count) for count in self._work.routed_E],
             cursor=self._setup.sampler.state(),
             commits=commits,
             marks=marks.hex(),

@@ -1,0 +1,69 @@
+"""What a trainer works with, and what it lets the panel show.
+
+Shapes: N elements of the flat vector, B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spes_swarm.codec import FloatArray
+from spes_swarm.config import RunConfig
+from spes_swarm.metrics import Metrics
+from spes_swarm.model import SparseModel
+from spes_swarm.network_client import NetworkClient
+from spes_swarm.publishing import Publishing
+from spes_swarm.sampler import Sampler
+
+
+@dataclass
+class TrainingStatus:
+    """What the panel shows; written by the trainer only."""
+
+    phase: str = "starting"
+    round: int = 0
+    step: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None
+    tokens_per_second: float = 0.0
+    peers: int = 1
+    held: tuple[int, ...] = ()
+    round_seconds: float = 0.0
+    round_megabytes: float = 0.0
+    faults: int = 0
+    progress: float = 0.0  # of the current round, 0 to 1
+
+
+@dataclass(kw_only=True)
+class TrainerSetup:
+    """Everything that a trainer works with."""
+
+    run_id: str
+    peer_id: str
+    nickname: str
+    run: RunConfig
+    model: SparseModel
+    network: NetworkClient
+    reference_N: FloatArray
+    contribution_N: FloatArray
+    sampler: Sampler
+    evaluation: list[npt.NDArray[np.int64]]  # held-out batches, each (B, S)
+    device: torch.device
+    batch_size: int
+    metrics: Metrics
+    checkpoints: Path
+    checkpoint_every_rounds: int
+    keep_checkpoints: int
+    max_rounds: int | None
+    stop: threading.Event
+    publishing: Publishing | None = None
+    status: TrainingStatus = field(default_factory=TrainingStatus)
+    on_round: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None

@@ -1,0 +1,79 @@
+"""Losses that are no numbers: a peer recovers by itself where it can, and says so where it cannot."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from spes_swarm.divergence import DivergenceGuard
+from spes_swarm.errors import DivergenceError
+from spes_swarm.local_peer import LocalPeer
+from tests.swarm import equal_digests, swarm
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_single_overflows_are_passed_over() -> None:
+    guard = DivergenceGuard()
+    for _ in range(100):
+        assert not any(guard.hopeless_after_another() for _ in range(4))
+        guard.stepped()
+
+
+def test_after_five_in_a_row_the_peer_begins_again_and_after_three_beginnings_it_gives_up() -> None:
+    guard = DivergenceGuard()
+    restarts = [5, 10, 15]
+    assert [step for step in range(1, 20) if guard.hopeless_after_another()] == restarts
+    with pytest.raises(DivergenceError, match="learning_rate"):
+        guard.hopeless_after_another()
+
+
+def test_a_commit_forgives_what_was() -> None:
+    guard = DivergenceGuard()
+    for _ in range(10):
+        guard.restart()
+        guard.restart()
+        guard.committed()
+
+
+def launch_poisoned(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.poisoned_join", "25", *arguments]
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
+
+
+@pytest.mark.swarm
+def test_a_peer_whose_weights_are_spoilt_goes_back_to_the_reference(tmp_path: Path) -> None:
+    with swarm(tmp_path) as running:
+        other = running.found("--experts", 4, "--wait-for-peers", 2)
+        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--experts", "4"]
+        arguments = [*common, "--initial-peers", other.address(), "--wait-for-peers", "2"]
+        with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned) as spoilt:
+            began_again = spoilt.wait_for("fault", lambda e: e["kind"] == "diverged")
+            assert "reference of round" in began_again["detail"]
+            at = max(spoilt.rounds(), default=0)
+            back = spoilt.wait_for("round", lambda e: e["round"] > at + 1 and e["peers"] == 2)
+            other.wait_for_round(back["round"])
+            equal_digests([other, spoilt], back["round"])
+            assert math.isfinite(back["train_loss"])
+            assert [e["kind"] for e in spoilt.events("fault")].count("diverged") == 1
+            assert not [e for e in other.events("fault") if e["kind"] == "nonfinite"]  # nothing of it was ever sent
+
+
+@pytest.mark.swarm
+def test_a_run_that_cannot_work_ends_with_the_reason_and_keeps_a_finite_reference(tmp_path: Path) -> None:
+    with swarm(tmp_path, training={"learning_rate": 1e30, "warmup_steps": 40}, round={"inner_steps": 4}) as running:
+        peer = running.found()
+        assert peer.wait() == 2
+        assert "training diverges" in peer.text()
+        assert "learning_rate" in peer.text()
+        assert "Traceback" not in peer.text()
+        for saved in (peer.output_dir / "checkpoints").glob("round-*/reference.safetensors"):
+            assert all(np.isfinite(values).all() for values in load_file(saved).values())
