@@ -35,39 +35,19 @@ import yaml
 from spes_swarm.lifetime import die_with_parent
 from spes_swarm.local_network import LocalNetwork, enter_namespace
 from spes_swarm.local_peer import LocalPeer, PeerProcess
+from spes_swarm.tiny_run import tiny_run
 
 NUM_DONORS = 3
 KINDS = ("declared", "silent", "no limit")
 START_S = 300.0
 ROUND_S = 120.0
 # About 13 MB of reference; with fp16 differences an exchange moves some 5 MB in and out of every peer.
-RUN: dict[str, Any] = {
-    "name": "bench",
-    "model": {
-        "type": "olmoe",
-        "settings": {
-            "vocab_size": 272,
-            "hidden_size": 128,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": 256,
-            "pad_token_id": None,
-        },
-    },
-    "training": {
-        "sequence_length": 64,
-        "batch_size": 2,
-        "learning_rate": 1e-3,
-        "warmup_steps": 10,
-        "total_steps": 100_000,
-    },
-    "round": {
+RUN = tiny_run(
+    "bench",
+    hidden_size=128,
+    intermediate_size=512,
+    training={"learning_rate": 1e-3, "warmup_steps": 10, "total_steps": 100_000},
+    round={
         "inner_steps": 20,
         "window_s": 20.0,
         "stall_timeout_s": 20.0,
@@ -75,10 +55,10 @@ RUN: dict[str, Any] = {
         "progress_ttl_s": 30.0,
         "lease_s": 120.0,
     },
-    "merge": {"alpha": 0.0, "steps": 1, "interval": 0},
-    "experts_per_peer": 3,
-    "evaluation": {"sequences": 1, "every_rounds": 1000},
-}
+    merge={"alpha": 0.0, "steps": 1, "interval": 0},
+    experts_per_peer=3,
+    evaluation={"sequences": 1, "every_rounds": 1000},
+)
 
 
 @dataclass(frozen=True)

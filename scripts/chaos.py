@@ -22,45 +22,24 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from spes_swarm.chaos.report import describe, fault_table, markdown, to_json, totals_table
 from spes_swarm.chaos.schedule import MIN_PEERS, Kind, draw_schedule
 from spes_swarm.chaos.swarm import ChaosSwarm, HangError
 from spes_swarm.local_network import LocalNetwork, unavailable_reason
 from spes_swarm.local_peer import LocalPeerError
+from spes_swarm.tiny_run import tiny_run
 
 _MAX_HANGS = 3  # then the experiment ends
 
 # Small enough for six peers on two cores, wide enough that an exchange lasts some tenths of a second. Deadlines are
 # about those of the quickstart: what a stopped peer costs the others is mostly these.
-RUN: dict[str, Any] = {
-    "name": "chaos",
-    "model": {
-        "type": "olmoe",
-        "settings": {
-            "vocab_size": 272,
-            "hidden_size": 64,
-            "intermediate_size": 256,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": 256,
-            "pad_token_id": None,
-        },
-    },
-    "training": {
-        "sequence_length": 64,
-        "batch_size": 2,
-        "learning_rate": 1e-3,
-        "warmup_steps": 50,
-        "total_steps": 100_000,
-    },
-    "round": {
+RUN = tiny_run(
+    "chaos",
+    hidden_size=64,
+    intermediate_size=256,
+    training={"learning_rate": 1e-3, "warmup_steps": 50, "total_steps": 100_000},
+    round={
         "inner_steps": 20,
         "codec": "fp16",
         "window_s": 5.0,
@@ -69,10 +48,10 @@ RUN: dict[str, Any] = {
         "progress_ttl_s": 10.0,
         "lease_s": 30.0,
     },
-    "merge": {"alpha": 0.1, "steps": 2000, "interval": 200},
-    "experts_per_peer": 3,
-    "evaluation": {"sequences": 8, "every_rounds": 10},
-}
+    merge={"alpha": 0.1, "steps": 2000, "interval": 200},
+    experts_per_peer=3,
+    evaluation={"sequences": 8, "every_rounds": 10},
+)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,38 +26,16 @@ from rich.table import Table
 
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.local_peer import LocalPeer
+from spes_swarm.tiny_run import tiny_run
 
 _WARM_UP = 12  # cycles until caches, pools and tables have their size
 _WINDOW = 5  # cycles whose median is compared, so that one reading does not decide
 _LIMIT = 0.05
 _TIDY_S = 30.0
-_RUN = {
-    "name": "endurance",
-    "model": {
-        "type": "olmoe",
-        "settings": {
-            "vocab_size": 272,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": 256,
-            "pad_token_id": None,
-        },
-    },
-    "training": {
-        "sequence_length": 64,
-        "batch_size": 2,
-        "learning_rate": 3e-3,
-        "warmup_steps": 10,
-        "total_steps": 20000,
-    },
-    "round": {
+_RUN = tiny_run(
+    "endurance",
+    training={"learning_rate": 3e-3, "warmup_steps": 10, "total_steps": 20000},
+    round={
         "inner_steps": 10,
         "window_s": 6.0,
         "stall_timeout_s": 3.0,
@@ -65,10 +43,10 @@ _RUN = {
         "progress_ttl_s": 6.0,
         "lease_s": 12.0,
     },
-    "merge": {"alpha": 0.1, "steps": 400, "interval": 20},
-    "experts_per_peer": 4,
-    "evaluation": {"sequences": 8},
-}
+    merge={"alpha": 0.1, "steps": 400, "interval": 20},
+    experts_per_peer=4,
+    evaluation={"sequences": 8},
+)
 
 
 def memory(peer: LocalPeer) -> dict[str, float]:

@@ -11,35 +11,13 @@ import yaml
 
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.local_peer import LocalPeer
+from spes_swarm.tiny_run import tiny_run
 
 # Small enough for four peers on two cores; everything else as a user would have it.
-TINY_RUN: dict[str, Any] = {
-    "name": "test",
-    "model": {
-        "type": "olmoe",
-        "settings": {
-            "vocab_size": 272,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": 256,
-            "pad_token_id": None,
-        },
-    },
-    "training": {
-        "sequence_length": 64,
-        "batch_size": 2,
-        "learning_rate": 3e-3,
-        "warmup_steps": 10,
-        "total_steps": 2000,
-    },
-    "round": {
+TINY_RUN = tiny_run(
+    "test",
+    training={"learning_rate": 3e-3, "warmup_steps": 10, "total_steps": 2000},
+    round={
         "inner_steps": 10,
         "codec": "fp16",
         "window_s": 8.0,
@@ -48,10 +26,10 @@ TINY_RUN: dict[str, Any] = {
         "progress_ttl_s": 10.0,
         "lease_s": 60.0,
     },
-    "merge": {"alpha": 0.1, "steps": 400, "interval": 20},
-    "experts_per_peer": 2,
-    "evaluation": {"sequences": 8},
-}
+    merge={"alpha": 0.1, "steps": 400, "interval": 20},
+    experts_per_peer=2,
+    evaluation={"sequences": 8},
+)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Configuration files: YAML means what it looks like, and errors name the key or the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spes_swarm.config import PeerConfig, default_config_path, load_config
+from spes_swarm.errors import ConfigError
+
+
+def yaml_file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "f.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def yaml_error(tmp_path: Path, text: str) -> str:
+    path = yaml_file(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{path}: ")
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "1E-4", "0.0001", ".0001", "1.e-4", "1e-04", "+1e-4"])
+def test_every_spelling_of_a_float_is_a_float(tmp_path: Path, text: str) -> None:
+    assert load_config(yaml_file(tmp_path, f"peer: {{upload_mbps: {text}}}")).peer.upload_mbps == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("client_mode: yes", "peer.client_mode: found 'yes', expected true or false"),
+        ("client_mode: 0", "peer.client_mode: found 0, expected true or false"),
+        ("relay: on", "peer.relay: found 'on', expected auto or off"),
+        ("{client_mode: true, assume_reachable: true}", "peer.assume_reachable: found true, expected false in client_"),
+        ("keep_checkpoints: 2.0", "peer.keep_checkpoints: found 2.0, expected a whole number, at least 1"),
+        ("keep_checkpoints: 1e3", "peer.keep_checkpoints: found 1000.0, "),
+        ("keep_checkpoints: true", "peer.keep_checkpoints: found true, "),
+        ("keep_checkpoints: 010", "peer.keep_checkpoints: found '010', "),  # not octal 8
+        ("max_rounds: 1:30", "peer.max_rounds: found '1:30', "),  # not sexagesimal 90
+        ("experts: 2", "peer.experts: found 2, expected a text"),
+        ("upload_mbps: .inf", "peer.upload_mbps: found inf, expected a number"),
+        ("upload_mbps: .nan", "peer.upload_mbps: found nan, expected a number"),
+        ("initial_peers: /ip4/1.2.3.4", "peer.initial_peers: found '/ip4/1.2.3.4', expected a list"),
+        ("initial_peers: [1]", "peer.initial_peers.0: found 1, expected a text"),
+        ("device: gpu", "peer.device: found 'gpu', expected auto, cpu, cuda or cuda:N"),
+        ("7: 8", "peer.7: unknown key"),
+        ("<<: {seed: 1}", "peer.<<: unknown key"),
+    ],
+)
+def test_yaml_traps(tmp_path: Path, text: str, found: str) -> None:
+    assert yaml_error(tmp_path, f"peer:\n  {text}\n").startswith(found)
+
+
+def test_words_stay_words(tmp_path: Path) -> None:
+    # YAML 1.1 reads these as a bool and a date.
+    text = "peer: {name: no, output_dir: 2024-01-01, experts: '3', identity: null, num_threads: ~}"
+    peer = load_config(yaml_file(tmp_path, text)).peer
+    assert (peer.name, peer.output_dir, peer.experts) == ("no", "2024-01-01", "3")
+    assert (peer.identity, peer.num_threads) == (None, None)
+
+
+@pytest.mark.parametrize("text", ["peer:\n  seed: 1\n  seed: 2\n", "peer: {}\nrun: {}\npeer: {}\n"])
+def test_duplicate_keys_are_refused(tmp_path: Path, text: str) -> None:
+    assert yaml_error(tmp_path, text).startswith("line 3: the key ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "found a list, expected the sections run: and peer:"),
+        ("peers: {}", "peers: unknown key, did you mean peer?"),
+        ("learning_rate: 1", "learning_rate: unknown key, did you mean "),
+        ("experts: auto", "experts: unknown key, did you mean peer.experts?"),
+        ("round: {}", "round: unknown key, did you mean run.round?"),
+        ("peer: [", "line 1: "),
+        ("peer: !!python/object/apply:os.system ['true']", "line 1: could not determine a constructor"),
+        ("run: {name: x, model: {type: olmoe, settings: &a {b: *a}}}", ""),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert yaml_error(tmp_path, text).startswith(message)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: cannot be read: No such file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: not UTF-8"):
+        load_config(tmp_path / "binary.yaml")
+
+
+def test_sections_are_optional(tmp_path: Path) -> None:
+    for text in ("", "peer:\n", "run:\npeer: {}\n"):
+        assert load_config(yaml_file(tmp_path, text)) == (None, PeerConfig())
+    assert load_config(yaml_file(tmp_path, "peer: {seed: 3}")).peer.seed == 3
+
+
+def test_default_config_is_the_quickstart() -> None:
+    run, peer = load_config(default_config_path())
+    assert run is not None
+    assert run.name == "quickstart"
+    assert peer == PeerConfig()
