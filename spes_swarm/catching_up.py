@@ -14,7 +14,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
-from spes_swarm.reference import Reference
+from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.roster import Roster
 from spes_swarm.service_messages import CaughtUp
 from spes_swarm.transfer import Transfer
@@ -65,6 +65,11 @@ class CatchingUp:
         self._transfer.open()
         self._roster.committed()
         return report
+
+    async def swarm_table(self) -> ReferenceTable | None:
+        """The table that most donors have, None if nobody answers."""
+        await self._refresh()
+        return await self._transfer.vote(self._donors if self._roster.training() else self._newest_donors)
 
     async def fetch_if_lost(self) -> CaughtUp | None:
         """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.

@@ -230,6 +230,10 @@ class NetworkProcess:
 
         return await self._services.download(if_newer, partial, tell)
 
+    async def swarm_table(self) -> ReferenceTable | None:
+        """Table of the reference that most of the other peers have, None if nobody answers."""
+        return await self._services.swarm_table()
+
     async def table(self) -> ReferenceTable:
         """Table of this peer's reference."""
         return self._services.reference.table

@@ -33,7 +33,7 @@ from spes_swarm.moments import Moments, Received, largest_ratio, num_moments, sl
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.records import Lease, Progress, RecentFaults, Records, RunRecordValidator, Volunteer
-from spes_swarm.reference import Reference
+from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.rendezvous import Neighbour, Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import ExchangeLimits, RoundState
@@ -239,6 +239,10 @@ class RunServices:
         if report is not None:
             self._take_over_token_count()
         return report
+
+    async def swarm_table(self) -> ReferenceTable | None:
+        """See network.NetworkProcess.swarm_table."""
+        return await self._catching_up.swarm_table()
 
     def _take_over_token_count(self) -> None:
         count = self._roster.swarm_tokens(self.reference.round)

@@ -46,7 +46,8 @@ from spes_swarm.shared_vector import SharedVector
 from spes_swarm.starting_point import StartingPoint
 from spes_swarm.tokenizer import Tokenizer
 from spes_swarm.trackers import open_metrics
-from spes_swarm.trainer import Trainer, TrainerSetup, TrainingStatus
+from spes_swarm.trainer import Trainer
+from spes_swarm.trainer_setup import TrainerSetup, TrainingStatus
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
@@ -195,7 +196,9 @@ class Session:
         self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
         self._directory.remember(manifest)
-        table = start.obtain(self._initial_peers, announce_syncing=lambda: self._announce("syncing"))
+        table = start.obtain(
+            reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
+        )
         held = self._claim(run, layout, wanted, checkpoint)
         sparse = SparseModel(model.to(self._device), held, self._peer.kernel)
         trainer = Trainer(

@@ -1,7 +1,8 @@
 """Where a peer's reference comes from when it joins.
 
 Its own checkpoint, or else what was published if the user says so, or else, for the founder of a run, initial weights:
-from the run's seed, or from a model directory. Whatever the others have that is newer is fetched from them.
+from the run's seed, or from a model directory. Whatever the others have that is newer is fetched from them; where a
+publication still has blocks that they have, it is one more donor.
 
 Shapes: N elements of the flat vector.
 """
@@ -20,6 +21,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.config import PeerConfig
 from spes_swarm.download import TransferReport
 from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, RoundError, UserError
+from spes_swarm.hub.errors import HubError, PublicationError
 from spes_swarm.hub.source import PublicationSource
 from spes_swarm.identity import Identity
 from spes_swarm.initial_weights import load_initial_reference
@@ -29,7 +31,8 @@ from spes_swarm.manifest import Manifest
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import flat_from_model
 from spes_swarm.panel import PeerConsole
-from spes_swarm.reference import ReferenceTable
+from spes_swarm.partial_reference import PartialReference
+from spes_swarm.reference import ReferenceTable, chunks_of
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.run_finder import Ask
 from spes_swarm.service_messages import SwarmView
@@ -80,6 +83,7 @@ class StartingPoint:
         self._console = console
         self._metrics = metrics
         self._filled: _Filled | None = None
+        self._source: PublicationSource | None = None  # to be used when it is known whether others are there
         self._lost_checkpoints = False
 
     def fill(
@@ -102,8 +106,10 @@ class StartingPoint:
                 digest=meta.reference_digest,
                 origin=str(checkpoint.path),
             )
-        if source is not None:
-            self._fill_from_hub(reference_N, source, checkpoint)
+        if checkpoint is not None and source is not None:
+            self._compare_with_publication(checkpoint, source)
+        elif source is not None:
+            self._source = source
         elif checkpoint is None and self._manifest.founder == self._identity.peer_id and not self._lost_checkpoints:
             self._fill_with_initial_weights(reference_N, model, layout)
         return checkpoint
@@ -120,16 +126,20 @@ class StartingPoint:
             self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
         return checkpoint
 
-    def _fill_from_hub(self, reference_N: FloatArray, source: PublicationSource, checkpoint: Checkpoint | None) -> None:
+    def _compare_with_publication(self, checkpoint: Checkpoint, source: PublicationSource) -> None:
         published = source.publication.round
-        if checkpoint is not None and checkpoint.meta.round >= published:
+        if checkpoint.meta.round >= published:
             self._console.say(f"this peer's own checkpoint is not older than round {published}")
-            return
-        if checkpoint is not None:
+        elif self._peer.initial_peers:
+            self._console.say("this peer goes on from its own checkpoint; what is newer comes from the others")
+        else:
             raise UserError(
                 f"this peer's checkpoint is of round {checkpoint.meta.round}, and round {published} is published: give "
                 "--initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
             )
+
+    def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> None:
+        """Begins from what was published, as nobody has anything newer."""
         started = time.monotonic()
         loaded = source.load(reference_N)
         seconds = time.monotonic() - started
@@ -144,6 +154,32 @@ class StartingPoint:
             origin="the publication",
         )
 
+    def _fetch_what_the_swarm_still_has(self, source: PublicationSource, table: ReferenceTable) -> None:
+        """Puts published blocks with the digests that most donors announce where the download will find them."""
+        started = time.monotonic()
+        pairs = zip(source.publication.blocks, table.digests, strict=False)
+        same = [index for index, (block, digest) in enumerate(pairs) if bytes.fromhex(block.digest) == digest]
+        if not same:
+            self._console.say("the swarm has moved on from what is published; everything comes from its peers")
+            return
+        kept = PartialReference(self._directory.partial_reference)
+        payload_bytes = 0
+        try:
+            for loaded in source.blocks(same):
+                block = source.layout.blocks[loaded.index]
+                for chunk in chunks_of(block):
+                    start = chunk.start - block.start
+                    kept.write(chunk, loaded.values_N[start : start + chunk.size])
+                payload_bytes += loaded.values_N.nbytes
+        except (HubError, PublicationError) as exc:  # peers have it all, too
+            self._console.say(f"the publication is of no use: {exc}")
+            self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=str(exc))
+        finally:
+            kept.close()
+        seconds = time.monotonic() - started
+        self._metrics.write("hub_blocks", blocks=same, payload_bytes=payload_bytes, seconds=seconds)
+        self._console.say(f"{payload_bytes / 1e6:.1f} MB in {seconds:.1f} s from the publication, as the swarm has it")
+
     def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
         wanted, directory = self._manifest.run.model.initial_weights, self._peer.initial_weights
         if wanted is None:
@@ -157,12 +193,24 @@ class StartingPoint:
             round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
         )
 
-    def obtain(self, initial_peers: list[str], announce_syncing: Callable[[], None]) -> ReferenceTable:
+    def obtain(
+        self, reference_N: FloatArray, initial_peers: list[str], announce_syncing: Callable[[], None]
+    ) -> ReferenceTable:
         """Makes what was filled in this peer's reference, or fetches that of the others if it is newer.
 
         Raises:
             UserError: there is nothing to begin with.
         """
+        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
+        if self._source is not None:
+            table: ReferenceTable | None = None
+            if initial_peers and view.num_peers:
+                announce_syncing()
+                table = self._ask("swarm_table", _COMMAND_TIMEOUT_S)
+            if table is None or table.round < self._source.publication.round:
+                self._load_publication(self._source, reference_N)
+            else:
+                self._fetch_what_the_swarm_still_has(self._source, table)
         filled = self._filled
         if filled is not None:
             digest = self._ask(
@@ -185,14 +233,13 @@ class StartingPoint:
                 f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
                 "found; give --initial-peers, or --from-hub if it was published"
             )
-        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
         if initial_peers and (view.num_peers or filled is None):
             announce_syncing()
             self._console.say("fetching the swarm's reference")
             if not self.download(if_newer=filled is not None):
                 self._console.say("nobody has a newer one than this peer")
-        table: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
-        return table
+        own: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
+        return own
 
     def download(self, *, if_newer: bool) -> bool:
         """Fetches the reference from the others, with `if_newer` only one that is newer; whether there was one."""

@@ -20,6 +20,7 @@ from hivemind.p2p import P2P
 
 from spes_swarm.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.codec import EXACT
+from spes_swarm.donors import Electorate
 from spes_swarm.download import Download, SyncProgress, TransferReport
 from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
@@ -224,7 +225,7 @@ class Transfer:
         Raises:
             RoundError: no donor answered, or none delivered.
         """
-        links = _Links(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+        links = self._links(donors)
         kept = PartialReference(partial) if partial is not None else None
         download = Download(self._reference, links, self._stall_timeout_s, kept, self._on_fault, on_progress)
         try:
@@ -233,6 +234,14 @@ class Transfer:
             if kept is not None and kept.error is not None:
                 error = ProtocolError("disk", f"what was fetched could not be kept in {partial}: {kept.error}")
                 self._on_fault(str(self._p2p.peer_id), error)
+
+    async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
+        """What a download would fetch: the table that most donors have, None if nobody answers."""
+        table, _ = await Electorate(self._links(donors), self._reference.layout, self._on_fault).vote()
+        return table
+
+    def _links(self, donors: Callable[[], Collection[str]]) -> _Links:
+        return _Links(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
 
     # The donor.
 
