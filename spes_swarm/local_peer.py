@@ -20,6 +20,7 @@ import psutil
 from spes_swarm.errors import SwarmError
 
 _POLL_S = 0.05
+PATIENCE_S = 180.0  # for what will come, however busy the machine; nothing is measured with it
 Event = dict[str, Any]
 
 
@@ -111,7 +112,7 @@ class LocalPeer:
         return {event["round"]: event for event in self.events("round")}
 
     def wait_for(
-        self, kind: str, condition: Callable[[Event], bool] = lambda event: True, timeout_s: float = 60.0
+        self, kind: str, condition: Callable[[Event], bool] = lambda event: True, timeout_s: float = PATIENCE_S
     ) -> Event:
         """Waits for an event that satisfies `condition`.
 
@@ -132,7 +133,7 @@ class LocalPeer:
                 raise LocalPeerError(f"no such {kind!r} event: {why}\n{self.tail()}")
             time.sleep(_POLL_S)
 
-    def wait_for_round(self, number: int, timeout_s: float = 60.0) -> Event:
+    def wait_for_round(self, number: int, timeout_s: float = PATIENCE_S) -> Event:
         """Waits until a round of at least that number is committed."""
         return self.wait_for("round", lambda event: event["round"] >= number, timeout_s)
 
@@ -148,7 +149,7 @@ class LocalPeer:
         faults = self.events("fault")[-10:]
         return f"--- {self.output_dir.name}:\n{text[-3000:]}\nfaults: {faults}"
 
-    def address(self, timeout_s: float = 60.0, host: str = "127.0.0.1") -> str:
+    def address(self, timeout_s: float = PATIENCE_S, host: str = "127.0.0.1") -> str:
         """An address that peers on this machine can use; `host` is that of a peer in a namespace (local_network.py).
 
         Raises:
@@ -169,7 +170,7 @@ class LocalPeer:
         """Ends it, and all that it started, at once."""
         self.signal_tree(signal.SIGKILL)
         if self.process.poll() is None:
-            self.process.wait(10)
+            self.process.wait(PATIENCE_S)
 
     def tree(self) -> list[psutil.Process]:
         """The main process and all that it has started; nothing once it has ended, when its pid may be another's."""
@@ -193,15 +194,15 @@ class LocalPeer:
         """SIGKILL to the main process only, as the kernel's OOM killer does; returns what was its tree."""
         tree = self.tree()
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
         return tree
 
-    def terminate(self, timeout_s: float = 30.0) -> int:
+    def terminate(self, timeout_s: float = PATIENCE_S) -> int:
         """SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Waits for it to end by itself; returns the exit code."""
         try:
             return self.process.wait(timeout_s)

@@ -100,7 +100,7 @@ class HubServer:
 
     def _control(self, verb: str, arguments: dict[str, Any]) -> Any:
         request = urllib.request.Request(f"{self.endpoint}/_control/{verb}", json.dumps(arguments).encode())
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=200) as response:
             return json.load(response)
 
     def __enter__(self) -> Self:

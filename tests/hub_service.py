@@ -265,7 +265,7 @@ class Connection(BaseHTTPRequestHandler):
         elif verb == "mend":
             state.faults.clear()
         elif verb == "wait_held":
-            assert state.held.wait(30)
+            assert state.held.wait(180)
         elif verb == "release":
             state.released.set()
         elif verb == "counters":

@@ -308,7 +308,7 @@ def hostile_member(maddr: str, directory: Path) -> Iterator[Callable[[], dict[st
         yield rounds_by_mode
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_rounds_commit_without_a_hostile_member(tmp_path: Path) -> None:

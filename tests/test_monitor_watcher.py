@@ -190,7 +190,7 @@ async def coming_back(directory: Path) -> None:
             await peer.publish(round=4)
             working = asyncio.create_task(collector.run())
             while collector.source.state().round != 4:
-                await asyncio.wait_for(collector.source.wait_for_change(10), 30)
+                await asyncio.wait_for(collector.source.wait_for_change(10), 120)
             working.cancel()
     history.close()
 

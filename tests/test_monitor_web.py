@@ -23,7 +23,7 @@ from spes_swarm.monitor.web import serve, server
 from spes_swarm.monitor.web.guard import names_loopback
 from spes_swarm.monitor.web.synthetic import SyntheticSwarm
 
-PATIENCE_S = 30.0  # the machine may be busy; nothing here takes as long otherwise
+PATIENCE_S = 120.0  # the machine may be busy; nothing here takes as long otherwise
 
 
 @dataclass(frozen=True)

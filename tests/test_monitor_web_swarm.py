@@ -45,7 +45,7 @@ def monitor(running: Swarm) -> Iterator[str]:
         finally:
             process.terminate()
             process.stderr.read()
-            assert process.wait(30) == 0
+            assert process.wait(90) == 0
 
 
 def test_real_peers_are_seen_to_learn_die_and_join(tmp_path: Path) -> None:

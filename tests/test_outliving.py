@@ -129,10 +129,10 @@ def test_a_peer_ten_times_slower_contributes_what_it_has(tmp_path: Path) -> None
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--initial-peers", fast[0].address()]
         slow = LocalPeer(tmp_path / "slow", common, launch_slowly)
         running.peers.append(slow)
-        first = slow.wait_for("round", lambda event: event["peers"] == 3, 120)["round"] + 1
+        first = slow.wait_for("round", lambda event: event["peers"] == 3)["round"] + 1
         last = first + 4
         for peer in running.peers:
-            peer.wait_for_round(last, 120)
+            peer.wait_for_round(last)
         steps = {
             peer: [sum(event["round"] == number for event in peer.events("step")) for number in range(first, last)]
             for peer in running.peers

@@ -35,7 +35,7 @@ def wait_for_common_round(peers: Sequence[LocalPeer], first: int) -> int:
     number = first
     while True:
         for peer in peers:
-            peer.wait_for_round(number, 60)
+            peer.wait_for_round(number)
         if all(peer.rounds().get(number, {"peers": 0})["peers"] == len(peers) for peer in peers):
             equal_digests(peers, number)
             return number
@@ -60,11 +60,11 @@ def test_two_halves_train_on_and_become_one_again(tmp_path: Path) -> None:
             # Both sides go on, each by itself, and cover all experts when the others' leases have expired.
             for half in halves:
                 alone = [
-                    peer.wait_for("round", lambda e: e["peers"] == 2 and e["experts_covered"] == 8, 120)["round"]
+                    peer.wait_for("round", lambda e: e["peers"] == 2 and e["experts_covered"] == 8)["round"]
                     for peer in half
                 ]
                 for peer in half:
-                    peer.wait_for_round(max(alone) + 3, 120)
+                    peer.wait_for_round(max(alone) + 3)
                 equal_digests(half, max(alone) + 3)
             one, other = (half[0].rounds() for half in halves)
             common = max(set(one) & set(other))
@@ -72,12 +72,12 @@ def test_two_halves_train_on_and_become_one_again(tmp_path: Path) -> None:
             assert one[common]["digest"] != other[common]["digest"]
             network.heal()
             meeting = [
-                peer.wait_for("round", lambda event: event["peers"] == 4 and event["round"] > common, 120)["round"]
+                peer.wait_for("round", lambda event: event["peers"] == 4 and event["round"] > common)["round"]
                 for peer in peers
             ]
             healed = max(meeting)
             for peer in peers:
-                peer.wait_for_round(healed + 2, 60)
+                peer.wait_for_round(healed + 2)
             # One consensus within two rounds of meeting.
             digests = [
                 [peer.rounds()[number]["digest"] for peer in peers if number in peer.rounds()]

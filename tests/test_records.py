@@ -335,6 +335,6 @@ def test_records_travel_between_two_real_nodes(tmp_path: Path, monkeypatch: pyte
     directory = tmp_path / "a-directory-for-temporary-files-with-a-path-that-is-too-long-for-a-unix-socket-to-lie-in"
     directory.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(directory))
-    asyncio.run(asyncio.wait_for(two_nodes(), 30))
+    asyncio.run(asyncio.wait_for(two_nodes(), 120))
     left = [path for parent in (directory, Path("/tmp")) for path in parent.glob(f"spes_swarm-{os.getpid()}-*")]
     assert left == []  # of their sockets

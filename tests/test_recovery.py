@@ -58,11 +58,11 @@ def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp
             others[0].wait_for_round(asleep_at + 14, 180)
         finally:
             sleeper.signal_tree(signal.SIGCONT)
-        sync = sleeper.wait_for("sync", lambda event: "why" in event, 60)
+        sync = sleeper.wait_for("sync", lambda event: "why" in event)
         assert sync["round"] >= asleep_at + 14
         assert sleeper.process.poll() is None
-        together = sleeper.wait_for("round", lambda event: event["peers"] == 3 and event["round"] > sync["round"], 60)
+        together = sleeper.wait_for("round", lambda event: event["peers"] == 3 and event["round"] > sync["round"])
         number = together["round"] + 1
         for peer in running.peers:
-            peer.wait_for_round(number, 60)
+            peer.wait_for_round(number)
         equal_digests(running.peers, number)

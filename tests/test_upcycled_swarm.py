@@ -34,7 +34,7 @@ def test_an_upcycled_model_trains_in_a_swarm(tmp_path: Path) -> None:
         other = running.join("--wait-for-peers", 2, "--experts", 2)
         peers = [founder, other]
         for peer in peers:
-            peer.wait_for_round(12, 120)
+            peer.wait_for_round(12)
         rounds: list[dict[int, Any]] = [peer.rounds() for peer in peers]
         assert rounds[0][12]["digest"] == rounds[1][12]["digest"]
         assert rounds[0][12]["eval_loss"] < rounds[0][1]["eval_loss"] - 0.1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spes_swarm.errors import ProtocolError
 from spes_swarm.wire import MAX_ERROR_BYTES, MAX_EXTRA_BYTES, STREAM_ERRORS, Channel, Frame, FrameKind
 
-PATIENCE_S = 5.0  # for what succeeds
+PATIENCE_S = 60.0  # for what succeeds
 SHORT_S = 0.05  # for what is expected to run into its deadline
 LIMIT = 1 << 20
 
