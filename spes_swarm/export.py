@@ -57,13 +57,17 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shard_bytes(options.max_shard_size)
-        snapshot = newest_snapshot(options.output_dir)
+        snapshot = newest_snapshot(options.output_dir, on_complaint=_say_passed_over)
         pack(snapshot, options.destination, RunFacts(), options.max_shard_size)
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
         return 2
     print(f"round {snapshot.round} of {snapshot.manifest.run_id} written to {options.destination}")
     return 0
+
+
+def _say_passed_over(complaint: str) -> None:
+    print(f"export: passing over a checkpoint: {complaint}", file=sys.stderr)
 
 
 if __name__ == "__main__":

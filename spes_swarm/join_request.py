@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spes_swarm.address import check_listen_address, check_peer_address
 from spes_swarm.config import PeerConfig, RunConfig, default_config_path, load_config, override, parse_experts
+from spes_swarm.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ def read_request(options: argparse.Namespace) -> JoinRequest:
         check_listen_address(maddr)
     for maddr in peer.announce_maddrs:
         check_listen_address(maddr, announced=True)
+    for flag in ("publish_every", "publish_mbps", "publish_keep"):
+        if flags.get(flag) is not None and peer.publish_to is None:
+            raise ConfigError(f"--{flag.replace('_', '-')} belongs to --publish-to, which is not given")
     if peer.publish_to is not None or peer.from_hub is not None:
         from spes_swarm.hub.target import parse_location  # takes seconds
 

@@ -176,7 +176,7 @@ def test_a_peer_that_has_no_checkpoint_yet(tmp_path: Path, capsys: pytest.Captur
     assert "has no checkpoint yet" in complaint(capsys, out, tmp_path / "model")
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output_dir(output_dir(tmp_path / "out", 1), 2)
     newest = max((out / "checkpoints").iterdir())
     reference = newest / "reference.safetensors"
@@ -185,6 +185,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
     reference.write_bytes(data)
     assert export.main([str(out), str(tmp_path / "model")]) == 0
     assert read_export(tmp_path / "model").round == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("export: passing over a checkpoint: ")
+    assert "reference.safetensors is corrupt" in line
 
 
 @pytest.mark.parametrize("size", ["", "5", "1XB", "0MB", "-1GB", "1e9GB", "10MB\n1"])

@@ -203,6 +203,16 @@ def test_a_good_file_is_read_as_the_library_does(tmp_path: Path) -> None:
 
 # The card.
 
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [(999, "| 999 of 2,000 |"), (2000, "| 2,000 of 2,000 |"), (5070, "| 5,070; the schedule ended at 2,000 |")],
+)
+def test_a_card_says_how_far_the_schedule_is(published: Publication, steps: int, text: str) -> None:
+    assert published.manifest.run.training.total_steps == 2000
+    assert text in card(published.model_copy(update={"steps": steps}), CardFacts(), picture=False)
+
+
 _HOSTILE = [
     "<script>alert(1)</script>",
     "[click](javascript:alert(1))",

@@ -65,8 +65,16 @@ def test_each_revision_can_be_read(tmp_path: Path) -> None:
     assert open_source(f"{location}@round-000001").publication.round == 1
     with pytest.raises(HubError, match="has no revision round-000009"):
         open_source(f"{location}@round-000009")
-    with pytest.raises(HubError, match="has no revision main"):
+    with pytest.raises(HubError, match="nothing was published in this directory"):
         open_source(f"file:{tmp_path / 'nowhere'}")
+
+
+def test_where_the_newest_is_damaged_an_earlier_one_is_suggested_and_can_be_read(tmp_path: Path) -> None:
+    location = published(tmp_path / "models", 1, 2)
+    (tmp_path / "models" / "main" / "spes_swarm.json").write_bytes(b"{")
+    with pytest.raises(PublicationError, match=r"name it, as in \.\.\.@round-"):
+        open_source(location)
+    assert open_source(f"{location}@round-000001").publication.round == 1
 
 
 def test_a_reader_stays_with_the_revision_that_it_has_opened(tmp_path: Path) -> None:

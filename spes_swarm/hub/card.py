@@ -113,7 +113,10 @@ def _introduction(publication: Publication, facts: CardFacts) -> str:
 
 def _progress(publication: Publication, picture: bool) -> str:
     total = publication.manifest.run.training.total_steps
-    rows = [("round", f"{publication.round:,}"), ("inner steps", f"{publication.steps:,} of {total:,}")]
+    steps = f"{publication.steps:,} of {total:,}"
+    if publication.steps > total:
+        steps = f"{publication.steps:,}; the schedule ended at {total:,}"
+    rows = [("round", f"{publication.round:,}"), ("inner steps", steps)]
     if publication.tokens is not None:
         rows.append(("tokens", f"{publication.tokens:,}"))
     if publication.peers is not None:

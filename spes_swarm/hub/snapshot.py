@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +73,12 @@ def take_snapshot(
     return Snapshot(manifest, model, layout, round_number, tuple(versions), digests, tuple(blocks), tokens)
 
 
-def newest_snapshot(output_dir: Path) -> Snapshot:
+def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lambda complaint: None) -> Snapshot:
     """The newest checkpoint that verifies.
+
+    Args:
+        output_dir: of a peer.
+        on_complaint: told about each newer checkpoint that is passed over, and why.
 
     Raises:
         CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
@@ -91,7 +95,10 @@ def newest_snapshot(output_dir: Path) -> Snapshot:
         checkpoint, complaints = load_newest(directory.checkpoints, manifest.run_id, writer, layout)
         if checkpoint is not None:
             with contextlib.suppress(FileNotFoundError):
-                return _map(checkpoint, manifest, layout)
+                snapshot = _map(checkpoint, manifest, layout)
+                for complaint in complaints:
+                    on_complaint(complaint)
+                return snapshot
     raise CheckpointError("; ".join(complaints) or f"{directory.checkpoints} has no checkpoint yet")
 
 

@@ -107,7 +107,12 @@ def open_source(location: str, expected_run_id: str | None = None) -> Publicatio
         files = DirectoryFiles(place.path, place.revision)
     else:
         files = RemoteFiles(str(place.repo_id), place.revision)
-    source = PublicationSource(files)
+    try:
+        source = PublicationSource(files)
+    except PublicationError as exc:
+        if place.revision is not None:
+            raise
+        raise PublicationError(f"{exc}; an earlier round may be whole: name it, as in ...@round-000120") from exc
     if expected_run_id is not None and source.manifest.run_id != expected_run_id:
         raise PublicationError(f"{files.label} is of run {source.manifest.run_id}, not {expected_run_id}")
     return source
