@@ -252,6 +252,8 @@ class Session:
         self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
         with self._console.live(self._status, manifest.run_id):
             trainer.run()
+        if trainer.left_alone:
+            self._console.say("none of the others came to the last round: the work since the one before is only here")
         self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
         self._console.say("take the model out with:")
         self._console.command(

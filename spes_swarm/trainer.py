@@ -40,7 +40,11 @@ _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per se
 
 
 class Trainer:
-    """Runs local steps and rounds until it is told to stop."""
+    """Runs local steps and rounds until it is told to stop.
+
+    Attributes:
+        left_alone: it has left, and none of the others had a part in its last round.
+    """
 
     def __init__(self, setup: TrainerSetup) -> None:
         training = setup.run.training
@@ -71,6 +75,7 @@ class Trainer:
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
+        self.left_alone = False
         self._work = LocalWork(setup.model.layout.num_experts)
         self._divergence = DivergenceGuard()
         self._total_tokens = 0
@@ -171,8 +176,13 @@ class Trainer:
         if self._leaving or view is None or view.num_training == 0:
             return
         self._leaving = True
+        before = self._rounds_done
         if self._begin_round():
             self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+        self.left_alone = self._rounds_done == before or self._setup.status.peers == 1
+        if self.left_alone:
+            detail = "nobody came to its last round: its work since the one before is in its checkpoint only"
+            self._setup.metrics.write("fault", kind="goodbye", peer=self._setup.peer_id, detail=detail)
 
     def _train_step(self) -> None:
         started = time.monotonic()

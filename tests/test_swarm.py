@@ -216,6 +216,7 @@ def test_a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(tmp_path: Path)
             peer.wait_for_round(2)
         assert peers[1].terminate() == 0
         assert peers[1].events("leave")
+        assert "none of the others came" not in peers[1].text()
         run_id = peers[1].events("join")[0]["run_id"]
         peer_id = peers[1].events("join")[0]["peer_id"]
         layout = tiny_layout()
@@ -227,6 +228,17 @@ def test_a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(tmp_path: Path)
         assert sum("experts" in name and name.endswith("exp_avg") for name in checkpoint.optimiser()) == trained - 1
         alone = max(peers[0].rounds()) + 1
         assert peers[0].wait_for_round(alone + 1)["peers"] == 1
+
+
+def test_a_peer_whose_goodbye_nobody_hears_says_so(tmp_path: Path) -> None:
+    with swarm(tmp_path) as running:
+        deaf, leaving = running.start_all(2, "--experts", 4)
+        for peer in running.peers:
+            peer.wait_for_round(2)
+        deaf.signal_tree(signal.SIGSTOP)
+        assert leaving.terminate() == 0
+        assert [fault["kind"] for fault in leaving.events("fault")].count("goodbye") == 1
+        assert "none of the others came to the last round" in leaving.text()
 
 
 @pytest.fixture(autouse=True)
