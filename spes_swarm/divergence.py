@@ -10,7 +10,7 @@ from __future__ import annotations
 from spes_swarm.errors import DivergenceError
 
 _STEPS = 5  # in a row without a finite loss, after which the live weights are given up
-_RESTARTS = 3  # without a commit between them
+_RESTARTS = 3  # without a round between them that needed none
 
 
 class DivergenceGuard:
@@ -19,6 +19,7 @@ class DivergenceGuard:
     def __init__(self) -> None:
         self._steps = 0
         self._restarts = 0
+        self._restarted = False  # since the last commit
 
     def stepped(self) -> None:
         """Notes a step that went well."""
@@ -28,7 +29,7 @@ class DivergenceGuard:
         """Notes a step that did not; whether the peer should begin again from the reference.
 
         Raises:
-            DivergenceError: it has done so several times since the last commit.
+            DivergenceError: it has done so several times, and no round went well between them.
         """
         self._steps += 1
         if self._steps < _STEPS:
@@ -44,6 +45,7 @@ class DivergenceGuard:
         """
         self._steps = 0
         self._restarts += 1
+        self._restarted = True
         if self._restarts > _RESTARTS:
             raise DivergenceError(
                 f"training diverges: the loss was no finite number again after {_RESTARTS} new beginnings from the "
@@ -52,5 +54,7 @@ class DivergenceGuard:
             )
 
     def committed(self) -> None:
-        """Notes a commit: the peer gets somewhere."""
-        self._restarts = 0
+        """Notes a commit; a whole round without a new beginning shows that the peer gets somewhere."""
+        if not self._restarted:
+            self._restarts = 0
+        self._restarted = False

@@ -173,7 +173,7 @@ class Session:
         reference = SharedVector.create(layout.num_elements)
         contribution = SharedVector.create(layout.num_elements)
         start = StartingPoint(
-            self._peer, self._directory, self._identity, manifest, self._ask, self._console, self._metrics
+            self._peer, self._directory, self._identity, manifest, self._ask, self._stop, self._console, self._metrics
         )
         checkpoint = start.fill(reference.values_N, model, layout, finder.source)
         self._ask(
@@ -252,8 +252,8 @@ class Session:
         self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
         with self._console.live(self._status, manifest.run_id):
             trainer.run()
-        if trainer.left_alone:
-            self._console.say("none of the others came to the last round: the work since the one before is only here")
+        if trainer.goodbye_failed is not None:
+            self._console.say(trainer.goodbye_failed)
         self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
         self._console.say("take the model out with:")
         self._console.command(

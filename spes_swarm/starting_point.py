@@ -9,8 +9,10 @@ Shapes: N elements of the flat vector.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,19 +22,19 @@ from spes_swarm.checkpoint import Checkpoint, load_newest
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import PeerConfig
 from spes_swarm.download import TransferReport
-from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, RoundError, UserError
+from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.errors import HubError, PublicationError
 from spes_swarm.hub.source import PublicationSource
 from spes_swarm.identity import Identity
 from spes_swarm.initial_weights import load_initial_reference
-from spes_swarm.layout import Layout
+from spes_swarm.layout import Block, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.manifest import Manifest
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import flat_from_model
 from spes_swarm.panel import PeerConsole
 from spes_swarm.partial_reference import PartialReference
-from spes_swarm.reference import ReferenceTable, chunks_of
+from spes_swarm.reference import ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.run_finder import Ask
 from spes_swarm.service_messages import SwarmView
@@ -61,8 +63,9 @@ class StartingPoint:
         identity: of this peer.
         manifest: of the run.
         ask: sends a command to the network process.
+        stop: set when the user wants to leave.
         console: where a person is told.
-        metrics: gets `sync`, `from_hub` and `fault` events.
+        metrics: gets `sync`, `from_hub`, `hub_blocks` and `fault` events.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class StartingPoint:
         identity: Identity,
         manifest: Manifest,
         ask: Ask,
+        stop: threading.Event,
         console: PeerConsole,
         metrics: Metrics,
     ) -> None:
@@ -80,6 +84,7 @@ class StartingPoint:
         self._identity = identity
         self._manifest = manifest
         self._ask = ask
+        self._stop = stop
         self._console = console
         self._metrics = metrics
         self._filled: _Filled | None = None
@@ -106,11 +111,13 @@ class StartingPoint:
                 digest=meta.reference_digest,
                 origin=str(checkpoint.path),
             )
-        if checkpoint is not None and source is not None:
-            self._compare_with_publication(checkpoint, source)
-        elif source is not None:
-            self._source = source
-        elif checkpoint is None and self._manifest.founder == self._identity.peer_id and not self._lost_checkpoints:
+        self._source = source
+        if (
+            checkpoint is None
+            and source is None
+            and self._manifest.founder == self._identity.peer_id
+            and not self._lost_checkpoints
+        ):
             self._fill_with_initial_weights(reference_N, model, layout)
         return checkpoint
 
@@ -126,26 +133,14 @@ class StartingPoint:
             self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
         return checkpoint
 
-    def _compare_with_publication(self, checkpoint: Checkpoint, source: PublicationSource) -> None:
-        published = source.publication.round
-        if checkpoint.meta.round >= published:
-            self._console.say(f"this peer's own checkpoint is not older than round {published}")
-        elif self._peer.initial_peers:
-            self._console.say("this peer goes on from its own checkpoint; what is newer comes from the others")
-        else:
-            raise UserError(
-                f"this peer's checkpoint is of round {checkpoint.meta.round}, and round {published} is published: give "
-                "--initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
-            )
-
-    def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> None:
+    def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> _Filled:
         """Begins from what was published, as nobody has anything newer."""
         started = time.monotonic()
         loaded = source.load(reference_N)
         seconds = time.monotonic() - started
         self._metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
         self._console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
-        self._filled = _Filled(
+        return _Filled(
             round=loaded.round,
             versions=loaded.versions,
             lineage=Lineage({}),
@@ -154,30 +149,56 @@ class StartingPoint:
             origin="the publication",
         )
 
-    def _fetch_what_the_swarm_still_has(self, source: PublicationSource, table: ReferenceTable) -> None:
-        """Puts published blocks with the digests that most donors announce where the download will find them."""
-        started = time.monotonic()
+    def _take_blocks(
+        self, source: PublicationSource, initial_peers: list[str], announce_syncing: Callable[[], None]
+    ) -> bool:
+        """Uses the publication as one more donor; False where nobody else has anything as new as it."""
+        if not initial_peers or not self._num_others():
+            return False
+        announce_syncing()
+        table: ReferenceTable | None = self._ask("swarm_table")
+        if table is None or table.round < source.publication.round:
+            return False
         pairs = zip(source.publication.blocks, table.digests, strict=False)
         same = [index for index, (block, digest) in enumerate(pairs) if bytes.fromhex(block.digest) == digest]
         if not same:
             self._console.say("the swarm has moved on from what is published; everything comes from its peers")
-            return
+            return True
         kept = PartialReference(self._directory.partial_reference)
-        payload_bytes = 0
         try:
-            for loaded in source.blocks(same):
-                block = source.layout.blocks[loaded.index]
-                for chunk in chunks_of(block):
-                    start = chunk.start - block.start
-                    kept.write(chunk, loaded.values_N[start : start + chunk.size])
-                payload_bytes += loaded.values_N.nbytes
-        except (HubError, PublicationError) as exc:  # peers have it all, too
-            self._console.say(f"the publication is of no use: {exc}")
-            self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=str(exc))
+            self._fetch_blocks(source, same, table, kept)
         finally:
             kept.close()
+        return True
+
+    def _fetch_blocks(
+        self, source: PublicationSource, same: list[int], table: ReferenceTable, kept: PartialReference
+    ) -> None:
+        """Puts published blocks with the digests that most donors announce where the download will find them."""
+        started = time.monotonic()
+        fetched: list[int] = []
+        payload_bytes = 0
+        problem: str | None = None
+        try:
+            layout = source.layout
+            for loaded in source.blocks(i for i in same if not _has(kept, layout.blocks[i], table)):
+                block = layout.blocks[loaded.index]
+                for chunk in chunks_of(block):
+                    kept.write(chunk, loaded.values_N[chunk.start - block.start :][: chunk.size])
+                problem = kept.error
+                if problem is not None:
+                    break
+                fetched.append(loaded.index)
+                payload_bytes += loaded.values_N.nbytes
+                if self._stop.is_set():
+                    raise LeftEarlyError("told to stop while joining")
+        except (HubError, PublicationError) as exc:  # peers have it all, too
+            problem = str(exc)
         seconds = time.monotonic() - started
-        self._metrics.write("hub_blocks", blocks=same, payload_bytes=payload_bytes, seconds=seconds)
+        if problem is not None:
+            self._console.say(f"no more is fetched from the publication: {problem}")
+            self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=problem)
+        self._metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
         self._console.say(f"{payload_bytes / 1e6:.1f} MB in {seconds:.1f} s from the publication, as the swarm has it")
 
     def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
@@ -198,31 +219,23 @@ class StartingPoint:
     ) -> ReferenceTable:
         """Makes what was filled in this peer's reference, or fetches that of the others if it is newer.
 
+        Args:
+            reference_N: the reference, shared with the network process.
+            initial_peers: through which the swarm was found; empty: nobody was.
+            announce_syncing: tells the others that this peer downloads.
+
         Raises:
             UserError: there is nothing to begin with.
         """
-        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
-        if self._source is not None:
-            table: ReferenceTable | None = None
-            if initial_peers and view.num_peers:
-                announce_syncing()
-                table = self._ask("swarm_table", _COMMAND_TIMEOUT_S)
-            if table is None or table.round < self._source.publication.round:
-                self._load_publication(self._source, reference_N)
-            else:
-                self._fetch_what_the_swarm_still_has(self._source, table)
-        filled = self._filled
-        if filled is not None:
-            digest = self._ask(
-                "adopt",
-                _COMMAND_TIMEOUT_S,
-                table_round=filled.round,
-                versions=filled.versions,
-                lineage=filled.lineage,
-                swarm_tokens=filled.swarm_tokens,
-            )
-            if filled.digest not in (None, digest):
-                raise UserError(f"{filled.origin} does not have the digest that it was written with")
+        source = self._source
+        if (
+            source is not None
+            and self._filled is None
+            and not self._take_blocks(source, initial_peers, announce_syncing)
+        ):
+            self._filled = self._load_publication(source, reference_N)
+        if self._filled is not None:
+            self._adopt(self._filled)
         elif self._lost_checkpoints and not initial_peers:
             raise CheckpointError(
                 f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
@@ -233,13 +246,42 @@ class StartingPoint:
                 f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
                 "found; give --initial-peers, or --from-hub if it was published"
             )
-        if initial_peers and (view.num_peers or filled is None):
+        if initial_peers and (self._filled is None or self._num_others()):
             announce_syncing()
             self._console.say("fetching the swarm's reference")
-            if not self.download(if_newer=filled is not None):
-                self._console.say("nobody has a newer one than this peer")
+            try:
+                if not self.download(if_newer=self._filled is not None):
+                    self._console.say("nobody has a newer one than this peer")
+            except BootstrapError as exc:
+                if source is None or self._filled is not None:
+                    raise
+                self._console.say(f"{exc}; this peer begins from what is published")
+                self._adopt(self._load_publication(source, reference_N))
         own: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
+        if source is not None and own.round < source.publication.round:
+            raise UserError(
+                f"this peer's reference is of round {own.round}, and round {source.publication.round} is published: "
+                "give --initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
+            )
+        with suppress(OSError):
+            self._directory.partial_reference.unlink(missing_ok=True)
         return own
+
+    def _num_others(self) -> int:
+        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
+        return view.num_peers
+
+    def _adopt(self, filled: _Filled) -> None:
+        digest = self._ask(
+            "adopt",
+            _COMMAND_TIMEOUT_S,
+            table_round=filled.round,
+            versions=filled.versions,
+            lineage=filled.lineage,
+            swarm_tokens=filled.swarm_tokens,
+        )
+        if filled.digest not in (None, digest):
+            raise UserError(f"{filled.origin} does not have the digest that it was written with")
 
     def download(self, *, if_newer: bool) -> bool:
         """Fetches the reference from the others, with `if_newer` only one that is newer; whether there was one."""
@@ -272,3 +314,12 @@ class StartingPoint:
             + (f"; {report.resumed_bytes / 1e6:.1f} MB were on disk" if report.resumed_bytes else "")
         )
         return True
+
+
+def _has(kept: PartialReference, block: Block, table: ReferenceTable) -> bool:
+    """Whether an earlier attempt has left a whole block as the swarm has it."""
+    for chunk, digest in zip(chunks_of(block), table.chunk_digests[block.index], strict=True):
+        values_N = kept.read(chunk)
+        if values_N is None or chunk_digest(values_N) != digest:
+            return False
+    return True

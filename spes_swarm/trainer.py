@@ -43,7 +43,7 @@ class Trainer:
     """Runs local steps and rounds until it is told to stop.
 
     Attributes:
-        left_alone: it has left, and none of the others had a part in its last round.
+        goodbye_failed: why others may not have what it did last, once it has left the swarm; None: they have it.
     """
 
     def __init__(self, setup: TrainerSetup) -> None:
@@ -75,7 +75,7 @@ class Trainer:
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
-        self.left_alone = False
+        self.goodbye_failed: str | None = None
         self._work = LocalWork(setup.model.layout.num_experts)
         self._divergence = DivergenceGuard()
         self._total_tokens = 0
@@ -128,6 +128,7 @@ class Trainer:
 
         Raises:
             CheckpointError: a checkpoint could not be written.
+            DivergenceError: losses are not finite, however often it begins again.
             NetworkProcessError: the network process ended.
         """
         setup = self._setup
@@ -140,6 +141,8 @@ class Trainer:
             elif self._due():
                 self._write_round_event(wait_s=0.0)
                 if not self._begin_round():
+                    self._divergence.restart()
+                    self._begin_again()
                     continue
                 if not self._round_config.overlap:
                     self._await_round()
@@ -177,12 +180,19 @@ class Trainer:
             return
         self._leaving = True
         before = self._rounds_done
-        if self._begin_round():
-            self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
-        self.left_alone = self._rounds_done == before or self._setup.status.peers == 1
-        if self.left_alone:
-            detail = "nobody came to its last round: its work since the one before is in its checkpoint only"
-            self._setup.metrics.write("fault", kind="goodbye", peer=self._setup.peer_id, detail=detail)
+        if not self._begin_round():
+            self._begin_again()  # the others should still hear that it leaves
+            self._begin_round()
+        has_work = self._work.steps > 0
+        self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+        if not has_work:
+            return
+        if self._rounds_done == before:
+            self.goodbye_failed = "the last round was not committed here: the newest work may be only here"
+        elif self._setup.status.peers == 1:
+            self.goodbye_failed = "none of the others came to the last round: the newest work is only here"
+        if self.goodbye_failed is not None:
+            self._note_fault("goodbye", self.goodbye_failed)
 
     def _train_step(self) -> None:
         started = time.monotonic()
@@ -209,7 +219,7 @@ class Trainer:
         self._loss = float(losses.cross_entropy)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
-            self._say_diverged("nonfinite", "a step without a finite loss or gradient was left out")
+            self._note_fault("nonfinite", "a step without a finite loss or gradient was left out")
             if self._divergence.hopeless_after_another():
                 self._begin_again()
             self._announce("training")
@@ -236,15 +246,19 @@ class Trainer:
     def _begin_again(self) -> None:
         """Goes back to the reference with fresh moments, because the live weights are of no use any more."""
         if self._pending is not None:
+            self._put_back()  # the commit may save a checkpoint
             self._await_round()
-        self._say_diverged("diverged", f"begins again from the reference of round {self.round}")
-        self._live.put_back()
-        self._live.merge_if_due(self.round)
-        self._optimiser.state.clear()
+        self._note_fault("diverged", f"begins again from the reference of round {self.round}")
+        self._put_back()
         self._handover.warm_up.start(self._model.held)
         self._work.discard()
 
-    def _say_diverged(self, kind: str, detail: str) -> None:
+    def _put_back(self) -> None:
+        self._live.put_back()
+        self._live.merge_if_due(self.round)
+        self._optimiser.state.clear()
+
+    def _note_fault(self, kind: str, detail: str) -> None:
         self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
         self._setup.status.faults += 1
 
@@ -270,8 +284,6 @@ class Trainer:
         self._pace.begin()
         self._setup.status.phase = "synchronising"
         if not self._live.contribute():
-            self._divergence.restart()
-            self._begin_again()
             return False
         self._work.contribute()
         self._pending = self._network.submit(
@@ -308,8 +320,7 @@ class Trainer:
             report = pending.result()
         except RoundError as exc:
             self._retry_at = time.monotonic() + _RETRY_S
-            self._setup.metrics.write("fault", kind="round", peer=self._setup.peer_id, detail=str(exc))
-            self._setup.status.faults += 1
+            self._note_fault("round", str(exc))
             return
         if isinstance(report, CaughtUp):
             self._follow_swarm(report)

@@ -35,12 +35,23 @@ def test_after_five_in_a_row_the_peer_begins_again_and_after_three_beginnings_it
         guard.hopeless_after_another()
 
 
-def test_a_commit_forgives_what_was() -> None:
+def test_a_round_without_a_new_beginning_forgives_what_was() -> None:
     guard = DivergenceGuard()
     for _ in range(10):
         guard.restart()
         guard.restart()
         guard.committed()
+        guard.committed()
+
+
+def test_a_peer_that_begins_again_in_every_round_gets_nowhere() -> None:
+    """Others go on committing, and a round that was under way when it gave up its weights may commit, too."""
+    guard = DivergenceGuard()
+    for _ in range(3):
+        guard.restart()
+        guard.committed()
+    with pytest.raises(DivergenceError):
+        guard.restart()
 
 
 def launch_poisoned(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
