@@ -46,7 +46,7 @@ def test_a_peer_appears_and_what_it_tells_is_shown() -> None:
 def test_a_peer_that_does_not_renew_its_record_is_late_and_then_gone() -> None:
     watched = Watched()
     watched.look({A: progress(), B: progress()})
-    watched.wait(60)
+    watched.wait(10)
     watched.look({A: progress(), B: progress(START + 10)})
     watched.wait(6)
     assert states(watched.look({A: progress(), B: progress(START + 16)})) == {A: "late", B: "training"}
@@ -148,7 +148,7 @@ def test_the_next_round_is_reckoned_from_tokens_and_speed() -> None:
     assert state.next_round_s == pytest.approx(1280 / 256)
     watched.wait(2)
     assert watched.state().next_round_s == pytest.approx(1280 / 256 - 2)
-    watched.wait(60)
+    watched.wait(10)
     assert (watched.state().next_round_s, watched.state().round_progress) == (0.0, 1.0)
 
 
