@@ -222,6 +222,7 @@ class Session:
                 max_rounds=self._peer.max_rounds,
                 stop=self._stop,
                 status=self._status,
+                say=self._console.say,
                 on_round=self._say_round,
                 on_saved=self._remember_peers,
                 publishing=self._publishing(manifest.run_id),
@@ -252,8 +253,6 @@ class Session:
         self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
         with self._console.live(self._status, manifest.run_id):
             trainer.run()
-        if trainer.goodbye_failed is not None:
-            self._console.say(trainer.goodbye_failed)
         self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
         self._console.say("take the model out with:")
         self._console.command(

@@ -40,11 +40,7 @@ _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per se
 
 
 class Trainer:
-    """Runs local steps and rounds until it is told to stop.
-
-    Attributes:
-        goodbye_failed: why others may not have what it did last, once it has left the swarm; None: they have it.
-    """
+    """Runs local steps and rounds until it is told to stop."""
 
     def __init__(self, setup: TrainerSetup) -> None:
         training = setup.run.training
@@ -75,7 +71,6 @@ class Trainer:
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
-        self.goodbye_failed: str | None = None
         self._work = LocalWork(setup.model.layout.num_experts)
         self._divergence = DivergenceGuard()
         self._total_tokens = 0
@@ -185,14 +180,10 @@ class Trainer:
             self._begin_round()
         has_work = self._work.steps > 0
         self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
-        if not has_work:
-            return
-        if self._rounds_done == before:
-            self.goodbye_failed = "the last round was not committed here: the newest work may be only here"
-        elif self._setup.status.peers == 1:
-            self.goodbye_failed = "none of the others came to the last round: the newest work is only here"
-        if self.goodbye_failed is not None:
-            self._note_fault("goodbye", self.goodbye_failed)
+        if has_work and self._rounds_done == before:
+            self._warn("goodbye", "the last round was not committed here: the newest work may be only here")
+        elif has_work and self._setup.status.peers == 1:
+            self._warn("goodbye", "none of the others came to the last round: the newest work is only here")
 
     def _train_step(self) -> None:
         started = time.monotonic()
@@ -248,7 +239,7 @@ class Trainer:
         if self._pending is not None:
             self._put_back()  # the commit may save a checkpoint
             self._await_round()
-        self._note_fault("diverged", f"begins again from the reference of round {self.round}")
+        self._warn("diverged", f"the loss is no number any more: beginning again from round {self.round}'s reference")
         self._put_back()
         self._handover.warm_up.start(self._model.held)
         self._work.discard()
@@ -257,6 +248,10 @@ class Trainer:
         self._live.put_back()
         self._live.merge_if_due(self.round)
         self._optimiser.state.clear()
+
+    def _warn(self, kind: str, detail: str) -> None:
+        self._note_fault(kind, detail)
+        self._setup.say(detail)
 
     def _note_fault(self, kind: str, detail: str) -> None:
         self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)

@@ -65,5 +65,6 @@ class TrainerSetup:
     stop: threading.Event
     publishing: Publishing | None = None
     status: TrainingStatus = field(default_factory=TrainingStatus)
+    say: Callable[[str], None] = lambda text: None  # tells a person
     on_round: Callable[[], None] = lambda: None
     on_saved: Callable[[], None] = lambda: None

@@ -68,11 +68,11 @@ def test_a_peer_whose_weights_are_spoilt_goes_back_to_the_reference(tmp_path: Pa
         arguments = [*common, "--initial-peers", other.address(), "--wait-for-peers", "2"]
         with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned) as spoilt:
             began_again = spoilt.wait_for("fault", lambda e: e["kind"] == "diverged")
-            assert "reference of round" in began_again["detail"]
             at = max(spoilt.rounds(), default=0)
             back = spoilt.wait_for("round", lambda e: e["round"] > at + 1 and e["peers"] == 2)
             other.wait_for_round(back["round"])
             equal_digests([other, spoilt], back["round"])
+            assert began_again["detail"] in spoilt.text()
             assert math.isfinite(back["train_loss"])
             assert [e["kind"] for e in spoilt.events("fault")].count("diverged") == 1
             assert not [e for e in other.events("fault") if e["kind"] == "nonfinite"]  # nothing of it was ever sent
