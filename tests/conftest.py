@@ -5,6 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For CI: the same examples each time. Who develops explores others with each run.
+settings.register_profile("reproducible", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("explore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -97,7 +97,7 @@ def test_adopted_experts_warm_up_and_nothing_else_is_touched() -> None:
             torch.testing.assert_close(a.detach(), expected, rtol=0, atol=1e-6)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=80),
     st.sampled_from([BETAS, (0.9, 0.999), (0.5, 0.9), (0.0, 0.95)]),

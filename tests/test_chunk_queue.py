@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.chunk_queue import ChunkQueue
@@ -81,7 +81,6 @@ def test_donors_of_equal_speed_do_not_take_from_each_other() -> None:
     assert queue.take("a", 2.2) is None  # the other one is a little late
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_queue_finishes_whatever_donors_do(data: st.DataObject) -> None:
     num_chunks = data.draw(st.integers(1, 12))

@@ -83,7 +83,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(runs())
 def test_round_trip(run: RunConfig) -> None:
     again = RunConfig.from_dict(run.to_dict(), "f")

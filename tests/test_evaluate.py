@@ -284,7 +284,7 @@ EVALUATION = Evaluation(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     body=st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=60),
     line_break=st.sampled_from(["\n", "\r\n"]),

@@ -36,7 +36,7 @@ def ends_of(counts: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
     dim=st.sampled_from([1, 3, 4, 7, 8, 16]),

@@ -286,7 +286,7 @@ frames = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(frames, max_size=12), st.lists(frames, max_size=12))
 def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame]) -> None:
     """Whatever arrives: only ProtocolError, all honest members agree, and everything stays finite."""
@@ -311,7 +311,7 @@ def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: 
         assert np.sqrt(np.mean(np.square(moved_N))) <= LIMITS.max_update_rms
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_arbitrary_results_are_refused_or_valid(results: list[Frame]) -> None:
     _, _, states = three_peers()

@@ -114,7 +114,7 @@ def test_garbage_is_refused(data: bytes) -> None:
         parse_publication(data, "test")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_change_of_a_byte_is_refused_or_harmless(published: Publication, data: st.DataObject) -> None:
     raw = bytearray(published.to_bytes())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.lineage import MARK_BYTES, MAX_COMMITS, Lineage
@@ -43,7 +43,6 @@ def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
     assert not other.leads_to(one)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 4000), st.integers(0, 4000))
 def test_any_lateness_is_recognised(before: int, missed: int) -> None:
     late = commit(Lineage({}), [1] * before)

@@ -148,7 +148,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(json_values, st.sampled_from(["name", "model", "training", "round", "merge", "experts_per_peer"]))
 def test_no_signed_configuration_fails_in_another_way(value: Any, section: str) -> None:
     content = {

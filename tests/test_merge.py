@@ -53,7 +53,7 @@ def random_layer(num_experts: int, ffn: int, dim: int, seed: int) -> tuple[Array
     return gate_up, rng.standard_normal((num_experts, dim, ffn), dtype=np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_experts=st.integers(1, 6),
     ffn=st.integers(1, 5),

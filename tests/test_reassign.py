@@ -90,7 +90,7 @@ def cases(
     )
 
 
-thoroughly = settings(max_examples=300, deadline=None)
+thoroughly = settings(max_examples=300)
 
 
 # What never happens.
@@ -293,7 +293,7 @@ def test_nobody_with_room_holds_nothing(case: Case) -> None:
 # Rotation.
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(2, 12), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 4))
 @example(12, [1], 3)
 def test_no_expert_waits_for_longer_than_a_full_turn(num_experts: int, rooms: list[int], every: int) -> None:

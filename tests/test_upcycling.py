@@ -120,7 +120,7 @@ def test_the_same_seed_gives_the_same_bytes(dense: dict[str, Path], tmp_path: Pa
         assert torch.equal(one[name], other[name]) is not is_random, name
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(kilobytes=st.integers(1, 400))
 def test_the_weights_do_not_depend_on_the_shards(
     dense: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, kilobytes: int

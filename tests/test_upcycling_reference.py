@@ -70,7 +70,7 @@ def test_round_trip(tmp_path: Path, model_type: str, form: str) -> None:
     np.testing.assert_array_equal(found_N, flat_N)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_mixture_of_both_namings(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Each stack of experts may be whole or in pieces, independently of the others."""
