@@ -14,6 +14,7 @@ from spes_swarm.leases import Leases
 from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, Volunteer
 from spes_swarm.reference import Reference
 from spes_swarm.service_messages import Presence
+from spes_swarm.swarm_tokens import SwarmTokens
 
 
 class Announcer:
@@ -63,7 +64,7 @@ class Announcer:
         self._storing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
         self.presence: Presence | None = None
         self.volunteering: tuple[bytes, bool] | None = None
-        self.swarm_tokens = 0
+        self.swarm_tokens = SwarmTokens()
         self.in_round = False
         self.round_seconds = 0.0
         self.traffic = (0, 0)
@@ -142,7 +143,7 @@ class Announcer:
             bytes_received=self.traffic[1],
             in_round=self.in_round,
             total_tokens=presence.total_tokens,
-            swarm_tokens=self.swarm_tokens,
+            swarm_tokens=self.swarm_tokens.told,
             train_loss=losses.train_loss if losses else None,
             eval_loss=losses.eval_loss if losses else None,
             faults=self._faults.notes(),

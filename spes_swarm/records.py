@@ -107,7 +107,7 @@ class Progress(Record):
     # For those who watch; nothing that peers decide depends on them.
     in_round: bool = False  # holds a round at this moment
     total_tokens: _Count = 0  # trained on in this run
-    swarm_tokens: _Count = 0  # of all peers, that have gone into commits until `round`
+    swarm_tokens: _Count = 0  # of all peers, that have gone into commits until `round`; 0: it does not know
     train_loss: _NonNegative | None = None  # mean over the steps that went into `round`; None: not known yet
     eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)

@@ -11,6 +11,7 @@ from spes_swarm.records import Progress
 
 # An H200 and a laptop differ by about as much in what they do in one step.
 MAX_STEP_RATIO = 64
+_MAX_GONE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,8 @@ class Roster:
     peers: dict[str, PeerView] = field(default_factory=dict)
     committed_at: float = field(default_factory=time.monotonic)
     _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
-    _vouched: dict[str, float] = field(
-        default_factory=dict
-    )  # peer -> local monotonic time until which it counts as live
+    _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
+    _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have ended
 
     def update(self, records: Mapping[str, Progress]) -> list[str]:
         """Takes in freshly read progress records; returns the peers that are new."""
@@ -51,6 +51,9 @@ class Roster:
         for peer_id, view in self.peers.items():
             if peer_id not in views and peer_id in self._vouched and view.progress.state != "leaving":
                 views[peer_id] = view
+        self._gone.update((peer, view) for peer, view in self.peers.items() if peer not in views)
+        for peer_id in (*views, *list(self._gone)[:-_MAX_GONE]):
+            self._gone.pop(peer_id, None)
         new = [peer_id for peer_id in views if peer_id not in self.peers]
         self.peers = views
         self._lost = {p: expires for p, expires in self._lost.items() if p in views}
@@ -63,6 +66,11 @@ class Roster:
         in time arrive too late. Without this, peers that work together would count each other as gone.
         """
         self._vouched.update(dict.fromkeys(peers, time.monotonic() + for_s))
+        for peer_id in peers:
+            self._lost.pop(peer_id, None)
+            view = self._gone.pop(peer_id, None)  # its record may have ended while the round was held
+            if view is not None and view.progress.state != "leaving":
+                self.peers.setdefault(peer_id, view)
 
     def lose(self, peer_id: str) -> None:
         """Notes that a peer did not answer: it is not live until it writes a newer record."""
@@ -96,8 +104,8 @@ class Roster:
 
     def swarm_tokens(self, at_round: int) -> int:
         """What most of the peers that have committed this round say of the tokens until then; 0 where nobody says."""
-        views = [view.progress for view in self.present() if view.progress.round == at_round]
-        return median_low([progress.swarm_tokens for progress in views] or [0])
+        counts = [view.progress.swarm_tokens for view in self.present() if view.progress.round == at_round]
+        return median_low([count for count in counts if count] or [0])
 
     def largest_step(self, own: int) -> int:
         """The most tokens per step that a peer is believed: MAX_STEP_RATIO times the lower median of all, own included.

@@ -223,7 +223,7 @@ class RunServices:
     def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int) -> str:
         """See network.NetworkProcess.adopt."""
         self.lineage = lineage
-        self._announcer.swarm_tokens = swarm_tokens
+        self._announcer.swarm_tokens.count = swarm_tokens
         self.reference.finish(table_round, list(enumerate(versions)))
         self._transfer.open()
         return self.reference.digest.hex()
@@ -237,21 +237,23 @@ class RunServices:
         """See network.NetworkProcess.download."""
         report = await self._catching_up.download(if_newer, partial, on_progress)
         if report is not None:
-            self._take_over_token_count()
+            self._announcer.swarm_tokens.missed_commits()
+            self._learn_token_count()
         return report
 
     async def swarm_table(self) -> ReferenceTable | None:
         """See network.NetworkProcess.swarm_table."""
         return await self._catching_up.swarm_table()
 
-    def _take_over_token_count(self) -> None:
-        count = self._roster.swarm_tokens(self.reference.round)
-        self._announcer.swarm_tokens = max(self._announcer.swarm_tokens, count)
+    def _learn_token_count(self) -> None:
+        if not self._announcer.in_round:
+            count = self._roster.swarm_tokens(self.reference.round)
+            self._announcer.swarm_tokens.learn(count, alone=not self._roster.present())
 
     @property
     def swarm_tokens(self) -> int:
         """Tokens of all peers that have gone into commits until the reference's round."""
-        return self._announcer.swarm_tokens
+        return self._announcer.swarm_tokens.count
 
     # Records.
 
@@ -297,6 +299,7 @@ class RunServices:
         assert self._records is not None
         new = self._roster.update(await self._records.read("progress", Progress))
         self._leases.update(await self._records.read("leases", Lease))
+        self._learn_token_count()
         if self._announcer.volunteering is not None:
             self._volunteers = await self._records.read("publishers", Volunteer)
         for peer_id in new:
@@ -419,7 +422,7 @@ class RunServices:
         if caught_up is not None:
             if caught_up.complete:
                 self.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
-            self._take_over_token_count()
+            self._announcer.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.begin_anew()
             return caught_up
@@ -444,6 +447,8 @@ class RunServices:
         grouped = time.monotonic()
         me = group.index_of(self._identity.peer_id)
         assert me is not None
+        if group.round != self.reference.round + 1:
+            self._announcer.swarm_tokens.missed_commits()
         plan = make_plan(group, self._settings.layout, self._config.part_elements)
         self._listener.on_group(group.round, len(group.members))
         state = RoundState(group, plan, me, self.reference, self._contribution_N, self._codec, self._limits)
@@ -469,14 +474,14 @@ class RunServices:
         if (experts.gained or experts.lost) and not leaving:
             self._announcer.renew_lease_soon()
         self._announcer.has_contributed(tokens)
-        self._announcer.swarm_tokens += sum(member.statement.tokens for member in group.members)
+        self._announcer.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
         report = RoundReport(
             commit,
             grouped - started,
             time.monotonic() - grouped,
             self.reference.digest.hex(),
             experts,
-            self._announcer.swarm_tokens,
+            self.swarm_tokens,
         )
         self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report

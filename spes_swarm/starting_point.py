@@ -24,7 +24,7 @@ from spes_swarm.config import PeerConfig
 from spes_swarm.download import TransferReport
 from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.errors import HubError, PublicationError
-from spes_swarm.hub.source import PublicationSource
+from spes_swarm.hub.source import PublicationSource, another_revision
 from spes_swarm.identity import Identity
 from spes_swarm.initial_weights import load_initial_reference
 from spes_swarm.layout import Block, Layout
@@ -136,7 +136,10 @@ class StartingPoint:
     def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> _Filled:
         """Begins from what was published, as nobody has anything newer."""
         started = time.monotonic()
-        loaded = source.load(reference_N)
+        try:
+            loaded = source.load(reference_N)
+        except PublicationError as exc:
+            raise PublicationError(f"{exc}; {another_revision(self._peer.from_hub)}") from exc
         seconds = time.monotonic() - started
         self._metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
         self._console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")

@@ -97,6 +97,30 @@ def test_who_has_just_committed_is_live_without_a_record_for_a_while(clock: Cloc
     assert names(roster.present()) == set()
 
 
+def test_who_has_just_committed_is_live_although_its_record_ended_meanwhile(clock: Clock) -> None:
+    """A cut delays the record that would replace the one that ends during the round."""
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress(), "b": progress(), "c": progress(state="leaving")})
+    roster.update({})
+    roster.vouch(["a", "c"], for_s=10.0)
+    assert names(roster.training()) == {"a"}
+    clock.now += 9.0
+    assert roster.update({}) == []
+    assert names(roster.training()) == {"a"}
+    clock.now += 2.0
+    roster.update({})
+    assert names(roster.present()) == set()
+    assert roster.update({"a": progress()}) == ["a"]
+
+
+def test_who_was_lost_and_then_commits_is_live_again() -> None:
+    roster = Roster("me", committed_at=1000.0)
+    roster.update({"a": progress()})
+    roster.lose("a")
+    roster.vouch(["a"], for_s=10.0)
+    assert names(roster.training()) == {"a"}
+
+
 def test_vouching_ends_when_the_peer_does_not_come_or_says_that_it_leaves() -> None:
     roster = Roster("me", committed_at=1000.0)
     roster.update({"a": progress(), "b": progress()})

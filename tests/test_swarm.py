@@ -163,6 +163,8 @@ def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
         equal_digests([*peers, late], first["round"])
         equal_digests([*peers, late], first["round"] + 1)
         assert late.rounds()[first["round"] + 1]["experts_covered"] == 8
+        # What went into earlier rounds it learns from the others.
+        late.wait_for("round", lambda e: peers[0].rounds().get(e["round"], {}).get("swarm_tokens") == e["swarm_tokens"])
 
 
 def test_a_stopped_run_goes_on_exactly_where_it_was(tmp_path: Path) -> None:

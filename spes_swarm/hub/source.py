@@ -110,12 +110,16 @@ def open_source(location: str, expected_run_id: str | None = None) -> Publicatio
     try:
         source = PublicationSource(files)
     except PublicationError as exc:
-        if place.revision is not None:
-            raise
-        raise PublicationError(f"{exc}; an earlier round may be whole: name it, as in ...@round-000120") from exc
+        raise PublicationError(f"{exc}; {another_revision(location)}") from exc
     if expected_run_id is not None and source.manifest.run_id != expected_run_id:
         raise PublicationError(f"{files.label} is of run {source.manifest.run_id}, not {expected_run_id}")
     return source
+
+
+def another_revision(location: str | None) -> str:
+    """What to do about a damaged publication."""
+    which = "an earlier" if location is None or "@" not in location else "another"
+    return f"{which} round may be whole: name it, as in ...@round-000120"
 
 
 class PublicationSource:
