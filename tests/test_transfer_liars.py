@@ -50,6 +50,17 @@ def lie_on_streams(node: Node, talk: Callable[[Channel, int, bytes], Awaitable[N
     node.transfer._send_chunk = send_chunk  # type: ignore[method-assign]
 
 
+def wait_for(event: asyncio.Event, node: Node) -> None:
+    """From now on this donor sends nothing before the event."""
+    send_whole = node.transfer._send_chunk
+
+    async def send_chunk(channel: Channel, number: int, payload: bytes | None) -> None:
+        await event.wait()
+        await send_whole(channel, number, payload)
+
+    node.transfer._send_chunk = send_chunk  # type: ignore[method-assign]
+
+
 async def flip_a_bit(channel: Channel, number: int, payload: bytes) -> None:
     for frame in piece_frames(number, bytes([payload[0] ^ 1]) + payload[1:], 1):
         await channel.send(frame)
@@ -90,6 +101,7 @@ async def break_off(channel: Channel, number: int, payload: bytes) -> None:
     first, *_ = piece_frames(number, payload, 1)
     await channel.send(first)
     channel._writer.write(b"\x01\x00")
+    await channel._writer.drain()
     raise ConnectionError
 
 
@@ -106,6 +118,9 @@ async def say_that_it_moved_on(channel: Channel, number: int, payload: bytes) ->
         await channel.send(frame)
 
 
+# libp2p may drop what was under way when the stream ended: half a frame, or nothing of it.
+BROKEN_OFF = {"truncated", "donor"}
+# With the kinds of faults of which one or more must be noted.
 LIES: dict[str, tuple[Callable[[Channel, int, bytes], Awaitable[None]], set[str]]] = {
     "wrong values": (flip_a_bit, {"digest"}),
     "another chunk": (send_another, {"part"}),
@@ -114,7 +129,7 @@ LIES: dict[str, tuple[Callable[[Channel, int, bytes], Awaitable[None]], set[str]
     "no end": (send_without_end, {"part"}),
     "keepalives without end": (keep_alive_without_end, {"stalled"}),
     "oversized pieces": (send_too_much, {"oversized"}),
-    "half a header": (break_off, {"truncated"}),
+    "half a header": (break_off, BROKEN_OFF),
     "silence": (say_nothing, {"donor"}),
     "refusal": (refuse, {"refused"}),
     "moved on": (say_that_it_moved_on, set()),
@@ -129,13 +144,21 @@ def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkey
     async def test() -> None:
         # Paced, so that the liar has its say before the honest donors are through.
         async with net.peers(3, upload_mbps=8.0 if name == "silence" else 32.0) as (newcomer, donors):
-            liar = donors[0]
-            lie_on_streams(liar, talk)
+            liar, spoke = donors[0], asyncio.Event()
+
+            async def talk_first(channel: Channel, number: int, payload: bytes) -> None:
+                spoke.set()
+                await talk(channel, number, payload)
+
+            lie_on_streams(liar, talk_first)
+            for honest in donors[1:]:
+                wait_for(spoke, honest)
             if name == "silence":
                 newcomer.transfer._stall_timeout_s = 3.0
             report = await newcomer.download()
             assert_same(newcomer, donors[1])
-            assert newcomer.kinds(liar) == kinds
+            assert newcomer.kinds(liar) <= kinds
+            assert bool(newcomer.kinds(liar)) == bool(kinds)
             assert {peer_id for peer_id, _ in newcomer.faults} <= {liar.peer_id}
             assert kept_bytes(report) == TOTAL_BYTES
             assert report.refetched_bytes <= 3 * CHUNK_BYTES
@@ -165,7 +188,7 @@ def test_a_donor_that_only_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(download_module, "_LOOK_S", 0.2)
 
     async def test() -> None:
-        async with net.peers(2, upload_mbps=16.0) as (newcomer, (steady, clumsy)):
+        async with net.peers(2, upload_mbps=8.0) as (newcomer, (steady, clumsy)):  # long enough for both attempts
             honest, failures = clumsy.transfer._send_chunk, 0
 
             async def fail_once(channel: Channel, number: int, payload: bytes | None) -> None:
@@ -178,7 +201,8 @@ def test_a_donor_that_only_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch
             clumsy.transfer._send_chunk = fail_once  # type: ignore[method-assign]
             report = await newcomer.download()
             assert_same(newcomer, steady)
-            assert newcomer.kinds(clumsy) == {"truncated"}
+            assert newcomer.kinds(clumsy)
+            assert newcomer.kinds(clumsy) <= BROKEN_OFF
             assert report.chunks_by_donor[clumsy.peer_id] > 0
 
     net.run(test)
