@@ -59,7 +59,8 @@ def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp
         finally:
             sleeper.signal_tree(signal.SIGCONT)
         sync = sleeper.wait_for("sync", lambda event: "why" in event)
-        assert sync["round"] >= asleep_at + 14
+        # So late that no round could have brought it in step; of the donors one may be a round behind the other.
+        assert sync["round"] > asleep_at + 8
         assert sleeper.process.poll() is None
         together = sleeper.wait_for("round", lambda event: event["peers"] == 3 and event["round"] > sync["round"])
         number = together["round"] + 1
