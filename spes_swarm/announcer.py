@@ -13,6 +13,7 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.leases import Leases
 from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, Volunteer
 from spes_swarm.reference import Reference
+from spes_swarm.roster import Roster
 from spes_swarm.service_messages import Presence
 from spes_swarm.swarm_tokens import SwarmTokens
 
@@ -95,6 +96,12 @@ class Announcer:
         known, self.presence = self.presence, presence
         if known is None or known.state != presence.state or known.losses != presence.losses:
             self._wanted.set()
+
+    def learn_swarm_tokens(self, roster: Roster) -> None:
+        """Takes over what others say of the reference's round, if this peer has missed commits; not during a round."""
+        if not self.in_round:
+            count = roster.swarm_tokens(self._reference.round)
+            self.swarm_tokens.learn(count, alone=not roster.present())
 
     def has_contributed(self, tokens: int) -> None:
         """Takes tokens that went into a commit from the count.

@@ -83,11 +83,6 @@ class Arrivals:
         """Requested chunks that have not been answered yet."""
         return len(self._asked)
 
-    @property
-    def unfinished_bytes(self) -> int:
-        """Bytes that have come of a chunk that is not complete."""
-        return len(self._buffer)
-
     def ask(self, number: int, digest: bytes) -> Frame:
         """Notes a request; returns its frame."""
         self._asked.append((number, digest))

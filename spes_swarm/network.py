@@ -232,7 +232,7 @@ class NetworkProcess:
 
     async def swarm_table(self) -> ReferenceTable | None:
         """Table of the reference that most of the other peers have, None if nobody answers."""
-        return await self._services.swarm_table()
+        return await self._services.catching_up.swarm_table()
 
     async def table(self) -> ReferenceTable:
         """Table of this peer's reference."""

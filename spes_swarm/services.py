@@ -33,7 +33,7 @@ from spes_swarm.moments import Moments, Received, largest_ratio, num_moments, sl
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.records import Lease, Progress, RecentFaults, Records, RunRecordValidator, Volunteer
-from spes_swarm.reference import Reference, ReferenceTable
+from spes_swarm.reference import Reference
 from spes_swarm.rendezvous import Neighbour, Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import ExchangeLimits, RoundState
@@ -121,7 +121,7 @@ class RunServices:
             reachable=lambda: self.reachable,
             on_fault=lambda error: self._on_fault(identity.peer_id, error),
         )
-        self._catching_up = CatchingUp(
+        self.catching_up = CatchingUp(
             self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh
         )
         self._token_count = TokenCount(
@@ -235,20 +235,11 @@ class RunServices:
         on_progress: Callable[[SyncProgress], None] = lambda progress: None,
     ) -> TransferReport | None:
         """See network.NetworkProcess.download."""
-        report = await self._catching_up.download(if_newer, partial, on_progress)
+        report = await self.catching_up.download(if_newer, partial, on_progress)
         if report is not None:
             self._announcer.swarm_tokens.missed_commits()
-            self._learn_token_count()
+            self._announcer.learn_swarm_tokens(self._roster)
         return report
-
-    async def swarm_table(self) -> ReferenceTable | None:
-        """See network.NetworkProcess.swarm_table."""
-        return await self._catching_up.swarm_table()
-
-    def _learn_token_count(self) -> None:
-        if not self._announcer.in_round:
-            count = self._roster.swarm_tokens(self.reference.round)
-            self._announcer.swarm_tokens.learn(count, alone=not self._roster.present())
 
     @property
     def swarm_tokens(self) -> int:
@@ -299,7 +290,7 @@ class RunServices:
         assert self._records is not None
         new = self._roster.update(await self._records.read("progress", Progress))
         self._leases.update(await self._records.read("leases", Lease))
-        self._learn_token_count()
+        self._announcer.learn_swarm_tokens(self._roster)
         if self._announcer.volunteering is not None:
             self._volunteers = await self._records.read("publishers", Volunteer)
         for peer_id in new:
@@ -418,7 +409,7 @@ class RunServices:
         started = time.monotonic()
         # A frozen node makes the DHT slow for seconds while the others wait; records are read all the time anyway.
         await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
-        caught_up = await self._catching_up.fetch_if_lost()
+        caught_up = await self.catching_up.fetch_if_lost()
         if caught_up is not None:
             if caught_up.complete:
                 self.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer

@@ -80,10 +80,6 @@ class SyntheticSwarm:
         self._find(peer_id).dead = True
         self._faults.append(Fault(time=self.time, peer_id=self._alive()[0].peer_id, kind="stalled"))
 
-    def revive(self, peer_id: str) -> None:
-        """A killed peer speaks again."""
-        self._find(peer_id).dead = False
-
     def corrupt(self, peer_id: str) -> None:
         """This peer's reference differs from now on."""
         self._find(peer_id).digest = _digest(f"corrupt {peer_id}")
