@@ -13,11 +13,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
+from spes_swarm import join
 from spes_swarm.local_network import enter_namespace
+
+Main = Callable[[list[str]], int]  # a function of a module: the server finds it by its name
 
 _PRELOADED = ["spes_swarm.session", "transformers.models.olmoe.modeling_olmoe"]
 
@@ -61,14 +64,24 @@ class ForkServer:
 
     Args:
         namespace: of the network (see local_network.py) in which they live; None for the machine's own.
+        main: what they run with their arguments, for the exit code; may be a `functools.partial`.
+        environment: theirs; None for that of the caller at the moment of the start. What modules read from the
+            environment when they are imported (huggingface_hub reads HF_ENDPOINT) stays as it is in the server.
     """
 
-    def __init__(self, namespace: str | None = None) -> None:
+    def __init__(
+        self, namespace: str | None = None, *, main: Main = join.main, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._namespace = namespace
+        self._main = main
+        self._environment = environment
 
     def __call__(self, arguments: Sequence[str], log: Path) -> ForkedPeer:
         """Like local_peer.launch_join, without the imports."""
-        process = _context().Process(target=_join, args=(list(arguments), str(log), dict(os.environ), self._namespace))
+        environment = dict(os.environ if self._environment is None else self._environment)
+        process = _context().Process(
+            target=_run, args=(self._main, list(arguments), str(log), environment, self._namespace)
+        )
         process.start()
         return ForkedPeer(process)
 
@@ -79,9 +92,7 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _join(arguments: list[str], log: str, environment: dict[str, str], namespace: str | None) -> None:
-    from spes_swarm.join import main
-
+def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str], namespace: str | None) -> None:
     if namespace is not None:
         enter_namespace(namespace)
     os.environ.clear()

@@ -247,5 +247,12 @@ async def take_part(maddr: str, directory: Path) -> None:
         await asyncio.Event().wait()
 
 
+def main(arguments: list[str]) -> int:
+    """Takes part until it is killed; see above."""
+    maddr, directory = arguments
+    asyncio.run(take_part(maddr, Path(directory)))
+    return 0
+
+
 if __name__ == "__main__":
-    asyncio.run(take_part(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main(sys.argv[1:]))

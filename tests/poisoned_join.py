@@ -1,18 +1,23 @@
-"""`python -m tests.poisoned_join STEP ...`: join on a machine whose memory turns a weight into NaN at that step."""
+"""A peer on a machine whose memory turns a weight into NaN at some step."""
 
 from __future__ import annotations
 
 import math
-import sys
+from functools import partial
 
 import torch
 
 from spes_swarm import trainer
+from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
 
 
-def poison(step: int) -> None:
-    """Spoils one weight, once, before a training step."""
+def launch_poisoned(step: int) -> ForkServer:
+    """Starts `join` with one weight that is spoilt, once, before that training step."""
+    return ForkServer(main=partial(_poisoned_main, step))
+
+
+def _poisoned_main(step: int, arguments: list[str]) -> int:
     take_step = trainer.Trainer._train_step
     done = False
 
@@ -25,8 +30,4 @@ def poison(step: int) -> None:
         take_step(self)
 
     setattr(trainer.Trainer, "_train_step", poisoned)  # noqa: B010 - mypy does not let a method be assigned to
-
-
-if __name__ == "__main__":
-    poison(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    return main(arguments)

@@ -1,25 +1,59 @@
-"""`python -m tests.slow_join SECONDS ...`: join on a machine that needs so much longer for every step."""
+"""Peers that train more slowly than this machine would."""
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from spes_swarm import trainer
+from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
 
+_POLL_S = 0.01
 
-def slow_down(seconds: float) -> None:
-    """Makes every training step take longer."""
+
+def launch_slow(seconds: float) -> ForkServer:
+    """Starts `join` with so many seconds of sleep before every training step: it leaves the processor to others."""
+    return ForkServer(main=partial(_sleeping_main, seconds))
+
+
+def launch_slower_than(metrics: Path, steps: int) -> ForkServer:
+    """Starts `join` with a training step only after so many steps of the peer that writes these metrics.
+
+    It is so many times slower however busy the machine is, which no fixed pause could ensure.
+    """
+    return ForkServer(main=partial(_following_main, metrics, steps))
+
+
+def _sleeping_main(seconds: float, arguments: list[str]) -> int:
+    _before_each_step(lambda trainer: time.sleep(seconds))
+    return main(arguments)
+
+
+def _following_main(metrics: Path, steps: int, arguments: list[str]) -> int:
+    def steps_done() -> int:
+        return metrics.read_bytes().count(b'"event": "step"')
+
+    seen = steps_done()
+
+    def follow(follower: trainer.Trainer) -> None:
+        nonlocal seen
+        # During a round nobody makes steps, and a step that ends only after it would hold the others up.
+        while steps_done() < seen + steps and follower._network.called_round <= follower.round:
+            time.sleep(_POLL_S)
+        seen = steps_done()
+
+    _before_each_step(follow)
+    return main(arguments)
+
+
+def _before_each_step(wait: Callable[[trainer.Trainer], None]) -> None:
     take_step = trainer.Trainer._train_step
 
-    def slowly(self: trainer.Trainer) -> None:
-        time.sleep(seconds)
+    def waiting(self: trainer.Trainer) -> None:
+        wait(self)
         take_step(self)
 
-    setattr(trainer.Trainer, "_train_step", slowly)  # noqa: B010 - mypy does not let a method be assigned to
-
-
-if __name__ == "__main__":
-    slow_down(float(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    setattr(trainer.Trainer, "_train_step", waiting)  # noqa: B010 - mypy does not let a method be assigned to

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +12,8 @@ from safetensors.numpy import load_file
 from spes_swarm.divergence import DivergenceGuard
 from spes_swarm.errors import DivergenceError
 from spes_swarm.local_peer import LocalPeer
+from tests.poisoned_join import launch_poisoned
 from tests.swarm import equal_digests, swarm
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_single_overflows_are_passed_over() -> None:
@@ -54,19 +50,13 @@ def test_a_peer_that_begins_again_in_every_round_gets_nowhere() -> None:
         guard.restart()
 
 
-def launch_poisoned(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.poisoned_join", "25", *arguments]
-    with log.open("ab") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
-
-
 @pytest.mark.swarm
 def test_a_peer_whose_weights_are_spoilt_goes_back_to_the_reference(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
         other = running.found("--experts", 4, "--wait-for-peers", 2)
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--experts", "4"]
         arguments = [*common, "--initial-peers", other.address(), "--wait-for-peers", "2"]
-        with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned) as spoilt:
+        with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned(25)) as spoilt:
             began_again = spoilt.wait_for("fault", lambda e: e["kind"] == "diverged")
             at = max(spoilt.rounds(), default=0)
             back = spoilt.wait_for("round", lambda e: e["round"] > at + 1 and e["peers"] == 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
+from spes_swarm.forked_peer import ForkServer
 from spes_swarm.identity import Identity
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.manifest import Manifest
@@ -30,6 +29,7 @@ from spes_swarm.rpc import MAX_REQUEST_BYTES, Rpc
 from spes_swarm.signed import seal
 from spes_swarm.statement import Statement, seal_statement
 from spes_swarm.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, Frame, FrameKind, open_channel
+from tests import hostile_peer
 from tests.hostile_peer import MODES, joined
 from tests.rounds import identity
 from tests.swarm import equal_digests, swarm
@@ -290,13 +290,7 @@ def test_rounds_go_on_under_the_attack_of_a_stranger(tmp_path: Path) -> None:
 def hostile_member(maddr: str, directory: Path) -> Iterator[Callable[[], dict[str, int]]]:
     """Runs tests/hostile_peer.py; yields what tells the rounds in which it has used each mode."""
     directory.mkdir()
-    with (directory / "console.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hostile_peer", maddr, str(directory)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parent.parent,
-        )
+    process = ForkServer(main=hostile_peer.main)([maddr, str(directory)], directory / "console.log")
     journal = directory / "rounds.jsonl"
 
     def rounds_by_mode() -> dict[str, int]:

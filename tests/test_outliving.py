@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.rendezvous import rank
+from tests.slow_join import launch_slower_than
 from tests.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -117,17 +115,11 @@ def test_a_round_begins_in_time_when_its_leader_is_gone(tmp_path: Path, how: sig
             leader.signal_tree(signal.SIGCONT)
 
 
-def launch_slowly(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.slow_join", "0.5", *arguments]
-    with log.open("ab") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-
-
 def test_a_peer_ten_times_slower_contributes_what_it_has(tmp_path: Path) -> None:
     with swarm(tmp_path, round={"inner_steps": 12}) as running:
         fast = tuple(running.start_all(2))
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--initial-peers", fast[0].address()]
-        slow = LocalPeer(tmp_path / "slow", common, launch_slowly)
+        slow = LocalPeer(tmp_path / "slow", common, launch_slower_than(fast[0].output_dir / "metrics.jsonl", 10))
         running.peers.append(slow)
         first = slow.wait_for("round", lambda event: event["peers"] == 3)["round"] + 1
         last = first + 4
