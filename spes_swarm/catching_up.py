@@ -15,7 +15,7 @@ from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
 from spes_swarm.reference import Reference, ReferenceTable
-from spes_swarm.roster import Roster
+from spes_swarm.roster import PeerView, Roster
 from spes_swarm.service_messages import CaughtUp
 from spes_swarm.transfer import Transfer
 
@@ -60,7 +60,7 @@ class CatchingUp:
         await self._refresh()
         if if_newer and self._newest_round() <= self._reference.round:
             return None
-        donors = self._donors if self._roster.training() else self._newest_donors
+        donors = self._donors if self._roster.voices() else self._newest_donors
         report = await self._transfer.download(donors, partial, on_progress)
         self._transfer.open()
         self._roster.committed()
@@ -69,7 +69,7 @@ class CatchingUp:
     async def swarm_table(self) -> ReferenceTable | None:
         """The table that most donors have, None if nobody answers."""
         await self._refresh()
-        return await self._transfer.vote(self._donors if self._roster.training() else self._newest_donors)
+        return await self._transfer.vote(self._donors if self._roster.voices() else self._newest_donors)
 
     async def fetch_if_lost(self) -> CaughtUp | None:
         """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.
@@ -134,13 +134,21 @@ class CatchingUp:
         A swarm that trains is followed where most of it is. Where nobody trains, because all have just come back, the
         newest reference that anybody has is it.
         """
-        if self._roster.training():
+        if self._roster.voices():
             return self._roster.median_round(self._reference.round)
-        return max([self._reference.round, *(view.progress.round for view in self._roster.present())])
+        return max([self._reference.round, *(view.progress.round for view in self._reachable())])
 
     def _newest_donors(self) -> list[str]:
         newest = self._newest_round()
-        return [v.peer_id for v in self._roster.present() if v.progress.reachable and v.progress.round >= newest]
+        return [v.peer_id for v in self._reachable() if v.progress.round >= newest]
 
     def _donors(self) -> list[str]:
-        return [v.peer_id for v in self._roster.present() if v.progress.reachable]
+        """Whose tables decide: once this peer has taken part in a round, those who have, too."""
+        reachable = self._reachable()
+        members = [v.peer_id for v in reachable if self._roster.standing.is_member(v.peer_id)]
+        return members or [v.peer_id for v in reachable]
+
+    def _reachable(self) -> list[PeerView]:
+        """Peers that can be asked; silent ones only where nobody has answered yet."""
+        present = [v for v in self._roster.present() if v.progress.reachable]
+        return [v for v in present if self._roster.standing.has_answered(v.peer_id)] or present

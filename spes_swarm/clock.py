@@ -35,8 +35,10 @@ CHECK_EVERY_S = 60.0
 SLEW = 0.9
 # Who is further ahead than this may see the others' records as expired: the clock is set back at once.
 MAX_SLEW_S = 10.0
-# The word of one peer alone counts up to here. (The TLS of libp2p does not even connect clocks that are further apart.)
-MAX_LONE_S = 3600.0
+# No correction takes a clock further than this from where it began, or from its wall clock: records that were written
+# by the time before it would otherwise claim to live longer than any may. (The TLS of libp2p does not even connect
+# clocks that are further apart.)
+MAX_TOTAL_S = 3600.0
 MAX_TIME_S = 1e10
 REPORTED_ERROR_S = 5.0
 
@@ -94,25 +96,26 @@ class SwarmClock:
             self._start(median(votes))
         self._settled = self._offset
 
-    def correct(self, offsets: Mapping[str, float], live: Collection[str] = ()) -> float:
+    def correct(self, offsets: Mapping[str, float], voices: Collection[str] = ()) -> float:
         """Follows the other peers: the upper median of their offsets (by peer id) and its own.
 
         So one peer cannot move a swarm of three or more, and of two halves, or two peers, the one that is behind goes
         to the other's time: that lets no record expire before its time, as going back would for the other's records.
         Forward the clock is set at once, because its records have expired for those who are ahead. Backward it runs
         slower; only when it is so far ahead that the others seem to be gone, it is set back. (The expirations of its
-        own records do not go back with it: a newer one must always expire later.)
+        own records do not go back with it: a newer one must always expire later.) All corrections together stay within
+        MAX_TOTAL_S.
 
         Args:
-            offsets: what was measured; the word of just one peer is not taken when others are `live`.
-            live: peers with a live record.
+            offsets: what was measured; the word of just one peer is not taken when others have a voice, too.
+            voices: all peers that have one; see standing.py.
 
         Returns:
             The step in seconds; zero if the clock goes on without one.
         """
         own = self.offset
         target = median_high([own, *offsets.values()])
-        if len(offsets) == 1 and not (set(live) <= offsets.keys() and self._is_near(target)):
+        if not self._is_near(target) or (len(offsets) == 1 and not set(voices) <= offsets.keys()):
             return 0.0
         step_s = target - own
         if abs(step_s) <= TOLERANCE_S:
@@ -126,7 +129,7 @@ class SwarmClock:
 
     def _is_near(self, offset: float) -> bool:
         """Whether it is not far from where this peer began, or else from its wall clock: its machine may have slept."""
-        return min(abs(offset - self._settled), abs(offset - self.wall_offset)) <= MAX_LONE_S
+        return min(abs(offset - self._settled), abs(offset - self.wall_offset)) <= MAX_TOTAL_S
 
 
 async def measure_offset(ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> float:
@@ -199,9 +202,9 @@ class Timekeeper:
         """Takes the time from `peers`, as far as they know it; before this peer publishes anything."""
         self.clock.settle((await self._measure(peers)).values())
 
-    async def check(self, peers: Collection[str], live: Collection[str]) -> float:
-        """Compares with `peers` and corrects; returns the step in seconds. See SwarmClock.correct."""
-        step_s = self.clock.correct(await self._measure(peers), live)
+    async def check(self, voices: Collection[str]) -> float:
+        """Compares with the peers that have a voice, and corrects; returns the step in seconds."""
+        step_s = self.clock.correct(await self._measure(voices), voices)
         self._report()
         return step_s
 

@@ -16,8 +16,8 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.links import Links
 from spes_swarm.reach import UNKNOWN, Reach, ReachService
 from spes_swarm.relay import Relay
-from spes_swarm.rendezvous import Neighbour
 from spes_swarm.rpc import Rpc
+from spes_swarm.standing import Neighbour
 
 _TEND_S = 2.0
 _FIRST_REVIEW_S = 10.0  # and then as soon as there is somebody to ask, who is not there when a founder starts

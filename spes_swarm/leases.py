@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,18 +31,32 @@ class Leases:
         held: what this peer trains now.
     """
 
-    def __init__(self, me: str, num_experts: int, rules: Rules) -> None:
+    def __init__(self, me: str, num_experts: int, rules: Rules, lease_s: float = math.inf) -> None:
         self._me = me
+        self._lease_s = lease_s
         self._num_experts = num_experts
         self._rules = rules
         self._others: dict[str, list[int]] = {}
+        self._seen: dict[str, tuple[float, float]] = {}  # of each lease: its expiration, and when it was first seen
         self.held: tuple[int, ...] = ()
         self.room = 0
         self.fixed = False
 
     def update(self, records: Mapping[str, Lease]) -> None:
-        """Takes in freshly read leases."""
-        self._others = {peer: lease.experts for peer, lease in records.items() if peer != self._me}
+        """Takes in freshly read leases, as far as they count.
+
+        One that has not been renewed within its lifetime has ended, however late it claims to expire.
+        """
+        now = time.monotonic()
+        self._seen = {
+            peer: known if (known := self._seen.get(peer)) and known[0] == lease.expires else (lease.expires, now)
+            for peer, lease in records.items()
+        }
+        self._others = {
+            peer: lease.experts
+            for peer, lease in records.items()
+            if peer != self._me and now - self._seen[peer][1] <= self._lease_s
+        }
 
     def choose(self, want: int) -> tuple[int, ...]:
         """Takes as many experts as wanted, those that the others need most."""

@@ -15,7 +15,7 @@ from typing import Any
 from spes_swarm.daemon import Daemon
 from spes_swarm.reach import greets, tcp_endpoint
 from spes_swarm.relay import CIRCUIT, is_circuit
-from spes_swarm.rendezvous import Neighbour
+from spes_swarm.standing import Neighbour
 
 _DIRECT_TIMEOUT_S = 6.0  # libp2p itself gives a TCP connection five
 _HEAD_START_S = 1.5  # of a direct connection before relays are tried, too

@@ -34,7 +34,7 @@ from spes_swarm.moments import Received
 from spes_swarm.reach import Reach
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView
+from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
 from spes_swarm.services import RunServices
 
 _WATCH_S = 1.0
@@ -289,8 +289,8 @@ class NetworkProcess:
         await self._services.refresh()
         return self._services.view()
 
-    async def count_tokens(self) -> int:
-        """Asks the others directly how many tokens they have processed since the last commit; returns the sum."""
+    async def count_tokens(self) -> TokenCounts:
+        """Asks the others directly how many tokens they have processed since the last commit."""
         return await self._services.count_tokens()
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:

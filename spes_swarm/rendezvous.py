@@ -5,10 +5,13 @@ statements, calls the peers that are not there yet, and closes the group when al
 gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its followers there.
 Whoever has the closed group hands it on, so a leader that dies while it announces the group does not split it.
 
-Nobody is trusted to be honest. Only live peers of the run may call for a round or begin to gather one; a leader that
-does not close the group in time, or sends its followers in circles, is passed over; a group that leaves this peer out
-is believed only when it has most of the live peers in it; and a claim that the swarm is a round further on counts only
-when as many live peers make it as would move the median of their records.
+Nobody is trusted to be honest. Only voices (see standing.py) lead rounds, call for one or begin to gather one, and how
+long a leader waits for a peer depends on what that peer has done before. A leader that does not close the group in
+time, or sends its followers in circles, is passed over; a group that leaves this peer out is believed only when it has
+most of the voices in it; and a claim that the swarm is a round further on counts only when as many voices make it as
+would move the median of their records.
+
+A newcomer defers to the peers that it was told to join: it follows them, and leads nothing before its first commit.
 
 hivemind's matchmaking was measured to form partial groups and knows no rounds; this one is built on plain calls.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +29,7 @@ from blake3 import blake3
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.identity import Identity
 from spes_swarm.rpc import Rpc
+from spes_swarm.standing import Neighbour
 from spes_swarm.statement import Group, Member, Statement, form_group, open_statement, seal_statement
 
 # A follower polls its leader at least this often; one that has been silent for three times as long is gone.
@@ -41,14 +45,6 @@ _MAX_ROUND_GATHERINGS = 4
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
     """Order of the candidates for leading a round; the smallest leads."""
     return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A live peer, as its progress record tells."""
-
-    peer_id: str
-    reachable: bool
 
 
 @dataclass(slots=True)
@@ -74,7 +70,8 @@ class Rendezvous:
 
     Args:
         reachable: whether others can come to this peer, or it leads no rounds; may be changed at any time.
-        live_peers: the other live peers of the run at this moment.
+        live_peers: the other peers of the run that a round may meet, at this moment.
+        defers: whether this peer leaves it to others to lead rounds.
         target_round: the round that this peer wants to commit next.
         on_called: told that a leader calls for a round; the trainer should come as soon as its step is done.
         on_ahead: told that others gather for the round after `target_round`: this peer may have missed one.
@@ -91,6 +88,7 @@ class Rendezvous:
         reachable: bool,
         window_s: float,
         live_peers: Callable[[], Collection[Neighbour]],
+        defers: Callable[[], bool],
         target_round: Callable[[], int],
         on_called: Callable[[int], None],
         on_ahead: Callable[[int], None],
@@ -102,6 +100,7 @@ class Rendezvous:
         self.reachable = reachable
         self._window_s = window_s
         self._live_peers = live_peers
+        self._defers = defers
         self._target_round = target_round
         self._on_called = on_called
         self._on_ahead = on_ahead
@@ -168,8 +167,11 @@ class Rendezvous:
             raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
-        candidates = [n.peer_id for n in self._live_peers() if n.reachable and n.peer_id not in failed]
-        if self.reachable:
+        able = [n for n in self._live_peers() if n.reachable and n.peer_id not in failed]
+        candidates = [n.peer_id for n in able if n.has_voice]
+        if self._defers():
+            candidates = candidates or [n.peer_id for n in able]
+        elif self.reachable:
             candidates.append(self._identity.peer_id)
         return min(candidates, key=lambda peer: rank(self._run_id, round_number, peer), default=None)
 
@@ -214,7 +216,7 @@ class Rendezvous:
                 return group
             if gathering.redirect is not None:
                 return None
-            if self._is_most(len(gathering.past)):  # alone, this peer would only fork the reference
+            if self._is_most(gathering.past):  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
             self._add(gathering, round_number, sealed)
             await self._wait(gathering.changed, _POLL_S)
@@ -226,16 +228,17 @@ class Rendezvous:
         callers: dict[str, asyncio.Task[None]] = {}
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
-                expected = {n.peer_id for n in self._live_peers()} | {me}
-                missing = expected - gathering.sealed.keys() - gathering.lost
+                patience_s = {n.peer_id: n.patience_s for n in self._live_peers()} | {me: self._window_s}
+                missing = patience_s.keys() - gathering.sealed.keys() - gathering.lost
                 for peer_id in missing - {me} - callers.keys():
                     callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self._on_called(round_number)
                 waited_s = time.monotonic() - gathering.opened
-                if self._is_most(len(gathering.past)):
+                if self._is_most(gathering.past):
                     return
-                if gathering.sealed and (not missing or waited_s > self._window_s):
+                awaited = {peer for peer in missing if waited_s < patience_s[peer]}
+                if gathering.sealed and (not awaited or waited_s > self._window_s):
                     self._close(round_number, gathering)
                     return
                 await self._wait(gathering.changed, min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
@@ -273,9 +276,15 @@ class Rendezvous:
         gathering.lost.add(peer_id)
         gathering.touch()
 
-    def _is_most(self, num_peers: int) -> bool:
-        """Whether so many of the other live peers would move the median of the records; see the head of this file."""
-        return num_peers > len({n.peer_id for n in self._live_peers()}) // 2
+    def _voices(self) -> set[str]:
+        """The other peers whose word counts here. Who defers to others knows nobody yet, and hears everybody."""
+        defers = self._defers()
+        return {n.peer_id for n in self._live_peers() if n.has_voice or defers}
+
+    def _is_most(self, peers: Iterable[str]) -> bool:
+        """Whether these peers would move the median of the records; see the head of this file."""
+        voices = self._voices()
+        return len(voices.intersection(peers)) > len(voices) // 2
 
     def _note_return(self, leader: str) -> None:
         if leader in self._past:
@@ -283,7 +292,7 @@ class Rendezvous:
             self._returned.add(leader)
 
     def _better(self, leader: str, round_number: int) -> bool:
-        live = {n.peer_id for n in self._live_peers() if n.reachable}
+        live = {n.peer_id for n in self._live_peers() if n.reachable and n.has_voice}
         mine = rank(self._run_id, round_number, self._identity.peer_id)
         return leader in live and rank(self._run_id, round_number, leader) < mine
 
@@ -323,6 +332,11 @@ class Rendezvous:
                 # If the records do not say so, too, the next attempt goes to somebody else.
                 (failed if leader in self._returned else self._past).add(leader)
                 raise RoundError(f"round {round_number} is over")
+            if answer.get("early"):
+                if time.monotonic() > patience:
+                    failed.add(leader)
+                    raise RoundError(f"the others have not begun round {round_number}")
+                continue
             redirect = answer.get("leader")
             if redirect == self._identity.peer_id:
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
@@ -352,8 +366,9 @@ class Rendezvous:
             raise ProtocolError("malformed", "a group is a list of signed statements")
         group = form_group(self._run_id, round_number, sealed, self._num_blocks)
         if group.index_of(self._identity.peer_id) is None:
-            live = {n.peer_id for n in self._live_peers()}
-            if 2 * sum(member.peer_id in live for member in group.members) <= len(live) + 1:
+            voices = self._voices()
+            own = 0 if self._defers() else 1
+            if 2 * sum(member.peer_id in voices for member in group.members) <= len(voices) + own:
                 return  # anybody can make a group of one; this peer goes on looking for its own
         self._set_closed(group)
 
@@ -389,15 +404,12 @@ class Rendezvous:
             raise ProtocolError("run", "a call for another run, or without a round")
         return round_number
 
-    def _is_live(self, peer_id: str) -> bool:
-        return any(n.peer_id == peer_id for n in self._live_peers())
-
     def _note_ahead(self, peer_id: str, round_number: int) -> None:
         """Takes note of a call for the round after the next one; see the head of this file."""
-        live = {n.peer_id for n in self._live_peers()}
-        self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in live}
+        voices = self._voices()
+        self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in voices}
         self._ahead[peer_id] = round_number
-        if self._is_most(sum(claimed >= round_number for claimed in self._ahead.values())):
+        if self._is_most(peer for peer, claimed in self._ahead.items() if claimed >= round_number):
             self._on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -417,12 +429,15 @@ class Rendezvous:
         member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "a statement brought by another peer")
-        live = self._is_live(peer_id)
-        if live and round_number > target:
+        has_voice = peer_id in self._voices()
+        if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        if not live and round_number not in self._gatherings:
-            await asyncio.sleep(_POLL_S)  # a newcomer whose record is not here yet is welcome, but begins nothing
-            return {}
+        if round_number not in self._gatherings and (self._defers() or not has_voice):
+            # A newcomer is welcome to a round, but begins none.
+            if self._following is not None and self._following[0] == round_number:
+                return {"leader": self._following[1]}
+            await asyncio.sleep(_POLL_S)
+            return {"early": True}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             self._add(gathering, round_number, sealed)
@@ -439,7 +454,7 @@ class Rendezvous:
         if group is not None:
             return {"group": list(group.sealed)}
         target = self._target_round()
-        if not self._is_live(peer_id):  # its record may not be here yet, so this alone is no fault
+        if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault
             if not 0 <= round_number <= target + 1:
                 raise ProtocolError("round", f"a stranger calls for round {round_number}; the next one is {target}")
             return {"target": target}

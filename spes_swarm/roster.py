@@ -1,13 +1,19 @@
-"""Who is in the swarm right now, as this peer knows it from signed records and from its own failed calls."""
+"""Who is in the swarm right now, as this peer knows it from signed records and from its own calls.
+
+Everybody with a live record is *present*. What moves this peer (the swarm's round, its tokens, its pace) follows
+*voices* alone; see standing.py.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 
 from spes_swarm.records import Progress
+from spes_swarm.standing import Neighbour, Standing
 
 # An H200 and a laptop differ by about as much in what they do in one step.
 MAX_STEP_RATIO = 64
@@ -27,10 +33,20 @@ class PeerView:
 class Roster:
     """The other peers of the run.
 
-    Remote clocks are never compared with the local one: what counts is when a record was first seen here.
+    Remote clocks are never compared with the local one: what counts is when a record was first seen here. A record
+    that has not been renewed for twice the lifetime of an honest one is stale, however late it claims to expire.
+
+    Attributes:
+        me: this peer's id.
+        progress_ttl_s: lifetime of an honest progress record.
+        standing: which of the others have taken part in rounds.
+        peers: everybody with an unexpired record.
+        committed_at: monotonic time of the last commit here.
     """
 
     me: str
+    progress_ttl_s: float = math.inf
+    standing: Standing = field(default_factory=Standing)
     peers: dict[str, PeerView] = field(default_factory=dict)
     committed_at: float = field(default_factory=time.monotonic)
     _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
@@ -78,24 +94,63 @@ class Roster:
         if peer_id in self.peers:
             self._lost[peer_id] = self.peers[peer_id].progress.expires
 
-    def committed(self) -> None:
-        """Notes that a round was committed just now: everybody's count of tokens begins again."""
+    def committed(self, took_part: Collection[str] = (), absent: Collection[str] = ()) -> None:
+        """Notes that a round was committed just now: everybody's count of tokens begins again.
+
+        Args:
+            took_part: peers whose work is in it, this one perhaps included.
+            absent: live peers in training that did not come, or delivered nothing.
+        """
         self.committed_at = time.monotonic()
+        if took_part or absent:
+            self.standing.committed(self.committed_at, {*took_part} - {self.me}, {*absent} - {self.me})
 
     def present(self) -> list[PeerView]:
         """All other peers with a live record, whatever they are doing."""
-        return [view for peer, view in self.peers.items() if self._lost.get(peer, -1.0) < view.progress.expires]
+        now = time.monotonic()
+        return [
+            view
+            for peer, view in self.peers.items()
+            if self._lost.get(peer, -1.0) < view.progress.expires
+            and (now - view.seen_at <= 2 * self.progress_ttl_s or peer in self._vouched)
+        ]
+
+    def answering(self) -> list[PeerView]:
+        """The present peers that have answered a call, so that a process stands behind the record."""
+        return [view for view in self.present() if self.standing.has_answered(view.peer_id)]
 
     def training(self) -> list[PeerView]:
-        """The other peers that take part in rounds."""
+        """The other peers that say that they train."""
         return [view for view in self.present() if view.progress.state == "training"]
+
+    def voices(self) -> list[PeerView]:
+        """The other peers in training whose word counts; see standing.py."""
+        training = self.training()
+        voices = self.standing.voices(view.peer_id for view in training)
+        return [view for view in training if view.peer_id in voices]
+
+    @property
+    def defers(self) -> bool:
+        """Returns True if this peer leaves it to the peers that it was told to join to lead rounds."""
+        return self.standing.defers(view.peer_id for view in self.training())
+
+    def neighbours(self, window_s: float) -> list[Neighbour]:
+        """The peers in training that a round may meet, with how long it waits for each of them."""
+        training = {v.peer_id: v for v in self.training() if self.standing.has_answered(v.peer_id)}
+        training |= {view.peer_id: view for view in self.voices()}
+        patience = self.standing.patience(training, window_s)
+        voices = self.standing.voices(training)
+        return [
+            Neighbour(peer, view.progress.reachable, has_voice=peer in voices, patience_s=patience[peer])
+            for peer, view in training.items()
+        ]
 
     def median_round(self, own_round: int) -> int:
         """The upper median of the rounds that the peers, this one included, say they have committed.
 
         Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
         """
-        rounds = sorted([own_round, *(view.progress.round for view in self.training())], reverse=True)
+        rounds = sorted([own_round, *(view.progress.round for view in self.voices())], reverse=True)
         return rounds[(len(rounds) - 1) // 2]
 
     def swarm_round(self, own_round: int) -> int:
@@ -104,7 +159,10 @@ class Roster:
 
     def swarm_tokens(self, at_round: int) -> int:
         """What most of the peers that have committed this round say of the tokens until then; 0 where nobody says."""
-        counts = [view.progress.swarm_tokens for view in self.present() if view.progress.round == at_round]
+        present = self.present()
+        voices = self.standing.voices(view.peer_id for view in present)
+        at_this_round = [view for view in present if view.peer_id in voices and view.progress.round == at_round]
+        counts = [view.progress.swarm_tokens for view in at_this_round]
         return median_low([count for count in counts if count] or [0])
 
     def largest_step(self, own: int) -> int:
@@ -112,13 +170,13 @@ class Roster:
 
         Without the bound, one record with an absurd number would keep rounds from ever being due.
         """
-        sizes = [own, *(view.progress.tokens_per_step for view in self.training())]
+        sizes = [own, *(view.progress.tokens_per_step for view in self.voices())]
         return MAX_STEP_RATIO * median_low([size for size in sizes if size > 0] or [1])
 
     def tokens_per_step(self, own: int) -> int:
         """Sum of the other peers' tokens per step, none of them counted beyond `largest_step`."""
         limit = self.largest_step(own)
-        return sum(min(view.progress.tokens_per_step, limit) for view in self.training())
+        return sum(min(view.progress.tokens_per_step, limit) for view in self.voices())
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.
@@ -127,7 +185,7 @@ class Roster:
         """
         now = time.monotonic()
         total = 0.0
-        for view in self.training():
+        for view in self.voices():
             progress = view.progress
             if progress.round >= own_round and view.seen_at >= self.committed_at:
                 base, since = float(progress.tokens), view.seen_at

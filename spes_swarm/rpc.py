@@ -41,6 +41,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     Attributes:
         on_fault: told about callers that break the protocol, and by those who ask about answers that do.
+        on_contact: told about peers that answer a call or make one.
         on_silence: told about peers that do not answer any more. Whether the peer hangs or the way to it was cut for a
             while cannot be told; in the latter case TCP waits longer and longer before it tries the old connection
             again, libp2p keeps using it for up to 40 s, and only a new one helps.
@@ -49,6 +50,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     def __init__(self, p2p: P2P, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._p2p = p2p
         self.on_fault = on_fault
+        self.on_contact: Callable[[str], None] = lambda peer_id: None
         self.on_silence: Callable[[str], None] = lambda peer_id: None
         self._handlers: dict[str, Handler] = {}
         self._unanswered: Counter[str] = Counter()
@@ -100,6 +102,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         self._heard_at[peer_id] = time.monotonic()
         if len(self._heard_at) > _MAX_HEARD:
             del self._heard_at[next(iter(self._heard_at))]  # the one that has been silent longest
+        self.on_contact(peer_id)
 
     def _note_silence(self, peer_id: str) -> None:
         self._unanswered[peer_id] += 1

@@ -42,9 +42,10 @@ class Presence:
 class SwarmView:
     """What the trainer needs to know about the others; sent to it once a second."""
 
-    num_peers: int  # the others with a live record
+    num_peers: int  # the others with a live record that answer calls
     num_ready: int  # of those, how many have a reference and train or wait for others
-    num_training: int  # of those, how many take part in rounds
+    num_training: int  # of those, how many train
+    # These follow voices alone; see standing.py.
     tokens_per_step: int  # sum over the others that train
     tokens: float  # estimate of what they have processed since the last commit, at `at`
     tokens_per_second: float  # their speed together
@@ -52,6 +53,14 @@ class SwarmView:
     swarm_round: int
     experts_covered: int
     publishing_periods: int = 0  # a round may be overdue before it is for this peer to publish it; see election.py
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """What the others have processed since the last commit."""
+
+    tokens: int  # together
+    steps: tuple[float, ...]  # each of them
 
 
 @dataclass(frozen=True)

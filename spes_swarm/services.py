@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
-from spes_swarm.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.acquaintances import Acquaintances
 from spes_swarm.announcer import Announcer
 from spes_swarm.catching_up import CatchingUp
 from spes_swarm.clock import Timekeeper, give_to_hivemind
@@ -26,27 +26,37 @@ from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.election import periods_to_wait
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.exchange import Exchange
+from spes_swarm.greetings import Greetings
 from spes_swarm.identity import Identity
 from spes_swarm.leases import Leases
 from spes_swarm.lineage import Lineage
 from spes_swarm.moments import Moments, Received, largest_ratio, num_moments, slices
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
-from spes_swarm.records import Lease, Progress, RecentFaults, Records, RunRecordValidator, Volunteer
+from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, RunRecordValidator, Volunteer
 from spes_swarm.reference import Reference
-from spes_swarm.rendezvous import Neighbour, Rendezvous
+from spes_swarm.rendezvous import Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import CaughtUp, Listener, Presence, RoundReport, RunSettings, SwarmView
+from spes_swarm.service_messages import (
+    CaughtUp,
+    Listener,
+    Presence,
+    RoundReport,
+    RunSettings,
+    SwarmView,
+    TokenCounts,
+)
 from spes_swarm.shared_vector import SharedVector
-from spes_swarm.statement import Statement
+from spes_swarm.standing import Neighbour, Standing
+from spes_swarm.statement import Group, Statement
 from spes_swarm.token_count import TokenCount
 from spes_swarm.transfer import Transfer
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _REFRESH_S = 1.0  # how often the records of the others are read
-_PING_TIMEOUT_S = 5.0
+_Record = TypeVar("_Record", bound=Record)
 
 
 class RunServices:
@@ -66,7 +76,10 @@ class RunServices:
         self._contribution_N = _attach(settings.contribution_fd, settings, num_elements)
         self._codec = get_codec(run.round.codec)
         self._limits = ExchangeLimits(run.round.stall_timeout_s, run.round.timeout_s, run.round.max_update_rms)
-        self._roster = Roster(identity.peer_id)
+        told = {maddr.rsplit("/", 1)[-1] for maddr in settings.initial_peers} - {identity.peer_id}
+        self._roster = Roster(identity.peer_id, run.round.progress_ttl_s, Standing(told))
+        self._told = told
+        rpc.on_contact = self._roster.standing.note_answer
         self._ahead = 0  # the round that others gather for, when it is beyond our next one
         self._volunteers: dict[str, Volunteer] = {}
         self._acquaintances = Acquaintances(settings.initial_peers)
@@ -75,10 +88,13 @@ class RunServices:
             identity.peer_id,
             settings.layout.num_experts,
             Rules(run.ownership.replicas, run.ownership.rotate_every_rounds),
+            run.round.lease_s,
         )
         self.lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._greetings = Greetings(
+            rpc, self._roster, self._acquaintances, lambda: self._own_maddrs if self.reachable else []
+        )
         self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, self._on_fault)
         self._transfer = Transfer(
             daemon.p2p,
@@ -104,7 +120,8 @@ class RunServices:
             len(settings.layout.blocks),
             reachable=not settings.client_mode,
             window_s=run.round.window_s,
-            live_peers=lambda: [Neighbour(view.peer_id, view.progress.reachable) for view in self._roster.training()],
+            live_peers=lambda: self._roster.neighbours(run.round.window_s),
+            defers=lambda: self._roster.defers,
             target_round=self._target_round,
             on_called=listener.on_called,
             on_ahead=self._on_ahead,
@@ -133,8 +150,7 @@ class RunServices:
     async def start(self) -> None:
         """Takes the swarm's time, joins the DHT and registers the services."""
         give_to_hivemind(self._now)
-        given = {maddr.rsplit("/", 1)[-1] for maddr in self._settings.initial_peers}
-        known = (given - {self._identity.peer_id}) | await self._connected()
+        known = self._told or await self._connected()
         await self._timekeeper.settle(known)
         self._node = await DHTNode.create(
             p2p=self._daemon.p2p,
@@ -148,11 +164,11 @@ class RunServices:
         self._own_maddrs = await self._daemon.maddrs()
         self._records = Records(self._node, self._identity, self._run_id, self._now)
         self._announcer.open(self._records)
-        if more := await self._connected() - known:  # the DHT has found them: no need to trust the first ones alone
+        if not self._told and (more := await self._connected() - known):  # the DHT has found them
             await self._timekeeper.settle(known | more)
         await self._timekeeper.serve()
         await self._rpc.serve("manifest", self._serve_manifest)
-        await self._rpc.serve("ping", self._serve_ping)
+        await self._greetings.start()
         await self._token_count.start()
         await self._exchange.start()
         await self._transfer.start()
@@ -191,8 +207,7 @@ class RunServices:
 
     async def maddrs_of(self, peer_id: str) -> list[str]:
         """Asks a peer for its addresses; those of last time if it does not answer."""
-        await self._greet(peer_id)
-        return self._acquaintances.of([peer_id])
+        return await self._greetings.greet(peer_id)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
@@ -210,11 +225,7 @@ class RunServices:
         del peer_id, request
         return dict(self._settings.manifest.to_wire())
 
-    async def _serve_ping(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del peer_id, request
-        return {"maddrs": self._own_maddrs if self.reachable else []}
-
-    async def count_tokens(self) -> int:
+    async def count_tokens(self) -> TokenCounts:
         """See network.NetworkProcess.count_tokens."""
         return await self._token_count.others()
 
@@ -272,7 +283,8 @@ class RunServices:
         await asyncio.sleep(self._timekeeper.until_check_s())
         live = {view.peer_id for view in self._roster.present()}
         # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
-        step_s = await self._timekeeper.check(live | await self._connected(), live)
+        voices = self._roster.standing.clock_voices(live | await self._connected(), time.monotonic())
+        step_s = await self._timekeeper.check(voices)
         if step_s > 0:
             self._announcer.announce_soon()  # to those who were ahead, this peer's records had expired
         elif step_s < 0 and self._node is not None:
@@ -289,32 +301,28 @@ class RunServices:
         """Reads the others' records and greets new peers, so that connections stand before the first round."""
         assert self._records is not None
         new = self._roster.update(await self._records.read("progress", Progress))
-        self._leases.update(await self._records.read("leases", Lease))
+        self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
         self._announcer.learn_swarm_tokens(self._roster)
         if self._announcer.volunteering is not None:
-            self._volunteers = await self._records.read("publishers", Volunteer)
-        for peer_id in new:
-            # Not awaited: a newcomer that has been frozen must not keep this peer from a round.
-            greeting = asyncio.create_task(self._greet(peer_id))
-            self._greetings.add(greeting)
-            greeting.add_done_callback(self._greetings.discard)
+            self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
+        self._greetings.greet_soon(new)
 
-    async def _greet(self, peer_id: str) -> None:
-        with suppress(OSError, ProtocolError):  # a round will find out whether it can be reached
-            answer = await self._rpc.call(peer_id, "ping", {}, _PING_TIMEOUT_S)
-            self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
+    def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
+        """The records of peers that have answered a call: a record alone neither takes experts nor publishes."""
+        return {peer: record for peer, record in records.items() if self._roster.standing.has_answered(peer)}
 
     def view(self) -> SwarmView:
         """See SwarmView."""
-        training = self._roster.training()
-        held = {e for view in training for e in view.progress.experts} | set(self._leases.held)
+        answering = self._roster.answering()
+        voices = self._roster.voices()
+        held = {e for view in answering for e in view.progress.experts} | set(self._leases.held)
         return SwarmView(
-            num_peers=len(self._roster.present()),
-            num_ready=sum(view.progress.state in ("waiting", "training") for view in self._roster.present()),
-            num_training=len(training),
+            num_peers=len(answering),
+            num_ready=sum(view.progress.state in ("waiting", "training") for view in answering),
+            num_training=sum(view.progress.state == "training" for view in answering),
             tokens_per_step=self._roster.tokens_per_step(self._announcer.tokens_per_step),
             tokens=self._roster.tokens_since_commit(self.reference.round, self._config.progress_ttl_s),
-            tokens_per_second=sum(view.progress.tokens_per_second for view in training),
+            tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
             at=time.monotonic(),
             swarm_round=self._roster.swarm_round(self.reference.round),
             experts_covered=len(held),
@@ -334,7 +342,7 @@ class RunServices:
 
     async def peer_maddrs(self) -> list[str]:
         """See network.NetworkProcess.peer_maddrs."""
-        return self._acquaintances.of([view.peer_id for view in self._roster.present()])
+        return self._acquaintances.of([view.peer_id for view in self._roster.answering()])
 
     async def set_presence(self, presence: Presence) -> None:
         """See network.NetworkProcess.set_presence."""
@@ -357,7 +365,7 @@ class RunServices:
         quiet = 0
         while quiet < 2:
             await asyncio.sleep(_REFRESH_S)
-            self._leases.update(await self._records.read("leases", Lease))
+            self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
             if self._leases.settle():
                 quiet += 1
             else:
@@ -450,12 +458,13 @@ class RunServices:
             self._rendezvous.spend(group)
             raise
         finally:
-            members = {member.peer_id for member in group.members}
-            for view in self._roster.training():
-                if view.peer_id not in members:
-                    self._roster.lose(view.peer_id)
+            absent = self._absent(group)
+            for peer_id in absent:
+                self._roster.lose(peer_id)
             self._listener.on_round_over()
-        self._roster.committed()
+        delivered = {group.members[i].peer_id for result in state.results.values() for i in result.included}
+        idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
+        self._roster.committed(delivered, absent | idle)
         self._roster.vouch(
             [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
         )
@@ -476,6 +485,11 @@ class RunServices:
         )
         self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report
+
+    def _absent(self, group: Group) -> set[str]:
+        """Live peers in training that are not in the group."""
+        members = {member.peer_id for member in group.members}
+        return {view.peer_id for view in self._roster.training()} - members
 
     async def traffic(self) -> tuple[int, int]:
         """See network.NetworkProcess.traffic."""

@@ -11,6 +11,7 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.reference import Reference
 from spes_swarm.roster import PeerView, Roster
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import TokenCounts
 
 _TIMEOUT_S = 1.0
 
@@ -52,9 +53,10 @@ class TokenCount:
         presence = self._announcer.presence
         return {"round": self._reference.round, "tokens": presence.tokens if presence else 0}
 
-    async def others(self) -> int:
-        """The sum over the others that train; who does not answer counts with its last record."""
-        limit = 4 * self._inner_steps * self._roster.largest_step(self._announcer.tokens_per_step)
+    async def others(self) -> TokenCounts:
+        """Asks the others whose word counts; who does not answer counts with its last record."""
+        largest_step = self._roster.largest_step(self._announcer.tokens_per_step)
+        limit = 4 * self._inner_steps * largest_step
 
         def bounded(tokens: object, number: object) -> int:
             # Counts since another commit say nothing, and nobody's word may bring a round about on its own.
@@ -70,4 +72,8 @@ class TokenCount:
                 return stale
             return bounded(answer.get("tokens"), answer.get("round"))
 
-        return sum(await asyncio.gather(*(ask(view) for view in self._roster.training())))
+        views = self._roster.voices()
+        counts = await asyncio.gather(*(ask(view) for view in views))
+        sizes = [max(1, min(view.progress.tokens_per_step, largest_step)) for view in views]
+        steps = tuple(count / size for count, size in zip(counts, sizes, strict=True))
+        return TokenCounts(tokens=sum(counts), steps=steps)

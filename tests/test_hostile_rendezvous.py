@@ -11,8 +11,9 @@ import pytest
 
 from spes_swarm import rendezvous
 from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.rendezvous import Neighbour, Rendezvous, rank
+from spes_swarm.rendezvous import Rendezvous, rank
 from spes_swarm.rpc import RemoteError
+from spes_swarm.standing import Neighbour
 from spes_swarm.statement import Group, Statement, form_group, seal_statement
 from tests.rounds import RUN_ID, identities, identity
 
@@ -157,6 +158,7 @@ class Meeting:
                     reachable=True,
                     window_s=WINDOW_S,
                     live_peers=lambda others=others: others,  # type: ignore[misc]
+                    defers=lambda: False,
                     target_round=lambda: 1,
                     on_called=self.called.append,
                     on_ahead=self.ahead.append,
@@ -236,6 +238,7 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
         reachable=True,
         window_s=10.0,
         live_peers=lambda: [Neighbour(who.peer_id, True) for who in meeting.honest],
+        defers=lambda: False,
         target_round=lambda: 1 if gone_back.is_set() else 9,
         on_called=lambda round_number: None,
         on_ahead=lambda round_number: None,
@@ -267,7 +270,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
             sealed = seal_statement(stranger, RUN_ID, Statement.model_validate(fields))
             request = {"run": RUN_ID, "round": round_number, "statement": sealed}
             assert await me._serve_call(stranger.peer_id, request) == {"target": 1}
-            assert await me._serve_gather(stranger.peer_id, request) == {}
+            assert await me._serve_gather(stranger.peer_id, request) == {"early": True}
         with pytest.raises(ProtocolError, match="round"):
             await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
         assert not me._gatherings

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from spes_swarm.links import Links
-from spes_swarm.rendezvous import Neighbour
+from spes_swarm.standing import Neighbour
 from tests.hosts import hosts, run
 
 

@@ -11,6 +11,7 @@ import pytest
 from spes_swarm import roster as roster_module
 from spes_swarm.records import Progress
 from spes_swarm.roster import Roster
+from spes_swarm.standing import Standing
 
 
 class Clock:
@@ -47,12 +48,19 @@ def progress(expires: float = 1.0, **changes: Any) -> Progress:
     return Progress(**{"expires": expires, **fields, **changes})
 
 
+def acquainted() -> Roster:
+    """A roster whose peer has committed a round with everybody that these tests name."""
+    standing = Standing()
+    standing.committed(900.0, ["a", "b", "c", "late", *(f"p{i}" for i in range(6))], [])
+    return Roster("me", standing=standing, committed_at=1000.0)
+
+
 def names(views: list[roster_module.PeerView]) -> set[str]:
     return {view.peer_id for view in views}
 
 
 def test_new_peers_are_named_once() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     assert sorted(roster.update({"a": progress(), "b": progress()})) == ["a", "b"]
     assert roster.update({"a": progress(2.0), "c": progress()}) == ["c"]
     assert names(roster.present()) == {"a", "c"}
@@ -60,14 +68,14 @@ def test_new_peers_are_named_once() -> None:
 
 
 def test_this_peer_is_not_among_the_others() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     assert roster.update({"me": progress(), "a": progress()}) == ["a"]
     assert names(roster.present()) == {"a"}
 
 
 @pytest.mark.parametrize("state", ["joining", "waiting", "syncing", "leaving"])
 def test_only_who_trains_takes_part_in_rounds(state: str) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(), "b": progress(state=state)})
     assert names(roster.present()) == {"a", "b"}
     assert names(roster.training()) == {"a"}
@@ -75,7 +83,7 @@ def test_only_who_trains_takes_part_in_rounds(state: str) -> None:
 
 
 def test_a_peer_that_did_not_answer_is_back_with_its_next_record() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(1.0), "b": progress(1.0)})
     roster.lose("a")
     assert names(roster.present()) == names(roster.training()) == {"b"}
@@ -86,7 +94,7 @@ def test_a_peer_that_did_not_answer_is_back_with_its_next_record() -> None:
 
 
 def test_who_has_just_committed_is_live_without_a_record_for_a_while(clock: Clock) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(), "b": progress()})
     roster.vouch(["me", "a"], for_s=10.0)
     clock.now += 9.0
@@ -99,7 +107,7 @@ def test_who_has_just_committed_is_live_without_a_record_for_a_while(clock: Cloc
 
 def test_who_has_just_committed_is_live_although_its_record_ended_meanwhile(clock: Clock) -> None:
     """A cut delays the record that would replace the one that ends during the round."""
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(), "b": progress(), "c": progress(state="leaving")})
     roster.update({})
     roster.vouch(["a", "c"], for_s=10.0)
@@ -114,7 +122,7 @@ def test_who_has_just_committed_is_live_although_its_record_ended_meanwhile(cloc
 
 
 def test_who_was_lost_and_then_commits_is_live_again() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress()})
     roster.lose("a")
     roster.vouch(["a"], for_s=10.0)
@@ -122,7 +130,7 @@ def test_who_was_lost_and_then_commits_is_live_again() -> None:
 
 
 def test_vouching_ends_when_the_peer_does_not_come_or_says_that_it_leaves() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(), "b": progress()})
     roster.vouch(["a", "b"], for_s=10.0)
     roster.lose("a")
@@ -132,7 +140,7 @@ def test_vouching_ends_when_the_peer_does_not_come_or_says_that_it_leaves() -> N
 
 
 def test_losing_a_stranger_changes_nothing() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.lose("a")
     roster.update({"a": progress()})
     assert names(roster.present()) == {"a"}
@@ -151,13 +159,13 @@ def test_losing_a_stranger_changes_nothing() -> None:
     ],
 )
 def test_the_swarms_round_is_the_upper_median(own: int, others: list[int], expected: int) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({f"p{i}": progress(round=r) for i, r in enumerate(others)})
     assert roster.swarm_round(own) == expected
 
 
 def test_the_round_of_a_peer_that_only_watches_does_not_count() -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(round=50, state="joining")})
     assert roster.swarm_round(3) == 3
 
@@ -171,7 +179,7 @@ def estimate() -> Callable[[Roster], float]:
 
 
 def test_a_count_is_carried_forward_at_its_own_rate(clock: Clock, estimate: Callable[[Roster], float]) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     clock.now += 5
     roster.update({"a": progress(tokens=400), "b": progress(tokens=100, tokens_per_second=1.0)})
     assert estimate(roster) == 500
@@ -182,7 +190,7 @@ def test_a_count_is_carried_forward_at_its_own_rate(clock: Clock, estimate: Call
 def test_reading_the_same_record_again_does_not_make_it_younger(
     clock: Clock, estimate: Callable[[Roster], float]
 ) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(1.0, tokens=400)})
     clock.now += 7
     roster.update({"a": progress(1.0, tokens=400)})
@@ -192,14 +200,14 @@ def test_reading_the_same_record_again_does_not_make_it_younger(
 
 
 def test_a_silent_peer_is_not_believed_to_work_for_ever(clock: Clock, estimate: Callable[[Roster], float]) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(tokens=400)})
     clock.now += 1000
     assert estimate(roster) == 400 + 30 * 10
 
 
 def test_after_a_commit_everybodys_count_begins_again(clock: Clock, estimate: Callable[[Roster], float]) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(1.0, tokens=400)})
     clock.now += 3
     roster.committed()
@@ -213,15 +221,74 @@ def test_after_a_commit_everybodys_count_begins_again(clock: Clock, estimate: Ca
 def test_a_count_from_before_the_last_commit_is_not_taken_for_one_after_it(
     clock: Clock, estimate: Callable[[Roster], float]
 ) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     clock.now += 6
     roster.update({"late": progress(1.0, round=2, tokens=10_000)})  # it has not committed our round yet
     assert estimate(roster) == 60
 
 
 def test_only_tokens_of_peers_in_training_count(estimate: Callable[[Roster], float]) -> None:
-    roster = Roster("me", committed_at=1000.0)
+    roster = acquainted()
     roster.update({"a": progress(tokens=400), "b": progress(tokens=900, state="leaving")})
     assert estimate(roster) == 400
     roster.lose("a")
     assert estimate(roster) == 0
+
+
+# Records alone.
+
+
+def a_crowd_of_ghosts(**claims: Any) -> dict[str, Progress]:
+    return {f"ghost{i}": progress(**claims) for i in range(50)}
+
+
+@pytest.mark.parametrize("answering", [False, True])
+@pytest.mark.parametrize(
+    "claims", [{"round": 2**60}, {"round": 0}, {"tokens_per_step": 2**50}, {"tokens_per_second": 1e300}]
+)
+def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answering: bool) -> None:
+    honest = {"a": progress(tokens=640), "b": progress(tokens=640, round=4)}
+    undisturbed, roster = acquainted(), acquainted()
+    undisturbed.update(honest)
+    roster.update({**honest, **a_crowd_of_ghosts(**claims)})
+    if answering:
+        for i in range(50):
+            roster.standing.note_answer(f"ghost{i}")
+    for ask in (
+        lambda r: r.swarm_round(3),
+        lambda r: r.median_round(3),
+        lambda r: r.largest_step(128),
+        lambda r: r.tokens_per_step(128),
+        lambda r: r.tokens_since_commit(3, 30.0),
+        lambda r: r.swarm_tokens(4),
+    ):
+        assert ask(roster) == ask(undisturbed)
+
+
+def test_rounds_meet_ghosts_only_when_these_answer() -> None:
+    roster = acquainted()
+    roster.update({"a": progress(), **a_crowd_of_ghosts()})
+    assert [n.peer_id for n in roster.neighbours(10.0)] == ["a"]
+    roster.standing.note_answer("ghost7")
+    by_id = {n.peer_id: n for n in roster.neighbours(10.0)}
+    assert by_id.keys() == {"a", "ghost7"}
+    assert by_id["a"].has_voice
+    assert not by_id["ghost7"].has_voice
+
+
+def test_a_newcomer_goes_by_the_peers_that_it_was_told_to_join() -> None:
+    roster = Roster("me", standing=Standing(["told"]), committed_at=1000.0)
+    roster.update({"told": progress(round=7), **a_crowd_of_ghosts(round=900)})
+    for i in range(50):
+        roster.standing.note_answer(f"ghost{i}")
+    assert roster.swarm_round(0) == 7
+    assert roster.defers
+    assert [n.peer_id for n in roster.neighbours(10.0) if n.has_voice] == ["told"]
+
+
+def test_a_record_that_is_not_renewed_is_stale_however_long_it_claims_to_live(clock: Clock) -> None:
+    roster = Roster("me", progress_ttl_s=10.0, committed_at=1000.0)
+    for _ in range(4):
+        roster.update({"a": progress(1e6), "b": progress(clock.now)})
+        clock.now += 6.0
+    assert names(roster.present()) == {"b"}

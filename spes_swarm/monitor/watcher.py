@@ -79,7 +79,8 @@ class Watcher:
             },
         )
         self._acquaintances = Acquaintances(maddrs)
-        self._met: OrderedDict[str, None] = OrderedDict.fromkeys(maddr.rsplit("/", 1)[-1] for maddr in maddrs)
+        self._told = {maddr.rsplit("/", 1)[-1] for maddr in maddrs}
+        self._met: OrderedDict[str, None] = OrderedDict.fromkeys(self._told)
         self._own_maddrs: list[str] = []
         self._node: DHTNode | None = None
         self._clock_task: asyncio.Task[None] | None = None
@@ -89,7 +90,8 @@ class Watcher:
     async def start(self) -> None:
         """Takes the swarm's time and joins the DHT."""
         give_to_hivemind(self.now)
-        await self._timekeeper.settle(await self._connected())
+        connected = await self._connected()
+        await self._timekeeper.settle(connected & self._told or connected)
         self._node = await DHTNode.create(
             p2p=self._daemon.p2p,
             initial_peers=list(self._initial_peers) or None,
@@ -132,7 +134,8 @@ class Watcher:
         while True:
             await asyncio.sleep(self._timekeeper.until_check_s())
             with suppress(OSError, ProtocolError):
-                step_s = await self._timekeeper.check(await self._connected() | self.live.keys(), self.live.keys())
+                known = await self._connected() | self.live.keys()
+                step_s = await self._timekeeper.check(known & self._told or known)
                 if step_s < 0 and self._node is not None:
                     self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
 

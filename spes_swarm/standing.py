@@ -1,0 +1,154 @@
+"""Whose word counts: what this peer knows of others from the rounds that it has committed with them.
+
+A signed record proves who wrote it, not that its writer does any work, and identities cost nothing. So a record alone
+moves nothing: the swarm's round, the pace, the clock and the candidates for leading a round follow *members*, the peers
+whose work is in a round that this peer has committed. Before its first such round a peer goes by the peers that it was
+told to join, or, where none of them is left, by those that answer.
+
+How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends.
+One that has missed rounds lately gets a grace of a tenth of a round's length. A peer that has never taken part is
+waited for once, if it answers calls, and not while another newcomer has just been waited for in vain: otherwise an
+attacker with a new identity for each round could double the length of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+# Of the rounds since a member was first seen, so many are remembered, and so many of these it may miss.
+_REMEMBERED_ROUNDS = 8
+_TOLERATED_MISSES = 1
+_MAX_PEERS = 4096  # remembered; those heard of longest ago make room
+# Shares of a round's length: what a round waits for whoever has missed rounds lately, and for newcomers.
+GRACE_SHARE = 0.1
+NEWCOMER_SHARE = 0.5
+MAX_NEWCOMERS = 16  # waited for at a time
+CLOCK_MEMORY_S = 3600.0  # a member has a say in what time it is for so long after its last round
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A live peer, as a round sees it."""
+
+    peer_id: str
+    reachable: bool
+    has_voice: bool = True  # its word counts
+    patience_s: float = math.inf  # how long a round waits for it, the window at most
+
+
+@dataclass(slots=True)
+class _Member:
+    last_commit: float  # monotonic time
+    missed: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_ROUNDS))  # newest last
+
+
+class Standing:
+    """Which peers have taken part in rounds, and how reliably.
+
+    Times are those of one monotonic clock, in seconds.
+
+    Args:
+        told: peers that the user named to join through.
+    """
+
+    def __init__(self, told: Collection[str] = ()) -> None:
+        self._told = frozenset(told)
+        self._members: OrderedDict[str, _Member] = OrderedDict()
+        self._answered: OrderedDict[str, None] = OrderedDict()
+        self._awaited: OrderedDict[str, None] = OrderedDict()  # newcomers that a round has waited for
+        self._rounds_since_vain = _REMEMBERED_ROUNDS
+        self._committed_at: float | None = None
+        self._round_s = math.inf  # between the last two commits
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Returns True until this peer has committed a round with anybody else."""
+        return not self._members
+
+    def defers(self, peers: Iterable[str]) -> bool:
+        """Returns True if this peer goes by the peers that it was told to join, because some of `peers` are these."""
+        return not self._members and not self._told.isdisjoint(peers)
+
+    def is_member(self, peer_id: str) -> bool:
+        """Returns True if the work of a peer is in a round that this peer has committed."""
+        return peer_id in self._members
+
+    def note_answer(self, peer_id: str) -> None:
+        """Notes that a peer answered a call, or made one: somebody runs it."""
+        _remember(self._answered, peer_id)
+
+    def has_answered(self, peer_id: str) -> bool:
+        """Returns True if a peer has ever answered a call or taken part in a round."""
+        return peer_id in self._answered or peer_id in self._members
+
+    def voices(self, peers: Iterable[str]) -> set[str]:
+        """Those of `peers` whose word counts."""
+        peers = set(peers)
+        if self._members:
+            return peers & self._members.keys()
+        return peers & self._told or {peer for peer in peers if self.has_answered(peer)}
+
+    def clock_voices(self, peers: Iterable[str], now: float) -> set[str]:
+        """Those of `peers` that have a say in what time it is: as `voices`, but members only for a while."""
+        voices = self.voices(peers)
+        recent = {
+            peer for peer in voices & self._members.keys() if now - self._members[peer].last_commit <= CLOCK_MEMORY_S
+        }
+        return recent or voices
+
+    def committed(self, now: float, took_part: Collection[str], absent: Collection[str]) -> None:
+        """Notes the outcome of a round.
+
+        Args:
+            now: when it was committed.
+            took_part: the other peers whose work is in it.
+            absent: live peers in training that did not come, or came and delivered nothing.
+        """
+        if self._committed_at is not None:
+            self._round_s = now - self._committed_at
+        self._committed_at = now
+        in_vain = False
+        for peer_id in absent:
+            if peer_id in self._members:
+                self._members[peer_id].missed.append(True)
+            elif peer_id in self._answered:
+                in_vain = in_vain or peer_id not in self._awaited
+                _remember(self._awaited, peer_id)
+        self._rounds_since_vain = 0 if in_vain else self._rounds_since_vain + 1
+        for peer_id in took_part:
+            member = self._members.setdefault(peer_id, _Member(now))
+            member.last_commit = now
+            member.missed.append(False)
+            self._members.move_to_end(peer_id)
+            self._awaited.pop(peer_id, None)
+        while len(self._members) > _MAX_PEERS:
+            self._members.popitem(last=False)
+
+    def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
+        """How long a round waits for each of these live peers, in seconds; `window_s` at most."""
+        newcomers = [peer for peer in self._answered if peer not in self._members and peer not in self._awaited]
+        if self._members and self._rounds_since_vain < _REMEMBERED_ROUNDS:
+            newcomers = []
+        peers = set(peers)
+        awaited = set([peer for peer in newcomers if peer in peers][:MAX_NEWCOMERS])
+        shares = {peer: self._share(peer, awaited) for peer in peers}
+        return {peer: min(window_s, share * self._round_s) if share else 0.0 for peer, share in shares.items()}
+
+    def _share(self, peer_id: str, newcomers: Collection[str]) -> float:
+        """The share of a round's length that a peer is waited for."""
+        member = self._members.get(peer_id)
+        if member is not None:
+            return math.inf if sum(member.missed) <= _TOLERATED_MISSES else GRACE_SHARE
+        if peer_id in newcomers:
+            return NEWCOMER_SHARE if self._members else math.inf
+        return GRACE_SHARE if peer_id in self._answered else 0.0
+
+
+def _remember(peers: OrderedDict[str, None], peer_id: str) -> None:
+    peers[peer_id] = None
+    peers.move_to_end(peer_id)
+    while len(peers) > _MAX_PEERS:
+        peers.popitem(last=False)

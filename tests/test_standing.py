@@ -1,0 +1,158 @@
+"""Whose word counts, and how long a round waits for whom. Times are chosen by the tests, in seconds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_swarm.standing import CLOCK_MEMORY_S, GRACE_SHARE, MAX_NEWCOMERS, NEWCOMER_SHARE, Standing
+
+WINDOW_S = 10.0
+ROUND_S = 4.0
+
+
+def after_rounds(num_rounds: int, *members: str) -> Standing:
+    """This peer has committed so many rounds of ROUND_S with these members, the last at time 0."""
+    standing = Standing()
+    for i in range(num_rounds):
+        standing.committed((i + 1 - num_rounds) * ROUND_S, members, [])
+    return standing
+
+
+# Voices.
+
+
+def test_before_its_first_round_a_peer_goes_by_those_that_it_was_told_to_join() -> None:
+    standing = Standing(["told", "gone"])
+    standing.note_answer("stranger")
+    assert standing.voices(["told", "stranger", "silent"]) == {"told"}
+    assert standing.defers(["told", "stranger"])
+
+
+def test_where_none_of_those_is_left_it_goes_by_those_that_answer() -> None:
+    standing = Standing(["gone"])
+    standing.note_answer("a")
+    assert standing.voices(["a", "silent"]) == {"a"}
+    assert not standing.defers(["a", "silent"])
+
+
+def test_a_founder_defers_to_nobody() -> None:
+    standing = Standing()
+    standing.note_answer("a")
+    assert not standing.defers(["a"])
+
+
+def test_after_a_common_round_only_members_have_a_voice() -> None:
+    standing = Standing(["told"])
+    standing.committed(0.0, ["member"], [])
+    standing.note_answer("stranger")
+    assert standing.voices(["told", "stranger", "member"]) == {"member"}
+    assert not standing.is_newcomer
+    assert not standing.defers(["told"])
+
+
+def test_a_round_that_was_held_alone_makes_no_members() -> None:
+    standing = Standing(["told"])
+    standing.committed(0.0, [], ["told"])
+    assert standing.is_newcomer
+    assert standing.voices(["told"]) == {"told"}
+
+
+def test_members_keep_their_voice_through_a_cut_however_long() -> None:
+    standing = after_rounds(1, "a", "b")
+    for i in range(1000):
+        standing.committed(i * ROUND_S, ["a"], [])
+    assert standing.voices(["a", "b"]) == {"a", "b"}
+
+
+def test_in_what_time_it_is_only_recent_members_have_a_say() -> None:
+    standing = after_rounds(1, "a", "b")
+    standing.committed(100.0, ["a"], [])
+    assert standing.clock_voices(["a", "b", "stranger"], CLOCK_MEMORY_S) == {"a", "b"}
+    assert standing.clock_voices(["a", "b", "stranger"], CLOCK_MEMORY_S + 1.0) == {"a"}
+    assert standing.clock_voices(["b", "stranger"], CLOCK_MEMORY_S + 1.0) == {"b"}  # better than nobody
+
+
+# Patience.
+
+
+def test_members_are_waited_for_until_the_window_ends() -> None:
+    assert after_rounds(3, "a").patience(["a"], WINDOW_S) == {"a": WINDOW_S}
+
+
+def test_one_missed_round_is_forgiven_and_two_leave_a_grace() -> None:
+    standing = after_rounds(9, "a", "b")
+    standing.committed(ROUND_S, ["a"], ["b"])
+    assert standing.patience(["b"], WINDOW_S) == {"b": WINDOW_S}
+    standing.committed(2 * ROUND_S, ["a", "b"], [])
+    standing.committed(3 * ROUND_S, ["a"], ["b"])
+    assert standing.patience(["b"], WINDOW_S) == {"b": pytest.approx(GRACE_SHARE * ROUND_S)}
+
+
+def test_eight_rounds_later_a_member_that_was_late_is_waited_for_again() -> None:
+    standing = after_rounds(2, "a")
+    standing.committed(ROUND_S, [], ["a"])
+    standing.committed(2 * ROUND_S, [], ["a"])
+    waits = []
+    for i in range(3, 11):
+        waits.append(standing.patience(["a"], WINDOW_S)["a"] == WINDOW_S)
+        standing.committed(i * ROUND_S, ["a"], [])
+    assert waits == [False] * 7 + [True]
+
+
+def test_nobody_waits_for_a_record_whose_peer_has_never_answered() -> None:
+    assert after_rounds(3, "a").patience(["ghost"], WINDOW_S) == {"ghost": 0.0}
+    assert Standing().patience(["ghost"], WINDOW_S) == {"ghost": 0.0}
+
+
+def test_a_newcomer_is_waited_for_once() -> None:
+    standing = after_rounds(9, "a")
+    standing.note_answer("new")
+    assert standing.patience(["new"], WINDOW_S) == {"new": pytest.approx(NEWCOMER_SHARE * ROUND_S)}
+    for i in range(1, 30):
+        standing.committed(i * ROUND_S, ["a"], ["new"])
+        assert standing.patience(["new"], WINDOW_S) == {"new": pytest.approx(GRACE_SHARE * ROUND_S)}
+    standing.committed(30 * ROUND_S, ["a", "new"], [])
+    assert standing.patience(["new"], WINDOW_S) == {"new": WINDOW_S}
+
+
+def test_only_so_many_newcomers_are_waited_for_at_a_time() -> None:
+    standing = after_rounds(9, "a")
+    crowd = [f"new{i}" for i in range(3 * MAX_NEWCOMERS)]
+    for peer in crowd:
+        standing.note_answer(peer)
+    waits = standing.patience(crowd, WINDOW_S)
+    assert sum(wait > GRACE_SHARE * ROUND_S for wait in waits.values()) == MAX_NEWCOMERS
+
+
+def test_who_founds_a_swarm_together_waits_for_all_that_answer() -> None:
+    standing = Standing()
+    for peer in ("b", "c"):
+        standing.note_answer(peer)
+    assert standing.patience(["b", "c"], WINDOW_S) == {"b": WINDOW_S, "c": WINDOW_S}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=60),
+    st.floats(0.5, 60.0),
+)
+def test_identities_without_work_cost_rounds_less_than_a_fifth(absent: list[list[int]], round_s: float) -> None:
+    """Whatever strangers do, old ones and new ones, as often as they like; what counts is the mean over many rounds."""
+    standing = Standing()
+    now = 0.0
+    for _ in range(3):
+        standing.committed(now, ["a"], [])
+        now += round_s
+    waited = 0.0
+    for numbers in absent:
+        strangers = [f"s{n}" for n in numbers]
+        for stranger in strangers:
+            standing.note_answer(stranger)
+        waited += max(standing.patience(strangers, math.inf).values(), default=0.0)
+        standing.committed(now, ["a"], strangers)
+        now += round_s  # what a round takes without them: a longer one would only be a larger base
+    # A grace in each round, and a newcomer's wait in every ninth, once more than that in a short time.
+    assert waited <= round_s * (GRACE_SHARE * len(absent) + NEWCOMER_SHARE * (len(absent) / 9 + 1))
