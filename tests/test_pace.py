@@ -1,0 +1,122 @@
+"""When a round is due, from what this peer and the others have done. The clock and the answers are the test's."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_swarm import pace as pace_module
+from spes_swarm.pace import Pace
+from spes_swarm.service_messages import SwarmView, TokenCounts
+
+INNER_STEPS = 40
+STEP = 100  # tokens per local step, of every peer
+
+
+class Others:
+    """What the network process knows of the others, and answers when it is asked to count.
+
+    By their records, which are estimates, they have each done `estimate` steps; when asked, `steps`.
+    """
+
+    def __init__(self, *steps: float, claimed_step: int = STEP, estimate: float = 10.0 * INNER_STEPS) -> None:
+        self.now = 1000.0
+        self.num_counts = 0
+        self.claimed_step = claimed_step
+        self.steps = steps
+        self.estimate = estimate
+
+    @property
+    def view(self) -> SwarmView:
+        return SwarmView(
+            num_peers=len(self.steps),
+            num_ready=len(self.steps),
+            num_training=len(self.steps),
+            tokens_per_step=sum([STEP] * (len(self.steps) - 1), self.claimed_step) if self.steps else 0,
+            tokens=self.estimate * len(self.steps) * STEP,
+            tokens_per_second=float(STEP * len(self.steps)),
+            at=self.now,
+            swarm_round=3,
+            experts_covered=8,
+        )
+
+    def submit(self, command: str) -> Future[TokenCounts]:
+        assert command == "count_tokens"
+        self.num_counts += 1
+        answer: Future[TokenCounts] = Future()
+        answer.set_result(TokenCounts(tokens=int(sum(self.steps) * STEP), steps=self.steps))
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def is_due(own_steps: float, others: Others) -> bool:
+    """Whether a round is due, after the others were asked where this peer finds that worthwhile."""
+    config: Any = SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0)
+    network: Any = others
+    pace = Pace(network, config, STEP)
+    tokens = int(own_steps * STEP)
+    return pace.due(tokens, 0.0) or pace.due(tokens, 0.0)  # the first look asks, the second has the answer
+
+
+def test_a_lone_peer_does_its_inner_steps() -> None:
+    assert not is_due(INNER_STEPS - 1, Others())
+    assert is_due(INNER_STEPS, Others())
+
+
+@pytest.mark.parametrize("num_others", [1, 2, 3, 7])
+def test_a_round_is_due_when_all_have_together_done_their_steps(num_others: int) -> None:
+    """A step that is under way will be done before its peer comes, so the others' last one counts already."""
+    ready = [INNER_STEPS - 1.0] * num_others
+    assert is_due(INNER_STEPS, Others(*ready))
+    assert not is_due(INNER_STEPS - 1, Others(*ready))
+    ready[0] -= 1.0
+    assert not is_due(INNER_STEPS, Others(*ready))
+
+
+def test_own_steps_alone_do_not_make_a_round_due() -> None:
+    for own_steps in (INNER_STEPS, 1.2 * INNER_STEPS):
+        assert not is_due(own_steps, Others(0.0, 0.0, 0.0))
+
+
+def test_a_fast_peer_makes_up_for_a_slow_one() -> None:
+    assert is_due(1.2 * INNER_STEPS, Others(0.8 * INNER_STEPS, INNER_STEPS - 2.0))
+
+
+def test_nobody_is_asked_before_a_round_may_be_due() -> None:
+    others = Others(INNER_STEPS, INNER_STEPS, estimate=INNER_STEPS / 2)
+    assert not is_due(INNER_STEPS / 2, others)
+    assert others.num_counts == 0
+
+
+@pytest.mark.parametrize("claimed_step", [64 * STEP, 2**40])
+def test_a_member_that_claims_huge_steps_puts_a_round_off_by_a_quarter_at_most(claimed_step: int) -> None:
+    others = Others(0.0, *[1.25 * INNER_STEPS] * 3, claimed_step=claimed_step)
+    assert is_due(1.25 * INNER_STEPS, others)
+    assert not is_due(INNER_STEPS, Others(0.0, *[INNER_STEPS] * 3, claimed_step=claimed_step))
+
+
+def test_a_member_that_claims_huge_counts_cannot_call_rounds_at_will() -> None:
+    others = Others(1000.0 * INNER_STEPS, 1.0, 1.0, 1.0)
+    assert not is_due(2.0, others)
+
+
+def test_a_count_that_was_too_low_is_repeated_in_time(clock: SimpleNamespace) -> None:
+    """Each second everybody does one step; the round is called within the second in which it is due, or the next."""
+    others: Any = Others(0.0)
+    pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
+    for second in range(2 * INNER_STEPS):
+        clock.now += 1.0
+        others.steps = (float(second),)
+        if pace.due(second * STEP, STEP) or pace.due(second * STEP, STEP):
+            break
+    assert INNER_STEPS - 1 <= second <= INNER_STEPS + 1
+    assert others.num_counts < INNER_STEPS / 2
