@@ -1,0 +1,80 @@
+"""Strangers for tests and measurements: daemons with keys of their own that are connected, and take part in nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from hivemind.dht import DHTNode
+
+from spes_swarm.identity import Identity
+from spes_swarm.records import Progress, Records
+from tests.hostile_peer import joined
+
+GHOST_LIFE_S = 600.0
+
+
+class Strangers:
+    """Some connected peers without a record; all say the same of the time.
+
+    Attributes:
+        ahead_s: how far ahead of the truth they say it is.
+    """
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    async def tell_time(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """The `clock` service."""
+        del peer_id, request
+        return {"time": time.time() + self.ahead_s}
+
+
+@asynccontextmanager
+async def connected_strangers(maddrs: Sequence[str], identities: Sequence[Identity]) -> AsyncIterator[Strangers]:
+    """One stranger for each identity, connected to all of these addresses."""
+    strangers = Strangers()
+    async with AsyncExitStack() as stack:
+        for own in identities:
+            daemon, rpc, _ = await stack.enter_async_context(joined(maddrs[0], own))
+            await rpc.serve("clock", strangers.tell_time)
+            for maddr in maddrs[1:]:
+                await daemon.connect(maddr, 20.0)
+        yield strangers
+
+
+def ghost_record(expires: float, **claims: Any) -> Progress:
+    """What a peer in training says of itself, with these claims."""
+    fields: dict[str, Any] = {
+        "name": "ghost",
+        "state": "training",
+        "reachable": True,
+        "round": 1,
+        "digest": b"\1" * 32,
+        "step": 1,
+        "tokens": 0,
+        "tokens_per_step": 128,
+        "tokens_per_second": 10.0,
+        "loss": 1.0,
+        "experts": [],
+        "round_seconds": 1.0,
+        "bytes_sent": 0,
+        "bytes_received": 0,
+    }
+    return Progress(**{"expires": expires, **fields, **claims})
+
+
+async def haunt(maddr: str, own: Identity, ghosts: Sequence[Identity], claims: Sequence[dict[str, Any]]) -> int:
+    """Stores a record for each ghost, with the claims in turn; nobody stands behind them. Returns how many are in."""
+    stored = 0
+    async with joined(maddr, own) as (daemon, _, manifest):
+        node = await DHTNode.create(p2p=daemon.p2p, initial_peers=[maddr], client_mode=True)
+        try:
+            for i, ghost in enumerate(ghosts):
+                record = ghost_record(time.time() + GHOST_LIFE_S, **claims[i % len(claims)])
+                stored += await Records(node, ghost, manifest.run_id, time.time).publish("progress", record)
+        finally:
+            await node.shutdown()
+    return stored

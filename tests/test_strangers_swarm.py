@@ -1,0 +1,81 @@
+"""Real peers among strangers: neither wrong clocks nor records without work behind them hold rounds up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_swarm import clock
+from spes_swarm.forked_peer import ForkServer
+from spes_swarm.join import main
+from spes_swarm.local_peer import LocalPeer
+from tests.rounds import identity
+from tests.strangers import connected_strangers, haunt
+from tests.swarm import Swarm, equal_digests
+
+pytestmark = pytest.mark.swarm
+
+CHECK_EVERY_S = 3.0
+GHOSTS = 12
+CLAIMS = [{"round": 1000}, {"round": 2**60}, {"round": 0}, {"tokens_per_step": 2**50}, {"tokens_per_second": 1e300}]
+
+
+def _main(arguments: list[str]) -> int:
+    clock.CHECK_EVERY_S = CHECK_EVERY_S  # once a minute would make this test last for minutes
+    return main(arguments)
+
+
+class QuickClocks(Swarm):
+    """A swarm whose peers compare their clocks every few seconds."""
+
+    def start(self, name: str, *arguments: Any) -> LocalPeer:
+        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
+        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], ForkServer(main=partial(_main)))
+        self.peers.append(peer)
+        return peer
+
+
+async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
+    """Waits until so much time has passed and everybody has committed two more rounds."""
+    until = time.monotonic() + for_s
+    last = max(max(peer.rounds()) for peer in peers)
+    while time.monotonic() < until:
+        last += 1
+        await asyncio.gather(*(asyncio.to_thread(peer.wait_for_round, last) for peer in peers))
+    await asyncio.gather(*(asyncio.to_thread(peer.wait_for_round, last + 2) for peer in peers))
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_strangers_neither_set_the_clock_nor_hold_up_rounds(tmp_path: Path) -> None:
+    with QuickClocks(tmp_path) as running:
+        peers = running.start_all(4, "--experts", 2)
+        first = max(peer.wait_for("round", lambda e: e["peers"] == 4)["round"] for peer in peers)
+        maddrs = [peer.address() for peer in peers]
+
+        async def attack() -> None:
+            async with connected_strangers(maddrs, [identity(60 + i) for i in range(4)]) as strangers:
+                for ahead_s in (1e6, 0.0, -1e6, 0.0):
+                    strangers.ahead_s = ahead_s
+                    await rounds_go_on(peers, 1.5 * CHECK_EVERY_S)
+            ghosts = [identity(70 + i) for i in range(GHOSTS)]
+            assert await haunt(maddrs[0], identity(64), ghosts, CLAIMS) == GHOSTS
+            await rounds_go_on(peers, 0.0)
+
+        asyncio.run(attack())
+        last = min(max(peer.rounds()) for peer in peers)
+        for number in range(first, last + 1):
+            equal_digests(peers, number)
+            for peer in peers:
+                assert peer.rounds()[number]["peers"] == 4
+        for peer in peers:
+            assert not peer.events("sync")[1:], "nobody followed a ghost to another round"
+            assert not [fault for fault in peer.events("fault") if fault["kind"] in ("clock", "dht")]
