@@ -138,6 +138,30 @@ class TokenizerConfig(Section):
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by joiners
 
 
+_DataKind = Annotated[str, Pattern(r"stdlib|corpus|own", "stdlib, corpus or own")]
+_DataName = Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}", "up to 64 of A-Z, a-z, 0-9, _ . + -")]
+_PythonVersion = Annotated[str, Pattern(r"[0-9][0-9a-z.+]{0,31}", "a version of Python")]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DataConfig(Section):
+    """What the run trains on (see run_data.py); the founder's --data fills in what is left open."""
+
+    kind: _DataKind | None = None  # own: every peer brings its own
+    name: _DataName | None = None  # of a corpus, for people; it stands in commands that are pasted into a shell
+    digest: Hex64 | None = None  # of a corpus's tokens, see corpus_index.py
+    python_version: _PythonVersion | None = None  # of the standard library's text
+
+    def _check(self) -> None:
+        if self.kind != "corpus" and (self.name or self.digest):
+            key = "name" if self.name else "digest"
+            raise ConfigError(f"{key}: found {show(getattr(self, key))}, expected null unless kind is corpus")
+        if self.kind != "stdlib" and self.python_version:
+            raise ConfigError(f"python_version: found {show(self.python_version)}, expected null unless kind is stdlib")
+        if self.name == "stdlib":
+            raise ConfigError("name: found 'stdlib', expected another (it means the Python standard library)")
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingConfig(Section):
     """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
@@ -241,6 +265,7 @@ class RunConfig(Section):
     )
     model: ModelConfig  # what is trained
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)  # how text becomes token ids
+    data: DataConfig = field(default_factory=DataConfig)  # what it trains on
     training: TrainingConfig  # optimisation
     round: RoundConfig  # synchronisation
     merge: MergeConfig  # expert-merging warm-up
@@ -295,7 +320,8 @@ class PeerConfig(Section):
     output_dir: Text = "runs/peer"  # checkpoints and metrics
     identity: Text | None = None  # file of the private key; None = inside output_dir
     experts: Text = "auto"  # "auto" (the run's experts_per_peer), "N" experts, or which ones: "i,j,k"
-    data: Text = "stdlib"  # data source
+    data: Text | None = None  # data source; None = that of the last stay, or the standard library where the run uses it
+    data_differs: bool = False  # train on data that are not the run's
     device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
     batch_size: Count | None = None  # sequences per local step; None = the run's
     kernel: Text = "torch"  # expert kernel

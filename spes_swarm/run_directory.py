@@ -31,6 +31,14 @@ def lock_file(path: Path, what: str, advice: str) -> int:
 
 
 @dataclass(frozen=True)
+class KnownData:
+    """The data of the last stay."""
+
+    source: str
+    differs: bool  # from the run's, as the user said
+
+
+@dataclass(frozen=True)
 class RunDirectory:
     """Paths inside OUTPUT_DIR."""
 
@@ -105,6 +113,32 @@ class RunDirectory:
             self._port.write_text(f"{port}\n", encoding="ascii")
         except OSError as exc:
             raise UserError(f"{self._port} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def _data(self) -> Path:
+        return self.path / "data.json"
+
+    def known_data(self) -> KnownData | None:
+        """Which data the last stay trained on; None in a fresh directory, and when the file is damaged."""
+        try:
+            stored = json.loads(self._data.read_text(encoding="utf-8"))
+            source, differs = stored["source"], stored["differs"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
+        return KnownData(source, differs) if isinstance(source, str) and isinstance(differs, bool) else None
+
+    def remember_data(self, source: str, *, differs: bool) -> None:
+        """Keeps for the next start which data this peer trains on.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        temporary = self._data.with_name(f".data.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps({"source": source, "differs": differs}), encoding="utf-8")
+            temporary.replace(self._data)
+        except OSError as exc:
+            raise UserError(f"{self._data} cannot be written: {exc.strerror}") from exc
 
     @property
     def _manifest(self) -> Path:

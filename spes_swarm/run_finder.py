@@ -18,6 +18,7 @@ from spes_swarm.layout import Layout
 from spes_swarm.manifest import Manifest, found_run
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.panel import PeerConsole
+from spes_swarm.run_data import PeerData, same_run_data
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
 
@@ -41,9 +42,16 @@ class RunFinder:
     """
 
     def __init__(
-        self, request: JoinRequest, directory: RunDirectory, identity: Identity, ask: Ask, console: PeerConsole
+        self,
+        request: JoinRequest,
+        directory: RunDirectory,
+        identity: Identity,
+        ask: Ask,
+        console: PeerConsole,
+        data: PeerData,
     ) -> None:
         self._request = request
+        self._data = data
         self._directory = directory
         self._identity = identity
         self._ask = ask
@@ -138,6 +146,7 @@ class RunFinder:
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
         _check_vocabulary(run, tokenizer)
+        run = dataclasses.replace(run, data=self._data.found(run.data, tokenizer))
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True))
         run = self._with_initial_weights(run, layout)
         self._console.say("founding a new run")
@@ -164,7 +173,8 @@ def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
     weights = given.model.initial_weights or run.model.initial_weights
     model = dataclasses.replace(given.model, initial_weights=weights)
-    return dataclasses.replace(given, tokenizer=tokenizer, model=model) == run
+    data = run.data if same_run_data(given.data, run.data) else given.data
+    return dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data) == run
 
 
 def tokenizer_of(run: RunConfig) -> Tokenizer:

@@ -1,14 +1,15 @@
 """Which tokens a peer trains on next: a resumable walk through token files, different for every peer.
 
-All files of a run form one stream of N tokens, cut into *windows* of S tokens; the loss shifts inside a window, so a
-window teaches S - 1 predictions. The stream is divided into equal periods; the last windows of each period are held out
-for evaluation and the rest, a *span*, is for training:
+All files of a peer form one stream of N tokens. Each file is cut into *windows* of S tokens; the loss shifts inside a
+window, so a window teaches S - 1 predictions. A file is divided into equal periods; the last windows of each period are
+held out for evaluation and the rest, a *span*, is for training:
 
     | span: T windows          | held out: R | span                     | held out: R | ... | rest: training |
 
 Training windows are laid inside one span, so none ever touches a held-out token, and the held-out part stays spread
-evenly over all sources. In each epoch all windows start at another offset below S (long spans only: it costs each span
-one window), and their order is another pseudo-random permutation, keyed by run, peer and epoch.
+evenly over all sources. What is held out of a file depends on that file alone: a peer that has only some shards of a
+corpus never trains on what others evaluate. In each epoch all windows start at another offset below S (long spans only:
+it costs each span one window), and their order is another pseudo-random permutation, keyed by run, peer and epoch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from spes_swarm.corpus_index import corpus_digest
 from spes_swarm.errors import DataError
 from spes_swarm.permutation import Permutation
 from spes_swarm.token_file import TokenFile
@@ -74,10 +77,8 @@ class TokenStream:
     @property
     def digest(self) -> str:
         """Hex BLAKE3 over the files' content digests, in order: equal when the tokens are equal, wherever they lie."""
-        hasher = blake3()
-        for file in self.files:
-            hasher.update(f"{file.sidecar.tokenizer_digest} {file.sidecar.blake3} {len(file.tokens)}\n".encode())
-        return hasher.hexdigest()
+        shards = [(file.sidecar.blake3, len(file.tokens)) for file in self.files]
+        return corpus_digest(self.files[0].sidecar.tokenizer_digest, shards)
 
     def read(self, start: int, out_S: NDArray[np.int64]) -> None:
         """Copies the S tokens from `start` on into `out_S`, across files where needed.
@@ -100,7 +101,7 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a stream's windows divide into training and evaluation; a pure function of its arguments to `plan`."""
+    """How a file's windows divide into training and evaluation; a pure function of its arguments to `plan`."""
 
     num_tokens: int
     window: int  # S, tokens
@@ -168,6 +169,65 @@ class Split:
         return self.num_tokens // self.window - self.num_periods * self.period
 
 
+@dataclass(frozen=True, slots=True)
+class StreamSplit:
+    """The splits of a stream's files, addressed as one."""
+
+    starts: tuple[int, ...]  # first token of each file that has a window
+    splits: tuple[Split, ...]  # of the same files
+    trained: tuple[int, ...]  # training windows in them, added up, from 0 on
+    held_out: tuple[int, ...]  # held-out windows in them, added up, from 0 on
+
+    @classmethod
+    def plan(cls, lengths: Sequence[int], window: int, holdout_fraction: float) -> StreamSplit:
+        """Splits files of so many tokens each. A file of one window is for training only, a shorter one is unused.
+
+        Raises:
+            DataError: no file has a window, or none has two when something is to be held out.
+        """
+        if len(lengths) == 1:
+            return cls._of((0,), (Split.plan(lengths[0], window, holdout_fraction),))
+        starts, splits, start = [], [], 0
+        for length in lengths:
+            if length >= window:
+                starts.append(start)
+                splits.append(Split.plan(length, window, holdout_fraction if length >= 2 * window else 0))
+            start += length
+        planned = cls._of(tuple(starts), tuple(splits))
+        if not splits or (holdout_fraction and not planned.num_held_out):
+            needed = f"two windows of {window} tokens (one is held out)" if holdout_fraction else f"one of {window}"
+            raise DataError(
+                f"the data has {start} tokens, less than {needed} in any of {len(lengths)} files: use more data or "
+                "a shorter sequence length"
+            )
+        return planned
+
+    @classmethod
+    def _of(cls, starts: tuple[int, ...], splits: tuple[Split, ...]) -> StreamSplit:
+        trained = tuple(accumulate((split.num_training() for split in splits), initial=0))
+        held_out = tuple(accumulate((split.num_held_out for split in splits), initial=0))
+        return cls(starts, splits, trained, held_out)
+
+    @property
+    def num_held_out(self) -> int:
+        """Number of held-out windows."""
+        return self.held_out[-1]
+
+    def num_training(self) -> int:
+        """Windows in an epoch, the same for every offset."""
+        return self.trained[-1]
+
+    def held_out_start(self, index: int) -> int:
+        """First token of a held-out window."""
+        file = bisect_right(self.held_out, index) - 1
+        return self.starts[file] + self.splits[file].held_out_start(index - self.held_out[file])
+
+    def training_start(self, index: int, offset: int) -> int:
+        """First token of a training window in an epoch whose windows start at `offset`, 0 <= offset < S."""
+        file = bisect_right(self.trained, index) - 1
+        return self.starts[file] + self.splits[file].training_start(index - self.trained[file], offset)
+
+
 def _laid(length: int) -> int:
     """Windows that an epoch takes from a span of `length` windows."""
     return length - 1 if length >= _MIN_SPAN_FOR_OFFSET else length
@@ -198,11 +258,13 @@ class Sampler:
     ) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
-        self.split = Split.plan(stream.num_tokens, sequence_length, holdout_fraction)
+        lengths = [len(file.tokens) for file in stream.files]
+        self.split = StreamSplit.plan(lengths, sequence_length, holdout_fraction)
         self._key = f"{run_seed} {peer_seed}"
-        # What a cursor means depends on all of this; it travels inside the state. 63 bits fit every integer encoding.
-        identity = f"{stream.digest} {self.split} {self._key}"
-        self._identity = int.from_bytes(blake3(identity.encode()).digest()[:8], "little") >> 1
+        # What a cursor means depends on all of this; it travels inside the state.
+        split = self.split.splits[0] if len(lengths) == 1 else self.split
+        self._identity = _short_digest(f"{stream.digest} {split} {self._key}")
+        self._data = _short_digest(stream.digest)
         self._enter(0, 0)
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
@@ -223,24 +285,32 @@ class Sampler:
 
     def state(self) -> dict[str, int]:
         """The cursor: `restore` continues exactly here."""
-        return {"epoch": self.epoch, "position": self.position, "identity": self._identity}
+        return {"epoch": self.epoch, "position": self.position, "identity": self._identity, "data": self._data}
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: Mapping[str, int]) -> bool:
         """Moves the cursor to a saved one.
 
+        Returns:
+            Whether it continues there; False: it was saved with other tokens, and the walk begins anew. Whether a peer
+            may change its data is decided elsewhere (run_data.py).
+
         Raises:
-            DataError: it was saved with other data, another sequence length, split or seed, or it is damaged; the
-                cursor has not moved.
+            DataError: it was saved with another sequence length, split or seed, or it is damaged; the cursor has not
+                moved.
         """
         epoch, position = state.get("epoch", -1), state.get("position", -1)
+        if state.get("data", self._data) != self._data:
+            self._enter(0, 0)
+            return False
         if state.get("identity") != self._identity:
             raise DataError(
-                "the saved data cursor belongs to other data, another sequence length or another seed: give the "
+                "the saved data cursor belongs to another sequence length or another seed (or to other data): give the "
                 "same ones again, or start in a new output directory"
             )
         if epoch < 0 or not 0 <= position <= self.split.num_training():
             raise DataError(f"the saved data cursor is damaged (epoch {epoch}, position {position})")
         self._enter(epoch, position)
+        return True
 
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """Held-out windows, int64 (B, S); the same ones in the same order on every peer with the same data.
@@ -279,3 +349,8 @@ class Sampler:
             starts += [self.split.training_start(index, self._offset) for index in order.tolist()]
             self.position = stop
         return starts
+
+
+def _short_digest(text: str) -> int:
+    """63 bits, which fit every integer encoding."""
+    return int.from_bytes(blake3(text.encode()).digest()[:8], "little") >> 1

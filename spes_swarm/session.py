@@ -20,7 +20,6 @@ from spes_swarm.address import best_first
 from spes_swarm.capacity import check_host_memory, choose_device, experts_that_fit
 from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
-from spes_swarm.corpus import open_source
 from spes_swarm.daemon import listen_again, with_port
 from spes_swarm.errors import (
     LeftEarlyError,
@@ -29,6 +28,7 @@ from spes_swarm.errors import (
     UserError,
 )
 from spes_swarm.identity import Identity
+from spes_swarm.join_command import join_command, join_note
 from spes_swarm.join_request import JoinRequest
 from spes_swarm.layout import Layout
 from spes_swarm.manifest import Manifest
@@ -38,6 +38,7 @@ from spes_swarm.panel import PeerConsole, experts_text, interpreter
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.reach import Reach, tcp_endpoint
+from spes_swarm.run_data import LocalData, PeerData
 from spes_swarm.run_directory import RunDirectory, lock_file
 from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
@@ -61,6 +62,7 @@ _SAY_PROGRESS_S = 5.0
 class _Opened:
     """The data of a run on this machine."""
 
+    local: LocalData
     sampler: Sampler
     evaluation: list[np.ndarray[Any, np.dtype[np.int64]]]
 
@@ -84,6 +86,7 @@ class Session:
         self._metrics = open_metrics(
             self._directory.metrics, self._identity.peer_id, self._peer.log, self._peer.name or ""
         )
+        self._data = PeerData(self._peer, self._directory, console.say, stop)
         self._status = TrainingStatus()
         self._said_progress_at = time.monotonic()
         self._network = NetworkClient(self._identity.path, self._on_network_event)
@@ -146,8 +149,9 @@ class Session:
             torch.set_num_threads(self._peer.num_threads)
         maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._directory.known_port()))
         self._console.say(f"peer {self._identity.peer_id}")
-        finder = RunFinder(self._request, self._directory, self._identity, self._ask, self._console)
+        finder = RunFinder(self._request, self._directory, self._identity, self._ask, self._console, self._data)
         manifest = finder.find()
+        self._data.choose(manifest.run.data)  # who has plainly other data need not bother the others
         self._initial_peers = finder.initial_peers
         reach = self._check_reach()
         if reach.reachable is False:
@@ -196,6 +200,7 @@ class Session:
         self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
         self._directory.remember(manifest)
+        self._data.remember(data.local)
         table = start.obtain(
             reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
         )
@@ -309,12 +314,12 @@ class Session:
         self._directory.remember_peers(self._network.ask("peer_maddrs", _COMMAND_TIMEOUT_S))
 
     def _open_data(self, run: RunConfig, tokenizer: Tokenizer) -> _Opened:
-        self._console.say(f"opening data: {self._peer.data}")
-        files = open_source(self._peer.data, tokenizer)
+        local = self._data.open(run.data, tokenizer)
+        self._metrics.write("data", **local.to_event())
         # By default every identity has an order of its own, and keeps it.
         own_seed = int.from_bytes(blake3(self._identity.peer_id.encode()).digest()[:6], "little")
         sampler = Sampler(
-            TokenStream.open(files, tokenizer),
+            TokenStream(local.files),
             sequence_length=run.training.sequence_length,
             run_seed=run.training.seed,
             peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
@@ -325,7 +330,7 @@ class Session:
             if run.evaluation.every_rounds
             else []
         )
-        return _Opened(sampler, evaluation)
+        return _Opened(local, sampler, evaluation)
 
     def _publishing(self, run_id: str) -> Publishing | None:
         if self._peer.publish_to is None:
@@ -413,10 +418,9 @@ class Session:
         if not maddrs:
             return
         self._console.say("others join with (on this machine with an --output-dir of their own):")
-        best = best_first(maddrs)[0]
-        self._console.command(
-            shlex.join([interpreter(), "-m", "spes_swarm.join", "--initial-peers", best, "--run-id", manifest.run_id])
-        )
+        self._console.command(join_command(manifest, best_first(maddrs)[0], interpreter()))
+        if (note := join_note(manifest.run.data)) is not None:
+            self._console.say(note)
 
     def _say_round(self) -> None:
         if self._console.is_terminal:

@@ -22,10 +22,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from spes_swarm.corpus_index import INDEX_FILE, write_index
 from spes_swarm.errors import DataError
 from spes_swarm.lifetime import die_with_parent
 from spes_swarm.readers import Broken, Piece, TextMode, parse_piece, read_pieces
-from spes_swarm.token_file import TokenArray, TokenWriter, sidecar_path, token_dtype
+from spes_swarm.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.tokenizer import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 27
@@ -74,7 +75,7 @@ def write_shards(
     overwrite: bool = False,
     on_progress: Callable[[int], object] | None = None,
 ) -> ShardSummary:
-    """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on.
+    """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on, with the index of them all.
 
     The shards depend on the files, the tokenizer, the format and `shard_tokens` only. When this raises, also on Ctrl-C,
     the shards that were completed stay and no partial one does.
@@ -113,6 +114,7 @@ def write_shards(
         raise DataError(
             f"no usable document in {len(files)} file(s) ({kinds}); is the text in the field {chosen.text_field!r}?"
         )
+    write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began
     return summary
 
@@ -129,6 +131,8 @@ def prepare_output(output: Path, overwrite: bool) -> None:
             f"{output} holds {len(existing)} shard(s) already: choose an empty directory, or allow "
             "overwriting (--overwrite)"
         )
+    if existing:
+        (output / INDEX_FILE).unlink(missing_ok=True)
     for shard in existing:
         shard.unlink()
         sidecar_path(shard).unlink(missing_ok=True)

@@ -114,7 +114,8 @@ class Trainer:
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
             self._work.restore(meta.steps_in_round, meta.tokens, meta.routed)
-        self._setup.sampler.restore(meta.cursor)
+        if not self._setup.sampler.restore(meta.cursor):
+            self._setup.say("the data differ from those of the last stay: their order begins anew")
 
     # The loop.
 

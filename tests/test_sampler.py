@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ def test_batches_are_windows_of_the_stream(stream: TokenStream) -> None:
     batch = sampler(stream).next_batch(500)
     assert batch.dtype == np.int64
     assert batch.shape == (500, 8)
-    assert (np.diff(batch, axis=1) == 1).all()  # also across file boundaries: tokens are positions
+    assert (np.diff(batch, axis=1) == 1).all()  # tokens are positions
 
 
 def test_an_epoch_shows_every_window_once_and_the_next_another_order(stream: TokenStream) -> None:
@@ -185,7 +186,7 @@ def test_a_foreign_or_damaged_cursor_is_refused(stream: TokenStream) -> None:
     one.next_batch(3)
     state = one.state()
     for other in (sampler(stream, 2), sampler(stream, run_seed=1), sampler(stream, fraction=0.2)):
-        with pytest.raises(DataError, match="belongs to other data"):
+        with pytest.raises(DataError, match="belongs to another sequence length or another seed"):
             other.restore(state)
     for change in ({"position": 10**9}, {"position": -1}, {"epoch": -1}):
         with pytest.raises(DataError, match="damaged"):
@@ -215,6 +216,60 @@ def test_nothing_held_out_cannot_be_evaluated(stream: TokenStream) -> None:
         next(sampler(stream, fraction=0.0).evaluation_batches(1, 1))
 
 
+LENGTHS = (501, 7, 3, 1200, 12, 800)
+
+
+@given(chosen=st.sets(st.integers(0, len(LENGTHS) - 1), min_size=1), fraction=FRACTIONS)
+def test_what_is_held_out_of_a_shard_does_not_depend_on_the_others(
+    shards: list[TokenFile], chosen: set[int], fraction: float
+) -> None:
+    """A peer with some shards of a corpus must neither train on what the others evaluate, nor the other way round."""
+    try:
+        some = sampler(TokenStream([shards[i] for i in sorted(chosen)]), 2, fraction=fraction)
+    except DataError:
+        assert max(LENGTHS[i] for i in chosen) < 16
+        return
+    everything = sampler(TokenStream(shards), fraction=fraction)
+    held_out = [
+        {int(t) for batch in one.evaluation_batches(10**6, 64) for t in batch.ravel()} if fraction else set()
+        for one in (everything, some)
+    ]
+    assert held_out[1] <= held_out[0]
+    for one in (everything, some):
+        trained = {int(t) for t in one.next_batch(one.split.num_training() + 5).ravel()}
+        assert not trained & held_out[0]
+        # Windows stay inside their files.
+        ends = np.cumsum(LENGTHS)
+        batch = one.next_batch(one.split.num_training())
+        assert (np.searchsorted(ends, batch[:, 0], "right") == np.searchsorted(ends, batch[:, -1], "right")).all()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[TokenFile]:
+    return list(counting_stream(tmp_path_factory.mktemp("shards"), *LENGTHS).files)
+
+
+def test_other_tokens_begin_a_new_walk(tmp_path: Path, stream: TokenStream) -> None:
+    before = sampler(stream)
+    before.next_batch(3)
+    state = json.loads(json.dumps(before.state()))
+    now = sampler(counting_stream(tmp_path, 501, 1200))
+    now.next_batch(1)
+    assert now.restore(state) is False
+    assert (now.epoch, now.position) == (0, 0)
+    assert before.restore(state) is True
+    # A cursor of a version that did not tell the two apart.
+    with pytest.raises(DataError, match="to other data"):
+        now.restore({key: value for key, value in state.items() if key != "data"})
+
+
+def test_a_cursor_of_one_file_is_still_that_of_earlier_versions(tmp_path: Path) -> None:
+    stream = counting_stream(tmp_path, 400)
+    plan = "Split(num_tokens=400, window=8, span=9, held_out=1, num_periods=5)"
+    text = f"{stream.digest} {plan} 0 1"
+    assert sampler(stream).state()["identity"] == int.from_bytes(blake3(text.encode()).digest()[:8], "little") >> 1
+
+
 def test_too_little_data(tmp_path: Path) -> None:
     stream = counting_stream(tmp_path, 4, 3)
     for fraction in (0.0, 0.1):
@@ -223,7 +278,7 @@ def test_too_little_data(tmp_path: Path) -> None:
 
 
 def test_two_windows_are_enough(tmp_path: Path) -> None:
-    one = sampler(counting_stream(tmp_path, 10, 6))
+    one = sampler(counting_stream(tmp_path, 16))
     assert one.next_batch(3).tolist() == [list(range(8))] * 3
     assert [batch.tolist() for batch in one.evaluation_batches(5, 5)] == [[list(range(8, 16))]]
 

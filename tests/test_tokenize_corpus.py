@@ -127,7 +127,7 @@ def test_shards_of_an_earlier_run_are_not_mixed_in(corpus: Path, tmp_path: Path)
     with pytest.raises(DataError, match="--overwrite"):
         write_shards(files, tmp_path, BYTES)
     write_shards(files, tmp_path, BYTES, overwrite=True)
-    assert sorted(contents(tmp_path)) == ["tokens-00000.npy", "tokens-00000.npy.json"]
+    assert sorted(contents(tmp_path)) == ["corpus.json", "tokens-00000.npy", "tokens-00000.npy.json"]
 
 
 def test_a_failure_leaves_whole_shards_only(corpus: Path, tmp_path: Path) -> None:

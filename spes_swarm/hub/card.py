@@ -18,6 +18,7 @@ import yaml
 from spes_swarm.config import RunConfig
 from spes_swarm.errors import UserError
 from spes_swarm.hub.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
+from spes_swarm.join_command import data_arguments, describe_data, join_command
 from spes_swarm.monitor.figures import amount
 from spes_swarm.monitor.names import clean_name
 
@@ -102,7 +103,8 @@ def _introduction(publication: Publication, facts: CardFacts) -> str:
     origin = (
         f", upcycled from [{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else ""
     )
-    data = f" on {escape(facts.data)}" if facts.data else ""
+    words = facts.data or (describe_data(run.data) if run.data.kind else "")
+    data = f" on {escape(words)}" if words else ""
     return (
         f"# {escape(run.name)}\n\n"
         f"A Mixture-of-Experts language model ({escape(run.model.type)}, {run.model.num_experts} experts, "
@@ -142,14 +144,15 @@ def _loading(publication: Publication, facts: CardFacts) -> str:
 
 def _joining(publication: Publication, facts: CardFacts) -> str:
     text = "## Take part\n\nAnybody can, with spes_swarm and one address of a peer:\n\n```bash\n"
-    address = shlex.quote(" ".join(facts.join_address.split())) if facts.join_address else "ADDRESS_OF_A_PEER"
+    address = " ".join(facts.join_address.split()) if facts.join_address else "ADDRESS_OF_A_PEER"
     if "`" in address:
         raise UserError("the address for joining is not a multiaddress")
-    text += f"python -m spes_swarm.join --initial-peers {address} --run-id {publication.run_id}\n```\n\n"
+    text += f"{join_command(publication.manifest, address)}\n```\n\n"
+    data = data_arguments(publication.manifest.run.data)
     source = facts.repository or "file:PATH_OF_THE_REPOSITORY"
     return text + (
         "If nobody is there any more, the run goes on from here:\n\n"
-        f"```bash\npython -m spes_swarm.join --from-hub {source}\n```\n"
+        f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
     )
 
 

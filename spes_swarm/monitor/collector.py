@@ -7,6 +7,7 @@ import logging
 import time
 
 from spes_swarm.errors import DataError, NetworkProcessError
+from spes_swarm.join_command import describe_data
 from spes_swarm.manifest import Manifest
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history import History
@@ -29,6 +30,7 @@ def run_info(manifest: Manifest) -> RunInfo:
         num_experts=run.model.num_experts,
         experts_per_peer=run.experts_per_peer,
         total_steps=run.training.total_steps,
+        data=describe_data(run.data) if run.data.kind else None,
     )
 
 

@@ -38,6 +38,7 @@ class RunInfo:
     num_experts: int
     experts_per_peer: int
     total_steps: int  # inner steps until the learning rate is at its minimum
+    data: str | None = None  # what it trains on, in words; None: the manifest does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

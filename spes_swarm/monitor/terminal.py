@@ -43,7 +43,8 @@ def screen(state: SwarmState, history: Sequence[HistoryPoint], *, max_peers: int
         parts += [_peers(state, max_peers), Text()]
     parts.append(_experts(state))
     parts += _troubles(state)
-    title = Text(cut(f"{state.run.run_id}  {state.run.model}", WIDTH - 8), style="bold")
+    data = f" on {state.run.data}" if state.run.data is not None else ""
+    title = Text(cut(f"{state.run.run_id}  {state.run.model}{data}", WIDTH - 8), style="bold")
     return Panel(Group(*parts), title=title, title_align="left", width=WIDTH, padding=(0, 1))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shlex
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from spes_swarm.address import best_first
 from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError
+from spes_swarm.join_command import join_command
 from spes_swarm.manifest import Manifest
 from spes_swarm.manifest_query import ask_for_manifest
 from spes_swarm.monitor.verifier import Verifier
@@ -224,8 +224,7 @@ class Watcher:
         offers += best_first([*given, *self._acquaintances.of(reachable)]) or list(self._initial_peers[:1])
         if not offers:
             return None
-        command = ["python", "-m", "spes_swarm.join", "--initial-peers", offers[0], "--run-id", self.manifest.run_id]
-        return shlex.join(command)
+        return join_command(self.manifest, offers[0])
 
 
 def _ignore(peer_id: str, error: ProtocolError) -> None:

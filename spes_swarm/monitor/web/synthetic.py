@@ -116,6 +116,7 @@ class SyntheticSwarm:
                 num_experts=self._num_experts,
                 experts_per_peer=self._experts_each,
                 total_steps=20_000,
+                data="the Python standard library",
             ),
             round=self._round,
             next_round_s=_ROUND_S - self._in_round if alive else None,

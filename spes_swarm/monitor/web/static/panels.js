@@ -6,6 +6,12 @@ import * as format from "./format.js";
 const FAULTS_SHOWN = 50;
 const COPIED_MS = 2_500;
 
+/** What a newcomer has to know about the data, after the sentence about machines. */
+function dataNote(data, command) {
+  if (!data) return "";
+  return ` The run trains on ${data}${command.includes(" --data ") ? ": put the path of yours after --data" : ""}.`;
+}
+
 export class Panels {
   constructor(store) {
     this._store = store;
@@ -70,7 +76,7 @@ export class Panels {
       byId("join-note"),
       command === null
         ? "Nobody is there who could take a newcomer in."
-        : "On any Linux machine with spes_swarm; a GPU is welcome, but not needed.",
+        : `On any Linux machine with spes_swarm; a GPU is welcome, but not needed.${dataNote(this._store.head.run.data, command)}`,
     );
   }
 
