@@ -35,9 +35,14 @@ UNKNOWN = DataConfig()
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def _cache(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests, so that the standard library is tokenised once; other sources have paths of their own."""
+    return tmp_path_factory.mktemp("cache")
 
 
 def text_file(path: Path, words: str = "to be or not to be") -> Path:
