@@ -238,6 +238,8 @@ class OwnershipConfig(Section):
 
     replicas: Count | None = None  # holders per expert that are enough; None = peers hold as many as they have room for
     rotate_every_rounds: Count = 10  # how long an expert is trained when there is not room for all
+    # Share of the experts that one peer holds while others can hold the rest, whatever it claims.
+    max_share: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     warmup_steps: CountOrNone = (
         10  # steps over which an adopter without moments reaches the full step size; 0 = at once
     )
@@ -290,6 +292,11 @@ class RunConfig(Section):
                 f"model.settings.vocab_size: found {model.vocab_size}, expected at least 257 "
                 "(the bytes tokenizer has 256 bytes and an end of document)"
             )
+
+    @property
+    def most_experts(self) -> int:
+        """Experts that one peer holds while others can hold the rest; no fewer than the run asks everybody for."""
+        return max(self.experts_per_peer, int(self.ownership.max_share * self.model.num_experts))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""

@@ -60,7 +60,7 @@ class Leases:
 
     def choose(self, want: int) -> tuple[int, ...]:
         """Takes as many experts as wanted, those that the others need most."""
-        self.held = ownership.choose_experts(self._others, self._me, self._num_experts, want, self._rules.replicas)
+        self.held = ownership.choose_experts(self._others, self._me, self._num_experts, want, self._rules)
         return self.held
 
     def settle(self) -> bool:
@@ -73,9 +73,8 @@ class Leases:
 
     @property
     def leased_bitmap(self) -> bytes:
-        """For the statement: the experts on which others have unexpired leases."""
-        leased = {expert for experts in self._others.values() for expert in experts if expert < self._num_experts}
-        return bitmap(leased, self._num_experts)
+        """For the statement: the experts that others' unexpired leases reserve."""
+        return bitmap(ownership.reserving(self._others, self._num_experts, self._rules), self._num_experts)
 
     def after_commit(self, group: Group, plan: Plan) -> Reassignment:
         """Applies ownership.reassign to the group that has committed, and takes this peer's line of the outcome."""

@@ -4,19 +4,26 @@ A peer that joins chooses from the leases in the DHT (`choose_experts`, `settle`
 the signed statements of a round's group (`reassign`): every member computes the same outcome at the commit and takes
 its own line of it, so nobody has to ask, and no two peers decide differently. In this order:
 
-1. who holds more than it has room for, or than the replication target wants, gives up what is held most;
+1. who holds more than it has room for, than one member may (`Rules.most_each`), or than the replication target wants,
+   gives up what is held most;
 2. who has room adopts what is held least, of that what has gone untrained for longest;
 3. where an expert has two holders more than another one has (of many: a quarter more), one of them moves: this covers
    orphans when nobody has room, resolves doubles after a partition, and evens out the replicas when peers arrive;
 4. when the swarm has not room for all experts, every few rounds the ones that have waited for longest take the places
    of others, so that no expert waits for longer than a full turn.
 
-Experts of absent peers stay reserved until their leases expire. Experts that a user has named are never moved.
+The limit on one member never costs an expert its last holder: what nobody else has room for, it keeps or adopts. What it
+holds beyond the limit goes to whoever comes with room.
+
+Experts of absent peers stay reserved until their leases expire. Where a user has named experts (`Holding.fixed`), the
+member adopts no others, and gives up only what is beyond the limit. Such a claim costs nothing and may be a lie, so it
+counts where others choose what to adopt, but no holder gives up an expert or moves because of it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,16 +49,38 @@ def coverage(leases: LeaseTable, num_experts: int) -> list[int]:
 
 
 def choose_experts(
-    leases: LeaseTable, me: str, num_experts: int, want: int, replicas: int | None = None
+    leases: LeaseTable, me: str, num_experts: int, want: int, rules: Rules | None = None
 ) -> tuple[int, ...]:
     """The `want` experts that the others hold least; ties go by rendezvous hash.
 
-    With a replication target only those are taken that have fewer holders, but at least one.
+    With a replication target only those are taken that have fewer holders, but at least one. Beyond the limit on one
+    member only those are taken that nobody else holds.
     """
+    rules = rules or Rules()
     others = coverage({peer: experts for peer, experts in leases.items() if peer != me}, num_experts)
     ranked = sorted(range(num_experts), key=lambda expert: (others[expert], priority(me, expert)))
-    needed = [expert for expert in ranked[:want] if replicas is None or others[expert] < replicas]
+    limit = rules.limit(num_experts)
+    needed = [
+        expert
+        for place, expert in enumerate(ranked[:want])
+        if (rules.replicas is None or others[expert] < rules.replicas) and (place < limit or not others[expert])
+    ]
     return tuple(sorted(needed or ranked[:1]))
+
+
+def reserving(leases: LeaseTable, num_experts: int, rules: Rules) -> set[int]:
+    """Experts that these leases keep for their holders while they are absent.
+
+    A lease is a claim like any other: it reserves no more than one member may hold, those with the best claim.
+    """
+    limit = rules.limit(num_experts)
+    reserved: set[int] = set()
+    for peer, experts in leases.items():
+        known = {expert for expert in experts if expert < num_experts}
+        if len(known) > limit:
+            known = set(sorted(known, key=lambda expert: priority(peer, expert))[:limit])
+        reserved |= known
+    return reserved
 
 
 def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
@@ -79,7 +108,7 @@ class Holding:
 
     experts: tuple[int, ...]
     room: int  # the most experts that it can hold
-    fixed: bool = False  # the user named the experts: they never change
+    fixed: bool = False  # the user named the experts: no others are adopted
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +117,11 @@ class Rules:
 
     replicas: int | None = None  # holders per expert that are enough; None: peers hold as many as they have room for
     rotate_every_rounds: int = 10  # how long an expert is trained when others wait for the place
+    most_each: int | None = None  # experts that one member holds while others can hold the rest; None: no limit
+
+    def limit(self, num_experts: int) -> int:
+        """The most experts of `num_experts` that one member holds while others can hold the rest."""
+        return num_experts if self.most_each is None else min(self.most_each, num_experts)
 
 
 def reserved_experts(held: Iterable[int], views: Collection[Collection[int]]) -> set[int]:
@@ -127,8 +161,16 @@ def reassign(
     # With a replication target, what one rule does may be a reason for another one. It comes to an end: the number of
     # replicas up to the target only grows, and those beyond it only shrink or spread.
     rules_in_order = (moves.shed_replicas, moves.fill, moves.make_way, moves.even_out, moves.occupy_idle)
-    while any(rule() for rule in rules_in_order):
-        pass
+    beyond = math.inf
+    while beyond > 0:
+        before = moves.beyond_limit
+        moves.shed_beyond_limit()
+        while any(rule() for rule in rules_in_order):
+            pass
+        moves.give_back()
+        # What adopters have taken makes other experts ones that can be given up.
+        beyond = moves.beyond_limit if moves.beyond_limit < before else 0
+    moves.adopt_beyond_limit()
     moves.rotate()
     return {peer: tuple(sorted(experts)) for peer, experts in moves.held.items()}
 
@@ -149,9 +191,13 @@ class _Moves:
         self._trained_in = trained_in
         self._rules = rules
         self.held = {peer: set(holding.experts) for peer, holding in table.items()}
-        self._room = {peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed}
-        self._count = [0] * num_experts  # holders of each expert
-        self._movable: list[set[str]] = [set() for _ in range(num_experts)]  # of those, the ones that may give it up
+        self._limit = rules.limit(num_experts)
+        # Of those whose experts no user has named; what they have room for beyond the limit is a last resort.
+        self._whole_room = {peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed}
+        self._room = {peer: min(room, self._limit) for peer, room in self._whole_room.items()}
+        self._count = [0] * num_experts  # holders of each expert, for those who choose what to adopt
+        # Of those, the ones whose experts no user has named: they alone are a reason to give an expert up.
+        self._movable: list[set[str]] = [set() for _ in range(num_experts)]
         for peer, experts in self.held.items():
             for expert in experts:
                 self._count[expert] += 1
@@ -160,23 +206,29 @@ class _Moves:
         reserved = {expert for expert in reserved if not self._count[expert]}
         self._experts = [expert for expert in range(num_experts) if expert not in reserved]
         self._gained: set[tuple[str, int]] = set()
+        self._shed: dict[int, list[str]] = {}  # what was given up for the limit, and by whom
 
     @cached_property
     def _turn(self) -> dict[str, int]:
         """Whose turn it is when several peers could do something: another order in each round, so it is fair."""
-        order = sorted(self._room, key=lambda peer: blake3(f"{self._round}|{peer}".encode()).digest())
+        order = sorted(self.held, key=lambda peer: blake3(f"{self._round}|{peer}".encode()).digest())
         return {peer: place for place, peer in enumerate(order)}
 
     def _need(self, expert: int) -> tuple[int, int, int]:
         """Order in which experts are served: fewest holders, then longest untrained."""
         return self._count[expert], self._trained_in[expert], expert
 
+    def _spare(self, expert: int) -> tuple[int, int, int, int]:
+        """Order in which a member keeps experts: the last one is given up first."""
+        return len(self._movable[expert]), *self._need(expert)
+
     def _free(self, peer: str) -> int:
         return self._room[peer] - len(self.held[peer])
 
     def _take(self, peer: str, expert: int) -> None:
         self.held[peer].add(expert)
-        self._movable[expert].add(peer)
+        if peer in self._room:
+            self._movable[expert].add(peer)
         self._count[expert] += 1
         self._gained.add((peer, expert))
 
@@ -188,9 +240,44 @@ class _Moves:
 
     def shed_room(self) -> None:
         """Who holds more than it has room for gives up what is held most."""
-        for peer in sorted(peer for peer in self._room if self._free(peer) < 0):
-            while self._free(peer) < 0:
-                self._drop(peer, max(self.held[peer], key=self._need))
+        for peer in sorted(peer for peer, room in self._whole_room.items() if len(self.held[peer]) > room):
+            while len(self.held[peer]) > self._whole_room[peer]:
+                self._drop(peer, max(self.held[peer], key=self._spare))
+
+    # The limit on one member.
+
+    @property
+    def beyond_limit(self) -> int:
+        """Experts that members hold beyond the limit, all together."""
+        return sum(max(0, len(experts) - self._limit) for experts in self.held.values())
+
+    def shed_beyond_limit(self) -> None:
+        """Who holds more than the limit offers what is held most to the others, named experts before anybody's."""
+        self._shed = {}
+        for peer in sorted(self.held, key=lambda peer: (peer in self._room, self._turn[peer])):
+            while len(self.held[peer]) > self._limit:
+                expert = max(self.held[peer], key=self._spare)
+                self._drop(peer, expert)
+                self._shed.setdefault(expert, []).append(peer)
+
+    def give_back(self) -> None:
+        """What nobody took returns to who held it, to one member if several did."""
+        for expert, peers in sorted(self._shed.items()):
+            movable = [peer for peer in peers if peer in self._room]
+            # A claim of named experts does not relieve anybody else of an expert.
+            if self._movable[expert] or not (movable or not self._count[expert]):
+                continue
+            peer = min(movable or peers, key=lambda peer: (len(self.held[peer]), self._turn[peer]))
+            self._take(peer, expert)
+            self._gained.discard((peer, expert))
+
+    def adopt_beyond_limit(self) -> None:
+        """What would have no holder for the limit's sake goes to whoever has the most room beyond it."""
+        for *_, expert in sorted(self._need(expert) for expert in self._experts if not self._count[expert]):
+            free = [peer for peer, room in self._whole_room.items() if len(self.held[peer]) < room]
+            if not free:
+                return
+            self._take(min(free, key=lambda p: (len(self.held[p]) - self._whole_room[p], self._turn[p])), expert)
 
     # These rules return whether they have changed anything.
 
@@ -201,13 +288,14 @@ class _Moves:
             return False
         changed = False
         for expert in self._experts:
-            if self._count[expert] > enough:
+            surplus = len(self._movable[expert]) - enough
+            if surplus > 0:
                 # Those with the most to do go first; nobody is left without an expert to train.
                 able = sorted(
                     (peer for peer in self._movable[expert] if len(self.held[peer]) > 1),
                     key=lambda peer: (-len(self.held[peer]), self._turn[peer]),
                 )
-                for peer in able[: self._count[expert] - enough]:
+                for peer in able[:surplus]:
                     self._drop(peer, expert)
                 changed = changed or bool(able)
         return changed
@@ -301,8 +389,8 @@ class _Moves:
             again = False
             waiting = [self._need(expert) for expert in self._experts]
             heapq.heapify(waiting)
-            most = sorted((e for e in self._experts if self._movable[e]), key=lambda e: (-self._count[e], e))
-            while waiting and most and self._too_many(waiting[0][-1]) <= self._count[most[0]]:
+            most = sorted((e for e in self._experts if self._movable[e]), key=lambda e: (-len(self._movable[e]), e))
+            while waiting and most and self._too_many(waiting[0][-1]) <= len(self._movable[most[0]]):
                 *_, expert = heapq.heappop(waiting)
                 if self._move_to(expert, most):
                     heapq.heappush(waiting, self._need(expert))
@@ -312,7 +400,7 @@ class _Moves:
     def _move_to(self, expert: int, most: list[int]) -> bool:
         """Moves a holder of the first possible one of `most`, which stays sorted by the number of holders."""
         for place, other in enumerate(most):
-            count = self._count[other]
+            count = len(self._movable[other])
             if count < self._too_many(expert):
                 return False
             able = [peer for peer in self._movable[other] if expert not in self.held[peer]]
@@ -322,7 +410,7 @@ class _Moves:
                 self._take(peer, expert)
                 # Its place is now after the last one that has as many as it had.
                 last = place
-                while last + 1 < len(most) and self._count[most[last + 1]] == count:
+                while last + 1 < len(most) and len(self._movable[most[last + 1]]) == count:
                     last += 1
                 most[place], most[last] = most[last], most[place]
                 return True
@@ -338,7 +426,10 @@ class _Moves:
         return bool(idle)
 
     def rotate(self) -> None:
-        """What has no holder takes the places of others, what has waited for longest first."""
+        """What has no holder takes the places of others, what has waited for longest first.
+
+        Somebody moves anyway: of experts that members hold whose users have named them nobody is missed.
+        """
         if self._round % self._rules.rotate_every_rounds:
             return
         waiting = sorted(self._need(expert) for expert in self._experts if not self._count[expert])
@@ -346,7 +437,10 @@ class _Moves:
             return
         places = sorted(
             ((peer, expert) for peer in self._room for expert in self.held[peer] if (peer, expert) not in self._gained),
-            key=lambda place: blake3(f"{self._round}|{place[0]}|{place[1]}".encode()).digest(),
+            key=lambda place: (
+                self._count[place[1]] == 1,
+                blake3(f"{self._round}|{place[0]}|{place[1]}".encode()).digest(),
+            ),
         )
         for (*_, expert), (peer, given_up) in zip(waiting, places, strict=False):
             self._drop(peer, given_up)

@@ -87,7 +87,7 @@ class RunServices:
         self._leases = Leases(
             identity.peer_id,
             settings.layout.num_experts,
-            Rules(run.ownership.replicas, run.ownership.rotate_every_rounds),
+            Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts),
             run.round.lease_s,
         )
         self.lineage = Lineage({})

@@ -281,9 +281,7 @@ class Simulation:
         if peer.name in self._lease_ends:  # it is back within its lease
             del self._lease_ends[peer.name]
         elif not (peer.fixed and peer.held):
-            peer.held = choose_experts(
-                self._leases, peer.name, scenario.num_experts, peer.room, scenario.rules.replicas
-            )
+            peer.held = choose_experts(self._leases, peer.name, scenario.num_experts, peer.room, scenario.rules)
         peer.ready = True
         peer.trains_since = self._now
         self._publish_lease(peer)

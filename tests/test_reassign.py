@@ -41,6 +41,10 @@ class Case:
         held = {e for holding in self.table.values() for e in holding.experts}
         return {e for e in range(self.num_experts) if e in held or e not in self.reserved}
 
+    @property
+    def limit(self) -> int:
+        return self.rules.most_each or self.num_experts
+
     def after(self, outcome: Mapping[str, tuple[int, ...]]) -> Case:
         return replace(self, table={p: replace(h, experts=outcome[p]) for p, h in self.table.items()})
 
@@ -70,7 +74,13 @@ def gained(case: Case, outcome: Outcome) -> int:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, *, fixed: bool = True, targets: bool = True, reservations: bool = True, fits: bool = False
+    draw: st.DrawFn,
+    *,
+    fixed: bool = True,
+    targets: bool = True,
+    reservations: bool = True,
+    fits: bool = False,
+    limits: bool = True,
 ) -> Case:
     """Any table at all: peers without room, with more than they have room for, with nothing to do."""
     num_experts = draw(st.integers(1, 7))
@@ -86,7 +96,11 @@ def cases(
         round_number,
         tuple(draw(st.lists(st.integers(0, round_number), min_size=num_experts, max_size=num_experts))),
         frozenset(draw(st.sets(st.integers(0, num_experts - 1)))) if reservations else frozenset(),
-        Rules(draw(st.sampled_from([None, None, 1, 2, 3, 5])) if targets else None, draw(st.sampled_from([1, 3, 50]))),
+        Rules(
+            draw(st.sampled_from([None, None, 1, 2, 3, 5])) if targets else None,
+            draw(st.sampled_from([1, 3, 50])),
+            draw(st.sampled_from([None, 1, 2, 4])) if limits else None,
+        ),
     )
 
 
@@ -110,9 +124,12 @@ def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
 
 @thoroughly
 @given(cases())
-def test_experts_that_a_user_has_named_stay(case: Case) -> None:
+def test_experts_that_a_user_has_named_stay_within_the_limit(case: Case) -> None:
     outcome = decide(case)
-    assert all(outcome[peer] == holding.experts for peer, holding in case.table.items() if holding.fixed)
+    for peer, holding in case.table.items():
+        if holding.fixed:
+            assert set(outcome[peer]) <= set(holding.experts)
+            assert len(outcome[peer]) >= min(len(holding.experts), case.limit)
 
 
 @thoroughly
@@ -149,25 +166,39 @@ def test_an_expert_loses_its_last_holder_only_to_one_that_had_none(case: Case) -
 # What is reached in one call.
 
 
-def coverable(case: Case) -> int:
-    """How many experts can have a holder: every peer may hold any expert, so counting is enough."""
-    by_users = {e for holding in case.table.values() if holding.fixed for e in holding.experts}
-    places = sum(min(holding.room, case.num_experts) for holding in case.movable.values())
-    return len(by_users) + min(places, len(case.takeable - by_users))
+def places(case: Case) -> int:
+    return sum(min(holding.room, case.num_experts) for holding in case.movable.values())
+
+
+@thoroughly
+@given(cases(fixed=False))
+def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
+    # Every peer may hold any expert, so counting is enough. The limit on one member costs no coverage.
+    assert len(counts(decide(case))) == min(places(case), len(case.takeable))
 
 
 @thoroughly
 @given(cases())
-def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
-    assert len(counts(decide(case))) == coverable(case)
+def test_experts_that_users_have_named_cost_no_coverage(case: Case) -> None:
+    outcome = decide(case)
+    assert len(counts(outcome)) >= min(places(case), len(case.takeable))
+    assert {e for holding in case.table.values() if holding.fixed for e in holding.experts} <= counts(outcome).keys()
 
 
 @thoroughly
-@given(cases(targets=False))
+@given(cases(targets=False, limits=False))
 def test_all_room_is_used(case: Case) -> None:
     outcome = decide(case)
     for peer, holding in case.movable.items():
         assert len(outcome[peer]) == min(holding.room, len(case.takeable))
+
+
+@thoroughly
+@given(cases(targets=False))
+def test_all_room_within_the_limit_is_used(case: Case) -> None:
+    outcome = decide(case)
+    for peer, holding in case.movable.items():
+        assert len(outcome[peer]) >= min(holding.room, case.limit, len(case.takeable))
 
 
 @thoroughly
@@ -258,15 +289,30 @@ def reachable_replicas(case: Case) -> int:
     return sum(min(n, case.rules.replicas) for n in by_users.values()) + sum(map(len, given_to.values()))
 
 
+def replicas_wanted(case: Case) -> int:
+    """Holders of all experts after a decision, none counted beyond the target."""
+    target = case.rules.replicas
+    assert target is not None
+    holds = counts(decide(replace(case, rules=replace(case.rules, rotate_every_rounds=50))))
+    return sum(min(count, target) for count in holds.values())
+
+
+@thoroughly
+@given(cases(fixed=False, limits=False).filter(lambda case: case.rules.replicas is not None))
+def test_no_fewer_replicas_than_possible(case: Case) -> None:
+    assert replicas_wanted(case) == reachable_replicas(case)
+
+
 targeted = cases().filter(lambda case: case.rules.replicas is not None)
 
 
 @thoroughly
 @given(targeted)
-def test_no_fewer_replicas_than_possible(case: Case) -> None:
-    assert case.rules.replicas is not None
-    holds = counts(decide(replace(case, rules=replace(case.rules, rotate_every_rounds=50))))
-    assert sum(min(count, case.rules.replicas) for count in holds.values()) == reachable_replicas(case)
+def test_named_experts_and_the_limit_cost_no_replicas_that_the_others_have_room_for(case: Case) -> None:
+    others = {p: replace(h, room=min(h.room, case.limit)) for p, h in case.movable.items()}
+    unheld = set(range(case.num_experts)) - {e for holding in others.values() for e in holding.experts}
+    without = replace(case, table=others, reserved=frozenset(unheld - case.takeable))
+    assert replicas_wanted(case) >= reachable_replicas(without)
 
 
 @thoroughly
@@ -275,8 +321,9 @@ def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: 
     assert case.rules.replicas is not None
     outcome = decide(case)
     holds = counts(outcome)
+    own = counts({peer: outcome[peer] for peer in case.movable})  # nobody gives way to named experts
     for peer in case.movable:
-        if any(holds[e] > case.rules.replicas for e in outcome[peer]):
+        if any(own[e] > case.rules.replicas for e in outcome[peer]):
             assert len(outcome[peer]) == 1
             # There was nothing better to hold.
             assert all(holds[e] >= case.rules.replicas for e in case.takeable)
@@ -288,6 +335,94 @@ def test_nobody_with_room_holds_nothing(case: Case) -> None:
     outcome = decide(case)
     for peer, holding in case.movable.items():
         assert outcome[peer] or not holding.room or not case.takeable
+
+
+# The limit on one member, and experts that users have named.
+
+
+@thoroughly
+@given(cases(fixed=False))
+def test_beyond_the_limit_a_member_holds_only_what_nobody_else_can(case: Case) -> None:
+    outcome = decide(case)
+    holds = counts(outcome)
+    if any(len(experts) > case.limit for experts in outcome.values()):
+        # Nobody has room left, and nobody could leave an expert to somebody else and take one of these.
+        assert set(holds.values()) == {1}
+        for peer, holding in case.table.items():
+            assert len(outcome[peer]) >= min(holding.room, case.limit)
+
+
+@thoroughly
+@given(cases())
+def test_beyond_the_limit_nobody_keeps_a_replica(case: Case) -> None:
+    outcome = decide(case)
+    own, holds = counts({peer: outcome[peer] for peer in case.movable}), counts(outcome)
+    for peer, experts in outcome.items():
+        if len(experts) > case.limit:
+            assert {(holds if case.table[peer].fixed else own)[e] for e in experts} == {1}
+
+
+@thoroughly
+@given(cases(), st.data())
+def test_a_claim_of_named_experts_takes_nothing_from_a_swarm_at_rest(case: Case, data: st.DataObject) -> None:
+    case = replace(case, rules=replace(case.rules, rotate_every_rounds=50))
+    at_rest = case.after(decide(case))
+    named = data.draw(st.sets(st.sampled_from(sorted(case.takeable)))) if case.takeable else set()
+    claimed = replace(at_rest, table={**at_rest.table, "claimant": Holding(tuple(sorted(named)), 0, fixed=True)})
+    outcome = decide(claimed)
+    for peer in case.movable:
+        assert set(at_rest.table[peer].experts) <= set(outcome[peer])
+
+
+@pytest.mark.parametrize("replicas", [None, 1, 2])
+@pytest.mark.parametrize("number_of_claimants", [1, 3])
+def test_who_claims_all_experts_by_name_gets_the_limit_and_nobody_gives_way(
+    replicas: int | None, number_of_claimants: int
+) -> None:
+    honest = {f"peer{i}": Holding((2 * i, 2 * i + 1), 2) for i in range(4)}
+    claimants = {f"claimant{i}": Holding(tuple(range(8)), 8, fixed=True) for i in range(number_of_claimants)}
+    rules = Rules(replicas, most_each=4)
+    for number in range(1, 31):  # at rotations, too
+        outcome = decide(Case({**honest, **claimants}, 8, number, (number,) * 8, rules=rules))
+        assert {peer: outcome[peer] for peer in honest} == {p: h.experts for p, h in honest.items()}
+        assert all(len(outcome[peer]) == 4 for peer in claimants)
+
+
+def test_a_lone_peer_holds_everything_and_shares_it_with_whoever_comes() -> None:
+    rules = Rules(most_each=4)
+    alone = Case({"a": Holding((), 8)}, 8, 11, (10,) * 8, rules=rules)
+    assert decide(alone) == {"a": tuple(range(8))}
+    for fixed in (False, True):
+        case = Case({"a": Holding(tuple(range(8)), 8, fixed)}, 8, 11, (10,) * 8, rules=rules)
+        assert decide(case) == {"a": tuple(range(8))}
+        for room, expected in ((1, 7), (3, 5), (4, 4), (8, 4)):
+            shared = decide(replace(case, table={**case.table, "b": Holding((), room)}))
+            assert len(shared["a"]) == expected
+            assert set(shared["a"]) | set(shared["b"]) == set(range(8))
+
+
+def test_of_several_with_more_than_the_limit_none_keeps_what_another_one_has() -> None:
+    table = {peer: Holding(tuple(range(8)), 8) for peer in ("a", "b")}
+    outcome = decide(Case(table, 8, 11, (10,) * 8, rules=Rules(most_each=3)))
+    assert sorted(outcome["a"] + outcome["b"]) == list(range(8))
+    assert {len(experts) for experts in outcome.values()} == {4}
+
+
+def test_whoever_has_the_most_room_adopts_beyond_the_limit() -> None:
+    table = {"a": Holding((0,), 2), "b": Holding((1,), 4), "c": Holding((2,), 1)}
+    outcome = decide(Case(table, 6, 11, (10,) * 6, rules=Rules(most_each=1)))
+    assert [len(outcome[peer]) for peer in "abc"] == [2, 3, 1] or [len(outcome[p]) for p in "abc"] == [1, 4, 1]
+
+
+def test_in_a_rotation_those_go_first_whose_experts_a_user_has_named() -> None:
+    table = {"a": Holding((0,), 1), "b": Holding((1,), 1), "c": Holding((2,), 1), "user": Holding((1,), 1, fixed=True)}
+    for number in range(10, 101, 10):
+        assert decide(Case(table, 4, number, (number, number, number, 3))) == {
+            "a": (0,),
+            "b": (3,),
+            "c": (2,),
+            "user": (1,),
+        }
 
 
 # Rotation.
