@@ -85,6 +85,9 @@ class ModelConfig(Section):
                 raise ConfigError(
                     f"settings.{key}: found {number}, expected below vocab_size ({self.vocab_size}), or null"
                 )
+        ends = _first(config, ("eos_token_id",))
+        if self.pad_token_id is not None and self.pad_token_id in (ends if isinstance(ends, list) else [ends]):
+            raise ConfigError(frozen_embedding(self.pad_token_id, "the end of a document, eos_token_id"))
         hidden, heads = _first(config, ("hidden_size",)), _first(config, ("num_attention_heads",))
         if hidden and heads and _first(config, ("head_dim",)) is None and hidden % heads:
             raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
@@ -110,10 +113,24 @@ class ModelConfig(Section):
         return int(_first(transformers_config(self), ("vocab_size",)))
 
     @property
+    def pad_token_id(self) -> int | None:
+        """The token whose embedding gets no gradient (torch's `padding_idx`); None where all embeddings are trained."""
+        pad = _first(transformers_config(self), ("pad_token_id",))
+        return None if pad is None else int(pad)
+
+    @property
     def max_sequence_length(self) -> int | None:
         """Tokens that positions are defined for; None where the architecture has no limit."""
         limit = _first(transformers_config(self), ("max_position_embeddings",))
         return None if limit is None else int(limit)
+
+
+def frozen_embedding(pad_token_id: int, meaning: str) -> str:
+    """Says what is wrong with a pad token that stands in the data; begins with the key below `model`."""
+    return (
+        f"settings.pad_token_id: found {pad_token_id}, which is {meaning}: the embedding of a pad token is never "
+        "trained; expected null, as sequences are packed without padding"
+    )
 
 
 def transformers_config(model: ModelConfig) -> PreTrainedConfig:
@@ -292,6 +309,8 @@ class RunConfig(Section):
                 f"model.settings.vocab_size: found {model.vocab_size}, expected at least 257 "
                 "(the bytes tokenizer has 256 bytes and an end of document)"
             )
+        if self.tokenizer.name == "bytes" and model.pad_token_id is not None and model.pad_token_id <= 256:
+            raise ConfigError(f"model.{frozen_embedding(model.pad_token_id, 'a token of the bytes tokenizer')}")
 
     @property
     def most_experts(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spes_swarm.config import RunConfig, parse_experts
+from spes_swarm.config import RunConfig, frozen_embedding, parse_experts
 from spes_swarm.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.hub.source import PublicationSource, open_source
 from spes_swarm.identity import Identity
@@ -200,3 +200,6 @@ def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
             f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
             f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
         )
+    pad = run.model.pad_token_id
+    if pad is not None and tokenizer.produces(pad):
+        raise ConfigError(f"run.model.{frozen_embedding(pad, f'a token of tokenizer {run.tokenizer.name!r}')}")

@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
     def end_of_text(self) -> int:
         """The id that ends every document."""
 
+    def produces(self, token_id: int) -> bool:
+        """Returns True if the id can stand in tokenised documents, as text or as the end of one."""
+
     def encode(self, text: str) -> TokenArray:
         """Ids of `text`, 1-D, without special tokens.
 
@@ -110,6 +113,7 @@ class FastTokenizer:
         self._end_of_text_id: int = token_id
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._vocab_size = 1 + max(vocabulary.values())
+        self._produced = _produced(backend, vocabulary) | {token_id}
         self._digest = _digest(backend, vocabulary, token_id)
 
     def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
@@ -134,6 +138,10 @@ class FastTokenizer:
     def end_of_text(self) -> int:
         """See `Tokenizer`."""
         return self._end_of_text_id
+
+    def produces(self, token_id: int) -> bool:
+        """See `Tokenizer`."""
+        return token_id in self._produced
 
     def encode(self, text: str) -> TokenArray:
         """See `Tokenizer`."""
@@ -247,6 +255,14 @@ def _byte_characters() -> list[str]:
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(substitutes)) for byte in range(256)]
+
+
+def _produced(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """The ids that text can become: all but special tokens, unless one of these stands for what is unknown."""
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    model = json.loads(backend.to_str())["model"]
+    unknown = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
+    return frozenset(i for i in vocabulary.values() if i not in special or i in unknown)
 
 
 def _digest(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], end_of_text: int) -> str:

@@ -81,8 +81,9 @@ def upcycle(source: Path, destination: Path, options: UpcyclingOptions) -> Upcyc
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(dense_config, trust_remote_code=False)
     with WeightDirectory(source) as weights, new_directory(destination) as partial:
-        _check_source(weights, dense, bool(dense_config.tie_word_embeddings), source)
-        targets = {target.name: target for target in _targets(recipe, moe, options.experts)}
+        is_tied = bool(dense_config.tie_word_embeddings)
+        _check_source(weights, dense, is_tied, source)
+        targets = {target.name: target for target in _targets(recipe, moe, options.experts, is_tied)}
         report = _write_weights(_Values(weights, options), targets, partial, options, recipe.target)
         _copy_files(source, partial)
         _write_configs(partial, recipe.target, settings, type(moe).__name__, options.dtype)
@@ -179,13 +180,16 @@ class _Target:
         return math.prod(self.shape)
 
 
-def _targets(recipe: Recipe, moe: nn.Module, experts: int) -> Iterator[_Target]:
-    """The tensors of the output. Copies of one matrix follow each other, so that it is read once."""
+def _targets(recipe: Recipe, moe: nn.Module, experts: int, is_tied: bool) -> Iterator[_Target]:
+    """The tensors of the output. Copies of one matrix follow each other, so that it is read once.
+
+    With `is_tied` the dense model has no output head of its own: the mixture's begins as a copy of the embedding.
+    """
     for name, parameter in moe.named_parameters():
         shape = tuple(parameter.shape)
         match = _EXPERTS_PARAMETER.fullmatch(name)
         if match is None:
-            yield _Target(name, shape, name, None)
+            yield _Target(name, shape, TIED[1] if is_tied and name == TIED[0] else name, None)
             continue
         layer, mlp = int(match["layer"]), match["mlp"]
         saved = mlp.removesuffix("mlp") + recipe.saved_mlp

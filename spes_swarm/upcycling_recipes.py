@@ -8,7 +8,9 @@ A recipe exists where everything but the FFN is the same code in both architectu
 - llama -> mixtral: without biases, which Mixtral does not have.
 - olmo2 -> flex_olmo: norms after attention and FFN, q/k norm over all heads. (OLMoE normalises before them.)
 
-Everything else is refused. Gates are always normalised over the chosen experts.
+Everything else is refused. Gates are always normalised over the chosen experts. A mixture has an output head of its own:
+that of a dense model that ties it to the embedding is copied, as SPES's authors do (scripts/upcycling_qwen3_to_olmoe.py
+of zjr2000/SPES copies it, and their configuration of the 9B has `weight_tying: false`).
 """
 
 from __future__ import annotations
@@ -143,7 +145,14 @@ def moe_settings(recipe: Recipe, dense: PreTrainedConfig, options: UpcyclingOpti
     settings = {name: values[name] for name in sorted(set.intersection(*fields_of) - general)}
     if getattr(dense, "head_dim", None) is not None:  # honoured by all of them, declared by some
         settings["head_dim"] = dense.head_dim
-    settings |= recipe.settings(dense, options) | {"num_experts_per_tok": options.top_k, "output_router_logits": False}
+    settings |= recipe.settings(dense, options)
+    settings |= {
+        "num_experts_per_tok": options.top_k,
+        "output_router_logits": False,
+        "tie_word_embeddings": False,
+        # The embedding of a pad token is never trained, and many dense models pad with the end of documents.
+        "pad_token_id": None,
+    }
     config_from_settings(recipe.target, settings)
     return settings
 

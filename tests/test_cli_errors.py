@@ -261,6 +261,19 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) 
     assert "the model's vocabulary only 272" in line
 
 
+@pytest.mark.parametrize("weights", [[], ["--initial-weights", "nowhere"]], ids=["random", "initial weights"])
+def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, weights: list[str]) -> None:
+    from spes_swarm.tokenizer import train_bpe
+
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "bpe")
+    changes = {
+        "tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")},
+        "model": {"settings": {"pad_token_id": 259}},
+    }
+    line = join("--config", config(tmp_path / "run.yaml", changes), *weights, out=out).line()
+    assert line.startswith("run.model.settings.pad_token_id: found 259, which is a token of tokenizer")
+
+
 def token_file(path: Path) -> Path:
     with TokenWriter(path, ByteTokenizer()) as writer:
         writer.append(np.arange(50_000) % 256, 1)

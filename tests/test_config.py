@@ -206,3 +206,29 @@ def test_the_transformers_config_shares_nothing_with_ours() -> None:
     transformers_config(config).rope_parameters["rope_theta"] = 1.0
     values["model"]["settings"]["rope_parameters"]["rope_theta"] = 2.0
     assert transformers_config(config).rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize("eos", [200, [199, 200]])
+def test_a_pad_token_that_ends_documents_is_refused(eos: Any) -> None:
+    values = with_value("model.settings.eos_token_id", eos)
+    values["model"]["settings"]["pad_token_id"] = 200
+    with pytest.raises(ConfigError, match=r"model\.settings\.pad_token_id: found 200, .* expected null"):
+        RunConfig.from_dict(values, "run.yaml")
+    values["model"]["settings"]["pad_token_id"] = 270
+    assert RunConfig.from_dict(values, "run.yaml").model.settings["pad_token_id"] == 270
+
+
+@pytest.mark.parametrize("pad", [0, 255])
+def test_a_pad_token_that_is_a_byte_is_refused(pad: int) -> None:
+    message = error_of("model.settings.pad_token_id", pad)
+    assert f"model.settings.pad_token_id: found {pad}, " in message
+    assert "expected null" in message
+    values = with_value("model.settings.pad_token_id", 257)  # a row that no byte needs
+    assert RunConfig.from_dict(values, "run.yaml").model.settings["pad_token_id"] == 257
+
+
+def test_the_pad_token_that_transformers_chooses_is_refused_too() -> None:
+    values = with_value("model.settings.vocab_size", 60_000)
+    del values["model"]["settings"]["pad_token_id"]  # OlmoeConfig: 1, a byte
+    with pytest.raises(ConfigError, match=r"pad_token_id: found 1, .* expected null"):
+        RunConfig.from_dict(values, "run.yaml")

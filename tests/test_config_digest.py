@@ -50,6 +50,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
                 "rms_norm_eps": draw(positive),
                 "tie_word_embeddings": draw(st.booleans()),
                 "rope_parameters": {"rope_type": "default", "rope_theta": draw(positive)},
+                "pad_token_id": None,
                 "eos_token_id": draw(st.none() | st.lists(st.integers(0, 255), max_size=3)),
             },
         ),

@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spes_swarm.config import RunConfig, default_config_path, load_config, transformers_config
+from spes_swarm.model import build_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -146,6 +147,21 @@ def test_upcycled_model_normalises_gates_and_heads() -> None:
     assert transformers_config(run.model).norm_topk_prob
     assert shapes["model.layers.0.self_attn.q_norm.weight"] == (128,)
     assert shapes["model.layers.0.self_attn.k_proj.weight"] == (8 * 128, 2048)
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_the_end_of_document_embedding_trains(name: str) -> None:
+    """torch gives the row of an embedding's padding_idx, which is the model's pad_token_id, a gradient of zero."""
+    model = load(name).model
+    narrow = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    thin = {key: 16 for key in ("intermediate_size", "moe_intermediate_size") if key in model.settings}
+    small = build_model(model.type, {**model.settings, **narrow, **thin}, 0, "cpu")
+    end_of_document = model.settings["eos_token_id"]
+    ids_BS = torch.tensor([[11, 22, end_of_document, 33, 44]])
+    small(input_ids=ids_BS, labels=ids_BS).loss.backward()
+    gradient_VD = small.get_input_embeddings().weight.grad
+    for token in ids_BS[0, :-1]:  # the last one predicts nothing
+        assert gradient_VD[token].abs().max() > 0, token
 
 
 def test_quickstart_is_the_same_inside_the_package() -> None:

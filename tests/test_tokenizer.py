@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models
 from transformers import AutoTokenizer, OlmoeConfig, PreTrainedTokenizerFast
 
 from spes_swarm.errors import DataError
@@ -190,3 +192,29 @@ def test_bpe_vocabulary_must_hold_all_bytes() -> None:
     with pytest.raises(DataError, match="at least 257"):
         train_bpe(TEXTS, 256)
     assert train_bpe([], 257).vocab_size == 257
+
+
+def test_which_ids_can_stand_in_data(bpe: FastTokenizer) -> None:
+    for tokenizer in (BYTES, bpe):
+        size = tokenizer.vocab_size
+        assert [i for i in range(-1, size + 2) if not tokenizer.produces(i)] == [-1, size, size + 1]
+
+
+def test_special_tokens_other_than_the_end_of_text_never_stand_in_data(bpe: FastTokenizer, tmp_path: Path) -> None:
+    bpe.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<pad>"])
+    padded = FastTokenizer("padded", backend, "<|endoftext|>")
+    pad = backend.token_to_id("<pad>")
+    assert pad not in padded.encode("a <pad> b <pad>")
+    assert not padded.produces(pad)
+    assert padded.produces(padded.end_of_text)
+
+
+def test_an_unknown_token_can_stand_in_data() -> None:
+    vocabulary = {"[UNK]": 0, "[PAD]": 1, "[END]": 2, "known": 3}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.add_special_tokens(["[UNK]", "[PAD]", "[END]"])
+    words = FastTokenizer("words", backend, "[END]")
+    assert words.encode("strange").tolist() == [0]
+    assert [words.produces(i) for i in range(4)] == [True, False, True, True]
