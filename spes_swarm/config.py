@@ -19,7 +19,7 @@ from blake3 import blake3
 from spes_swarm.codec import CODECS
 from spes_swarm.errors import ConfigError
 from spes_swarm.model_settings import config_from_settings
-from spes_swarm.strict import Pattern, Range, Section, nearest_key, read_section, show, to_dict
+from spes_swarm.strict import Pattern, Range, Section, check_section, nearest_key, read_section, show, to_dict
 from spes_swarm.strict_yaml import load_yaml
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ _POSITIVE_SETTINGS = (
 class ModelConfig(Section):
     """Which model the swarm trains."""
 
+    check_is_slow = True  # it needs transformers
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
     initial_weights: Hex64 | None = None  # digest of those the run begins from; filled in by the founder; None = random
@@ -279,6 +280,7 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """Everything that all peers of a run have in common."""
 
+    check_is_slow = True  # it compares with the model
     name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = (
         "quickstart"  # first part of run ids
     )
@@ -457,6 +459,23 @@ class ConfigFile(NamedTuple):
     peer: PeerConfig  # defaults where the file has no `peer:` section
 
 
+@dataclass(frozen=True)
+class RawConfigFile:
+    """The same before it is known whether its model can be built, which takes seconds to find out."""
+
+    source: str
+    run: Mapping[str, Any] | None  # keys and values are those of a RunConfig
+    peer: PeerConfig
+
+    def build_run(self) -> RunConfig | None:
+        """Builds the `run:` section; imports transformers.
+
+        Raises:
+            ConfigError: its model cannot be built, or does not go with its other settings.
+        """
+        return None if self.run is None else RunConfig.from_dict(self.run, self.source)
+
+
 def default_config_path() -> Path:
     """The quickstart configuration inside the package."""
     return Path(__file__).parent / "default_config" / "quickstart.yaml"
@@ -467,6 +486,16 @@ def load_config(path: str | Path) -> ConfigFile:
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or says something that cannot be used.
+    """
+    raw = read_config_file(path)
+    return ConfigFile(run=raw.build_run(), peer=raw.peer)
+
+
+def read_config_file(path: str | Path) -> RawConfigFile:
+    """Reads a configuration file as far as that goes without transformers.
+
+    Raises:
+        ConfigError: as `load_config`, but for what concerns the model.
     """
     source = str(path)
     content = load_yaml(path)
@@ -480,7 +509,6 @@ def load_config(path: str | Path) -> ConfigFile:
             raise ConfigError(f"{source}: {key}: unknown key{nearest_key(sections, str(key))}")
     run = content.get("run")
     peer = content.get("peer")
-    return ConfigFile(
-        run=None if run is None else RunConfig.from_dict(run, source),
-        peer=PeerConfig() if peer is None else PeerConfig.from_dict(peer, source),
-    )
+    if run is not None:
+        check_section(RunConfig, run, f"{source}: ", "run")
+    return RawConfigFile(source, run, PeerConfig() if peer is None else PeerConfig.from_dict(peer, source))

@@ -65,20 +65,34 @@ def open_source(
     """
     if source == STDLIB:
         return _tokenised(STDLIB, stdlib_files(), tokenizer, cache_dir, document_format or DocumentFormat())
+    check_source_exists(source)
     path = Path(source).expanduser()
     token_files = _token_files(path)
     if token_files:
         for file in token_files:
             TokenFile.open(file, tokenizer)
         return token_files
-    if not path.exists() and not glob.has_magic(source):
+    files = find_documents([path])
+    name = path.name if path.exists() else "glob"
+    return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
+
+
+def check_source_exists(source: str) -> None:
+    """Refuses a data source, see `open_source`, that names nothing.
+
+    Raises:
+        DataError: there is no such file or directory.
+    """
+    path = Path(source).expanduser()
+    if source == STDLIB or path.exists():
+        return
+    if path.suffix == ".npy":
+        raise DataError(f"token file {path} does not exist")
+    if not glob.has_magic(source):
         raise DataError(
             f"data source {source!r} does not exist: give 'stdlib', a .npy token file, a directory, a text "
             "file or a glob"
         )
-    files = find_documents([path])
-    name = path.name if path.exists() else "glob"
-    return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
 
 
 def stdlib_files() -> list[Path]:

@@ -13,34 +13,8 @@ import sys
 from pathlib import Path
 
 from spes_swarm.arguments import OneLineParser
-from spes_swarm.codec import FloatArray
 from spes_swarm.errors import UserError
-from spes_swarm.hub.pack import RunFacts, pack
-from spes_swarm.hub.plain import MAX_SHARD_SIZE, empty_model, new_directory, shard_bytes, write_export
-from spes_swarm.hub.snapshot import newest_snapshot
-from spes_swarm.hub.weights import split_blocks
-from spes_swarm.manifest import Manifest
-from spes_swarm.model import layout_of
-
-
-def export_reference(
-    manifest: Manifest, reference_N: FloatArray, destination: Path, max_shard_size: str = MAX_SHARD_SIZE
-) -> None:
-    """Saves model, configuration and tokenizer, without card and publication manifest.
-
-    Args:
-        manifest: of the run.
-        reference_N: the flat reference (N,).
-        destination: a new or empty directory; complete when it exists.
-        max_shard_size: see `write_export`.
-
-    Raises:
-        UserError: the destination is not empty or cannot be written, or the tokenizer cannot be loaded.
-    """
-    model = empty_model(manifest.run)
-    blocks = split_blocks(layout_of(model), reference_N)
-    with new_directory(destination) as directory:
-        write_export(manifest, model, blocks, directory, max_shard_size)
+from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,6 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shard_bytes(options.max_shard_size)
+        # Only from here on torch and transformers are imported: that takes seconds.
+        from spes_swarm.hub.pack import RunFacts, pack
+        from spes_swarm.hub.snapshot import newest_snapshot
+
         snapshot = newest_snapshot(options.output_dir, on_complaint=_say_passed_over)
         pack(snapshot, options.destination, RunFacts(), options.max_shard_size)
     except UserError as exc:

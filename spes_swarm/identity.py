@@ -1,7 +1,8 @@
 """A peer's identity: one RSA key that names it in libp2p and signs everything it says.
 
 The identity file is the private key in libp2p's protobuf envelope, the format that the P2P daemon reads, so the peer id
-that other peers see on a connection and the key that signs records are the same thing by construction.
+that other peers see on a connection and the key that signs records are the same thing by construction. The envelope
+(libp2p spec peer-ids.md) is written out here, because hivemind's protobuf module brings torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -11,27 +12,49 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import base58
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 
 from spes_swarm.errors import ProtocolError, UserError
 
 _KEY_BITS = 2048
 _MAX_PUBLIC_KEY_BYTES = 1024
+_ENVELOPE_START = b"\x08\x00\x12"  # field 1, the type of the key: RSA; field 2, the key, whose length follows
 _PADDING = padding.PKCS1v15()
 _HASH = hashes.SHA256()
 
 
 def _peer_id_of(public_key_der: bytes) -> str:
     """Base58 libp2p peer id of an RSA public key (multihash of its protobuf envelope, libp2p spec peer-ids.md)."""
-    envelope = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=public_key_der).SerializeToString()
     digest = hashes.Hash(hashes.SHA256())
-    digest.update(envelope)
+    digest.update(_envelope(public_key_der))
     sha2_256_multihash_prefix = b"\x12\x20"
-    return str(PeerID(sha2_256_multihash_prefix + digest.finalize()))
+    return base58.b58encode(sha2_256_multihash_prefix + digest.finalize()).decode("ascii")
+
+
+def _envelope(key_der: bytes) -> bytes:
+    """The protobuf message of an RSA key."""
+    length, rest = bytearray(), len(key_der)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    length.append(rest)
+    return _ENVELOPE_START + bytes(length) + key_der
+
+
+def _key_in(envelope: bytes) -> bytes:
+    """The inverse of `_envelope`.
+
+    Raises:
+        ValueError: it is not the envelope of an RSA key.
+    """
+    for num_length_bytes in (1, 2, 3):
+        key_der = envelope[len(_ENVELOPE_START) + num_length_bytes :]
+        if _envelope(key_der) == envelope:
+            return key_der
+    raise ValueError("not the envelope of an RSA key")
 
 
 @dataclass(frozen=True)
@@ -52,12 +75,24 @@ class Identity:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _write_new_identity(path)
+        except OSError as exc:
+            raise UserError(f"identity file {path}: {exc.strerror}") from exc
+        return cls.load(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Identity:
+        """Reads the identity file.
+
+        Raises:
+            UserError: it is not an RSA identity, or it cannot be read.
+        """
+        try:
             data = path.read_bytes()
         except OSError as exc:
             raise UserError(f"identity file {path}: {exc.strerror}") from exc
         try:
-            key = serialization.load_der_private_key(crypto_pb2.PrivateKey.FromString(data).data, password=None)
-        except Exception as exc:  # protobuf and cryptography raise many types here; all mean the same to the user
+            key = serialization.load_der_private_key(_key_in(data), password=None)
+        except Exception as exc:  # cryptography raises many types here; all mean the same to the user
             raise UserError(f"identity file {path} is not a libp2p RSA key; move it away to get a new one") from exc
         if not isinstance(key, rsa.RSAPrivateKey):
             raise UserError(f"identity file {path} holds a key that is not RSA; move it away to get a new one")
@@ -85,7 +120,7 @@ def _write_new_identity(path: Path) -> None:
     der = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
-    envelope = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString()
+    envelope = _envelope(der)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
     with os.fdopen(descriptor, "wb") as file:

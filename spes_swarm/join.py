@@ -17,6 +17,7 @@ from typing import Any
 from spes_swarm.arguments import OneLineParser
 from spes_swarm.errors import LeftEarlyError, NetworkProcessError, UserError
 from spes_swarm.join_request import read_request
+from spes_swarm.preflight import check_machine
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -87,8 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     try:
-        request = read_request(parse_arguments(arguments))
-        # torch, transformers and hivemind take seconds to import; a mistyped flag should not have to wait for them.
+        draft = read_request(parse_arguments(arguments))
+        check_machine(draft.peer)
+        # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should have
+        # to wait for a mistake.
+        request = draft.complete()
         from spes_swarm.panel import PeerConsole
         from spes_swarm.session import Session
 

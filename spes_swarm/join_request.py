@@ -6,8 +6,18 @@ import argparse
 from dataclasses import dataclass
 
 from spes_swarm.address import check_listen_address, check_peer_address
-from spes_swarm.config import PeerConfig, RunConfig, default_config_path, load_config, override, parse_experts
+from spes_swarm.config import (
+    PeerConfig,
+    RawConfigFile,
+    RunConfig,
+    default_config_path,
+    override,
+    parse_experts,
+    read_config_file,
+)
 from spes_swarm.errors import ConfigError
+from spes_swarm.hub.location import parse_location
+from spes_swarm.model_settings import LARGEST_NUM_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,27 @@ class JoinRequest:
     peer: PeerConfig
 
 
-def read_request(options: argparse.Namespace) -> JoinRequest:
+@dataclass(frozen=True)
+class DraftRequest:
+    """A request in which everything but the model has been checked; that was possible without transformers."""
+
+    file: RawConfigFile
+    run_is_explicit: bool
+    peer: PeerConfig
+
+    def complete(self) -> JoinRequest:
+        """Builds the run's configuration; imports transformers, which takes seconds.
+
+        Raises:
+            ConfigError: the model cannot be built, or does not have the experts that the user wants to train.
+        """
+        run = self.file.build_run()
+        if self.run_is_explicit and run is not None:
+            parse_experts(self.peer.experts, run.model.num_experts)
+        return JoinRequest(run, self.run_is_explicit, self.peer)
+
+
+def read_request(options: argparse.Namespace) -> DraftRequest:
     """Reads the configuration and applies the flags.
 
     Raises:
@@ -28,8 +58,8 @@ def read_request(options: argparse.Namespace) -> JoinRequest:
     """
     flags = dict(vars(options))
     config_path = flags.pop("config", None)
-    run, peer = load_config(config_path or default_config_path())
-    peer = override(peer, **flags)
+    file = read_config_file(config_path or default_config_path())
+    peer = override(file.peer, **flags)
     for maddr in peer.initial_peers:
         check_peer_address(maddr)
     for maddr in peer.host_maddrs:
@@ -39,13 +69,9 @@ def read_request(options: argparse.Namespace) -> JoinRequest:
     for flag in ("publish_every", "publish_mbps", "publish_keep"):
         if flags.get(flag) is not None and peer.publish_to is None:
             raise ConfigError(f"--{flag.replace('_', '-')} belongs to --publish-to, which is not given")
-    if peer.publish_to is not None or peer.from_hub is not None:
-        from spes_swarm.hub.target import parse_location  # takes seconds
-
-        if peer.publish_to is not None:
-            parse_location(peer.publish_to)
-        if peer.from_hub is not None:
-            parse_location(peer.from_hub, with_revision=True)
-    if config_path is not None and run is not None:
-        parse_experts(peer.experts, run.model.num_experts)
-    return JoinRequest(run, config_path is not None, peer)
+    if peer.publish_to is not None:
+        parse_location(peer.publish_to)
+    if peer.from_hub is not None:
+        parse_location(peer.from_hub, with_revision=True)
+    parse_experts(peer.experts, LARGEST_NUM_EXPERTS)
+    return DraftRequest(file, config_path is not None, peer)

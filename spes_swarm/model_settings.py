@@ -40,7 +40,11 @@ _FORBIDDEN = frozenset(
     }
 )
 # Lists of this length are built before anything else, and a module for each entry.
-_LARGEST = {"num_hidden_layers": 1024, "num_experts": 4096, "num_local_experts": 4096, "n_routed_experts": 4096}
+LARGEST_NUM_EXPERTS = 4096
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), LARGEST_NUM_EXPERTS),
+}
 _LARGEST_NUMBER = 1 << 31
 # Honoured by transformers although the configuration classes have no such field; published configurations have them.
 _EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})

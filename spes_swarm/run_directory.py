@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -28,6 +29,15 @@ def lock_file(path: Path, what: str, advice: str) -> int:
         os.close(lock)
         raise UserError(f"{what} is in use by another process; {advice}") from exc
     return lock
+
+
+def lock_identity(path: Path) -> int:
+    """Locks an existing identity file for this process; returns the file descriptor that holds the lock.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    return lock_file(path, f"identity file {path}", "every peer needs one of its own")
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,27 @@ class RunDirectory:
     def _manifest(self) -> Path:
         return self.path / "manifest.json"
 
+    def check(self) -> None:
+        """Refuses a directory that `prepare` would refuse, as far as that can be seen without making it.
+
+        Raises:
+            UserError: it cannot be made, or another process uses it.
+        """
+        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if os.path.lexists(parent))
+        if not existing.is_dir():
+            raise UserError(f"output directory {self.path}: {os.strerror(errno.ENOTDIR)}")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"output directory {self.path}: {os.strerror(errno.EACCES)}")
+        if self._lock.exists():
+            os.close(self._take_lock())
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / ".lock"
+
+    def _take_lock(self) -> int:
+        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir")
+
     def prepare(self) -> int:
         """Makes the directory and locks it for this process; returns the lock's file descriptor.
 
@@ -152,10 +183,10 @@ class RunDirectory:
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            (self.path / ".lock").touch()
+            self._lock.touch()
         except OSError as exc:
             raise UserError(f"output directory {self.path}: {exc.strerror}") from exc
-        return lock_file(self.path / ".lock", f"output directory {self.path}", "give this peer another --output-dir")
+        return self._take_lock()
 
     def manifest(self) -> Manifest | None:
         """The manifest of the run that this directory belongs to, None for a fresh directory.

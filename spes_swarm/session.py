@@ -39,7 +39,7 @@ from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.reach import Reach, tcp_endpoint
 from spes_swarm.run_data import LocalData, PeerData
-from spes_swarm.run_directory import RunDirectory, lock_file
+from spes_swarm.run_directory import RunDirectory, lock_identity
 from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
 from spes_swarm.service_messages import Presence, RunSettings, SwarmView
@@ -80,9 +80,7 @@ class Session:
         self._lock = self._directory.prepare()
         identity_path = Path(self._peer.identity) if self._peer.identity else self._directory.identity
         self._identity = Identity.load_or_create(identity_path.absolute())
-        self._identity_lock = lock_file(
-            self._identity.path, f"identity file {identity_path}", "every peer needs one of its own"
-        )
+        self._identity_lock = lock_identity(identity_path)
         self._metrics = open_metrics(
             self._directory.metrics, self._identity.peer_id, self._peer.log, self._peer.name or ""
         )

@@ -60,6 +60,8 @@ class Section:
     """Base of all sections: brings its fields to their declared types and checks them."""
 
     __slots__ = ()
+    # Whether `_check` needs libraries that take seconds to import; `check_section` then leaves it out.
+    check_is_slow = False
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
@@ -103,6 +105,42 @@ def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
     Raises:
         ConfigError: naming the dotted key, what was found and what is expected.
     """
+    hints = _check_keys(cls, values, where, key)
+    arguments = {
+        name: read_section(hints[name], value, where, f"{key}.{name}") if _is_section(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return cls(**arguments)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}{key}.{exc}") from None
+
+
+def check_section(cls: type[Section], values: Any, where: str, key: str) -> None:
+    """Checks all that `read_section` would refuse, except what sections with `check_is_slow` find themselves.
+
+    Takes the same arguments.
+
+    Raises:
+        ConfigError: as `read_section`.
+    """
+    if not cls.check_is_slow:
+        read_section(cls, values, where, key)
+        return
+    for name, hint in _check_keys(cls, values, where, key).items():
+        if name not in values:
+            continue
+        if _is_section(hint):
+            check_section(hint, values[name], where, f"{key}.{name}")
+            continue
+        try:
+            _checked(hint, values[name], name)
+        except ConfigError as exc:
+            raise ConfigError(f"{where}{key}.{exc}") from None
+
+
+def _check_keys(cls: type[Section], values: Any, where: str, key: str) -> dict[str, Any]:
+    """The declared types of a section, if the values have all its keys and no others."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}{key}: found {show(values)}, expected a section of keys")
     hints = _hints(cls)
@@ -116,14 +154,7 @@ def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
     ]
     if missing:
         raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {_expected(hints[missing[0]])}")
-    arguments = {
-        name: read_section(hints[name], value, where, f"{key}.{name}") if _is_section(hints[name]) else value
-        for name, value in values.items()
-    }
-    try:
-        return cls(**arguments)
-    except ConfigError as exc:
-        raise ConfigError(f"{where}{key}.{exc}") from None
+    return hints
 
 
 def _is_section(hint: Any) -> bool:

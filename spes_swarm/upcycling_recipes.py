@@ -8,9 +8,9 @@ A recipe exists where everything but the FFN is the same code in both architectu
 - llama -> mixtral: without biases, which Mixtral does not have.
 - olmo2 -> flex_olmo: norms after attention and FFN, q/k norm over all heads. (OLMoE normalises before them.)
 
-Everything else is refused. Gates are always normalised over the chosen experts. A mixture has an output head of its own:
-that of a dense model that ties it to the embedding is copied, as SPES's authors do (scripts/upcycling_qwen3_to_olmoe.py
-of zjr2000/SPES copies it, and their configuration of the 9B has `weight_tying: false`).
+Everything else is refused. Gates are always normalised over the chosen experts. A mixture never ties its output head to
+the embedding: a tied head of the dense model is copied, as SPES's authors do (scripts/upcycling_qwen3_to_olmoe.py of
+zjr2000/SPES copies it, and their configuration of the 9B says `weight_tying: false`).
 """
 
 from __future__ import annotations

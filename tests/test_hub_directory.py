@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 from spes_swarm.errors import ConfigError
 from spes_swarm.hub.directory import DirectoryTarget
 from spes_swarm.hub.errors import HubError, PublicationError, SupersededError
+from spes_swarm.hub.location import parse_location
 from spes_swarm.hub.pack import RunFacts, pack
 from spes_swarm.hub.publication import read_export
-from spes_swarm.hub.target import Published, open_target, parse_location, round_of
+from spes_swarm.hub.target import Published, open_target, round_of
 from tests.publications import manifest_of, packed, snapshot
 from tests.test_export import small_disk  # noqa: F401  # a fixture
 

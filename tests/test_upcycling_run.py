@@ -99,4 +99,3 @@ def test_every_row_of_the_embedding_trains(tmp_path: Path, kind: str) -> None:
     model(input_ids=ids_BS, labels=ids_BS).loss.backward()
     assert model.get_input_embeddings().weight.grad[256].abs().max() > 0
     assert flat_from_model(model, layout_for(run.model)).shape == initial_reference(tmp_path / "moe", run.model).shape
-

@@ -27,6 +27,6 @@ killed at any moment; the next one goes on. SupersededError means that another p
 
 Modules: `weights` (names and places of tensors), `plain` (the transformers layout on disk), `publication`
 (`spes_swarm.json`), `card` (README.md), `facts` (about the run), `snapshot`, `pack`, `target` with `directory` and
-`repository`, `source` with `remote`, `client` (huggingface_hub with deadlines and plain errors), `tensor_file`
-(safetensors headers), `errors`.
+`repository`, `location` (their names), `publisher` (the work of `spes_swarm.publish`), `source` with `remote`, `client`
+(huggingface_hub with deadlines and plain errors), `tensor_file` (safetensors headers), `shard_size`, `errors`.
 """

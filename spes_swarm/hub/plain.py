@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from transformers import PreTrainedModel
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import RunConfig
 from spes_swarm.errors import DataError, UserError
-from spes_swarm.hub.weights import Array, SavedTensor, saved_tensors
+from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
+from spes_swarm.hub.weights import Array, SavedTensor, saved_tensors, split_blocks
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
 
-# A transfer that breaks off is taken up again at the last whole file.
-MAX_SHARD_SIZE = "1GB"
 _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 
 
@@ -74,16 +72,24 @@ def write_export(
     _write_weights(tensors, blocks, _buffers(manifest.run, tensors), directory, max_shard_size)
 
 
-def shard_bytes(size: str) -> int:
-    """What "500MB" or "1GB" is in bytes.
+def export_reference(
+    manifest: Manifest, reference_N: FloatArray, destination: Path, max_shard_size: str = MAX_SHARD_SIZE
+) -> None:
+    """Saves model, configuration and tokenizer, without card and publication manifest.
+
+    Args:
+        manifest: of the run.
+        reference_N: the flat reference (N,).
+        destination: a new or empty directory; complete when it exists.
+        max_shard_size: see `write_export`.
 
     Raises:
-        UserError: it is neither KB, MB, GB nor TB.
+        UserError: the destination is not empty or cannot be written, or the tokenizer cannot be loaded.
     """
-    match = re.fullmatch(r"([1-9]\d{0,5})([KMGT])B", size.strip().upper())
-    if match is None:
-        raise UserError(f"shard size {size!r:.40}: expected something like 500MB or 1GB")
-    return int(match[1]) * {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[match[2]]
+    model = empty_model(manifest.run)
+    blocks = split_blocks(layout_of(model), reference_N)
+    with new_directory(destination) as directory:
+        write_export(manifest, model, blocks, directory, max_shard_size)
 
 
 def run_tokenizer(run: RunConfig) -> Tokenizer:

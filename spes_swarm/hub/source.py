@@ -27,11 +27,11 @@ import numpy as np
 from spes_swarm.codec import FloatArray
 from spes_swarm.hub.directory import DirectoryFiles
 from spes_swarm.hub.errors import PublicationError
+from spes_swarm.hub.location import parse_location
 from spes_swarm.hub.plain import empty_model
 from spes_swarm.hub.publication import Publication, PublishedFile
 from spes_swarm.hub.remote import RemoteFiles
 from spes_swarm.hub.snapshot import digest_of_block
-from spes_swarm.hub.target import parse_location
 from spes_swarm.hub.tensor_file import StoredTensor, map_tensors, read_header
 from spes_swarm.hub.weights import ITEM_BYTES, Piece, SavedTensor, pieces_by_block, saved_tensors, split_blocks
 from spes_swarm.layout import Layout

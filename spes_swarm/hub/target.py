@@ -14,19 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
-
 from spes_swarm.errors import ConfigError
 from spes_swarm.hub.card import round_tag
 from spes_swarm.hub.errors import PublicationError, SupersededError
+from spes_swarm.hub.location import TAG, parse_location
 from spes_swarm.hub.publication import Publication
 
-FILE_SCHEME = "file:"
 MAIN = "main"
 _ROUND_TAG = re.compile(r"round-(\d{6,18})")
-_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,45 +78,6 @@ class Target(Protocol):
         """Takes away all rounds but the newest `keep` and those with a further tag; returns which."""
 
 
-@dataclass(frozen=True)
-class Location:
-    """A repository on a Hub or on disk, and perhaps one revision of it."""
-
-    repo_id: str | None  # USER/REPO; None: on disk
-    path: Path | None
-    revision: str | None
-
-    @property
-    def label(self) -> str:
-        """For messages; never a path."""
-        return self.repo_id or "the directory"
-
-
-def parse_location(text: str, *, with_revision: bool = False) -> Location:
-    """Reads `USER/REPO` or `file:DIRECTORY`, where `with_revision` followed by `@REVISION` if need be.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    rest, revision = text, None
-    if with_revision and "@" in text and not Path(text.removeprefix(FILE_SCHEME)).is_dir():
-        rest, _, revision = text.rpartition("@")
-        if not (_TAG.fullmatch(revision) or _COMMIT.fullmatch(revision)):
-            raise ConfigError(f"revision {revision!r:.80}: expected a tag such as round-000120, or a commit")
-    if rest.startswith(FILE_SCHEME):
-        path = rest.removeprefix(FILE_SCHEME)
-        if not path:
-            raise ConfigError("file: is followed by no directory")
-        return Location(None, Path(path).expanduser(), revision)
-    try:
-        validate_repo_id(rest)
-    except HFValidationError as exc:
-        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY") from exc
-    if rest.count("/") != 1:
-        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY")
-    return Location(rest, None, revision)
-
-
 def open_target(text: str, *, private: bool = False) -> Target:
     """The target that `--to` names; nothing is contacted yet.
 
@@ -148,7 +104,7 @@ def check_tag(tag: str | None) -> None:
     Raises:
         ConfigError: it cannot be one.
     """
-    if tag is not None and (not _TAG.fullmatch(tag) or _ROUND_TAG.fullmatch(tag) or tag == MAIN):
+    if tag is not None and (not TAG.fullmatch(tag) or _ROUND_TAG.fullmatch(tag) or tag == MAIN):
         raise ConfigError(
             f"tag {tag!r:.80}: expected up to 64 of letters, digits, '.', '_' and '-', and no round's name"
         )
