@@ -7,6 +7,7 @@ SwarmError
 │   ├── BootstrapError    none of the initial peers could be reached, or none knows the run
 │   ├── ManifestError     the run's description fails verification, or it is another run
 │   ├── DataError         a token file, corpus or tokenizer that cannot be used
+│   ├── CapacityError     what the run needs does not fit into this machine's memory
 │   ├── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
 │   └── DivergenceError   training that has left the finite numbers and does not find back
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
@@ -44,6 +45,10 @@ class ManifestError(UserError):
 
 class DataError(UserError):
     """A token file, corpus or tokenizer is missing, corrupt or does not fit the model."""
+
+
+class CapacityError(UserError):
+    """What the run needs does not fit into the memory of this machine or of its GPU."""
 
 
 class CheckpointError(UserError):

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spes_swarm.config import RunConfig, frozen_embedding, parse_experts
+from spes_swarm.capacity import choose_device, plan_experts
+from spes_swarm.config import RunConfig, frozen_embedding
 from spes_swarm.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.hub.source import PublicationSource, open_source
 from spes_swarm.identity import Identity
@@ -141,7 +142,7 @@ class RunFinder:
         if self._request.run is None:
             raise ConfigError("founding a run needs a configuration with a `run` section")
         run = self._request.run
-        parse_experts(self._request.peer.experts, run.model.num_experts)  # before anything takes long
+        plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before anything takes long
         tokenizer = load_tokenizer(run.tokenizer.name)
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))

@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.address import best_first
-from spes_swarm.capacity import check_host_memory, choose_device, experts_that_fit
+from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
 from spes_swarm.daemon import listen_again, with_port
@@ -30,10 +30,11 @@ from spes_swarm.errors import (
 from spes_swarm.identity import Identity
 from spes_swarm.join_command import join_command, join_note
 from spes_swarm.join_request import JoinRequest
-from spes_swarm.layout import Layout
+from spes_swarm.kernels import load_kernel
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import SparseModel, build_model, layout_of
 from spes_swarm.network_client import NetworkClient
+from spes_swarm.out_of_memory import as_user_error
 from spes_swarm.panel import PeerConsole, experts_text, interpreter
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
@@ -113,7 +114,8 @@ class Session:
             NetworkProcessError: the network process failed.
         """
         try:
-            self._run()
+            with as_user_error("while joining, in a round or in an evaluation"):
+                self._run()
         finally:
             self._network.stop()
             with suppress(UserError):  # on a full disk; what ended the stay is the news
@@ -143,6 +145,7 @@ class Session:
     def _run(self) -> None:
         # Not before the fork: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
+        load_kernel(self._peer.kernel)  # the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
         maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._directory.known_port()))
@@ -159,11 +162,11 @@ class Session:
             maddrs = [f"{reach.address}/p2p/{self._identity.peer_id}", *maddrs]
         run = manifest.run
         self._console.say(f"run {manifest.run_id}")
+        room = plan_experts(run, self._peer, self._device)
         tokenizer = tokenizer_of(run)
         data = self._open_data(run, tokenizer)
         self._console.say(f"building {run.model.type} on {self._device}")
         settings = run.model.settings
-        check_host_memory(layout_of(build_model(run.model.type, settings, run.training.seed, "cpu", on_meta=True)))
         model = build_model(run.model.type, settings, run.training.seed, "cpu")
         layout = layout_of(model)
         if layout.digest != manifest.layout_digest:
@@ -202,7 +205,7 @@ class Session:
         table = start.obtain(
             reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
         )
-        held = self._claim(run, layout, wanted, checkpoint)
+        held = self._claim(run, wanted, room, checkpoint)
         sparse = SparseModel(model.to(self._device), held, self._peer.kernel)
         trainer = Trainer(
             TrainerSetup(
@@ -347,18 +350,12 @@ class Session:
         )
 
     def _claim(
-        self, run: RunConfig, layout: Layout, wanted: ExpertsWanted, checkpoint: Checkpoint | None
+        self, run: RunConfig, wanted: ExpertsWanted, room: int, checkpoint: Checkpoint | None
     ) -> tuple[int, ...]:
-        """Takes leases; "auto" means as many as the run says, if they fit."""
+        """Takes leases of as many experts as there is room for; "auto" means as many as the run says, if they fit."""
         fixed = isinstance(wanted, tuple)
-        if isinstance(wanted, tuple):
-            room = len(wanted)
-        elif wanted == "auto":
-            room = experts_that_fit(layout, run.experts_per_peer, self._device)
-            if room < run.experts_per_peer:
-                self._console.say(f"{room} instead of {run.experts_per_peer} experts: more do not fit in memory")
-        else:
-            room = wanted
+        if wanted == "auto" and room < run.experts_per_peer:
+            self._console.say(f"{room} instead of {run.experts_per_peer} experts: more do not fit in memory")
         choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
         if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
             choice = tuple(checkpoint.meta.held)

@@ -27,6 +27,7 @@ from spes_swarm.live_weights import LiveWeights
 from spes_swarm.local_work import LocalWork
 from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
 from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
+from spes_swarm.out_of_memory import StepMemory
 from spes_swarm.pace import Pace
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.schedule import learning_rate
@@ -83,6 +84,7 @@ class Trainer:
         self._traffic: Future[tuple[int, int]] | None = None
         self._round_event: dict[str, Any] = {}  # of the last round, until its traffic is known
         self._rounds_done = 0
+        self._step_memory = StepMemory(f"on {setup.device} in a step", self._warn, setup.stop.set)
 
     # Where the weights come from.
 
@@ -123,6 +125,7 @@ class Trainer:
         """Trains until `stop` is set or `max_rounds` are done; leaves a checkpoint behind.
 
         Raises:
+            CapacityError: a step did not fit into memory; the swarm was left in order.
             CheckpointError: a checkpoint could not be written.
             DivergenceError: losses are not finite, however often it begins again.
             NetworkProcessError: the network process ended.
@@ -143,7 +146,8 @@ class Trainer:
                 if not self._round_config.overlap:
                     self._await_round()
                     continue
-            self._train_step()
+            with self._step_memory.guard(self._optimiser):
+                self._train_step()
             self._handover.take(self.round)
             if setup.publishing is not None:
                 setup.publishing.look()
@@ -162,6 +166,7 @@ class Trainer:
             self._network.ask("wait_until_fetched", None, timeout_s=2 * self._round_config.stall_timeout_s)
         if setup.publishing is not None:
             setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
+        self._step_memory.raise_if_exhausted()
 
     def _finished(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds

@@ -261,8 +261,17 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) 
     assert "the model's vocabulary only 272" in line
 
 
-@pytest.mark.parametrize("weights", [[], ["--initial-weights", "nowhere"]], ids=["random", "initial weights"])
-def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, weights: list[str]) -> None:
+def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tmp_path: Path, out: Path) -> None:
+    width = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
+    changes = {"model": {"settings": width}, "tokenizer": {"name": str(tmp_path / "none.json")}}
+    line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
+    assert line.startswith("training 1 expert in batches of 2 needs ")
+    assert "GB of this machine's memory, and " in line
+    assert "use a machine with more memory, or found a run with a smaller model" in line
+
+
+@pytest.mark.parametrize("has_weights", [False, True], ids=["random", "initial weights"])
+def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weights: bool) -> None:
     from spes_swarm.tokenizer import train_bpe
 
     train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "bpe")
@@ -270,6 +279,7 @@ def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, weights:
         "tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")},
         "model": {"settings": {"pad_token_id": 259}},
     }
+    weights = ["--initial-weights", tmp_path] if has_weights else []
     line = join("--config", config(tmp_path / "run.yaml", changes), *weights, out=out).line()
     assert line.startswith("run.model.settings.pad_token_id: found 259, which is a token of tokenizer")
 

@@ -1,0 +1,30 @@
+"""`python -m tests.starved_join STEP ...`: join on a machine that has no memory for that step."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from spes_swarm import trainer
+from spes_swarm.join import main
+
+
+def starve(step: int) -> None:
+    """Fails an allocation within a training step, as torch does."""
+    loss_of = trainer.language_model_loss
+    steps = 0
+
+    def starved(*arguments: object, **more: object) -> object:
+        nonlocal steps
+        steps += 1
+        if steps == step:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has no more")
+        return loss_of(*arguments, **more)  # type: ignore[arg-type]
+
+    trainer.language_model_loss = starved  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    starve(int(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))
