@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +14,12 @@ from spes_swarm.join import main
 _POLL_S = 0.01
 
 
-def launch_slow(seconds: float) -> ForkServer:
-    """Starts `join` with so many seconds of sleep before every training step: it leaves the processor to others."""
-    return ForkServer(main=partial(_sleeping_main, seconds))
+def launch_slow(seconds: float, environment: Mapping[str, str] | None = None) -> ForkServer:
+    """Starts `join` with so many seconds of sleep before every training step: it leaves the processor to others.
+
+    For tests that wait for something else than rounds, which peers would hold as fast as the machine can meanwhile.
+    """
+    return ForkServer(main=partial(_sleeping_main, seconds), environment=environment)
 
 
 def launch_slower_than(metrics: Path, steps: int) -> ForkServer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -10,8 +10,11 @@ from typing import Any, Self
 import yaml
 
 from spes_swarm.forked_peer import ForkServer
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import LocalPeer, PeerProcess
 from spes_swarm.tiny_run import tiny_run
+
+Launch = Callable[[Sequence[str], Path], PeerProcess]
+DEFAULT_LAUNCH: Launch = ForkServer()
 
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN = tiny_run(
@@ -49,19 +52,19 @@ class Swarm:
         self.config = directory / "run.yaml"
         self.config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes or {})}), encoding="utf-8")
 
-    def found(self, *arguments: Any, name: str = "peer0") -> LocalPeer:
+    def found(self, *arguments: Any, name: str = "peer0", launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
         """Starts the founder."""
-        return self.start(name, "--config", self.config, *arguments)
+        return self.start(name, "--config", self.config, *arguments, launch=launch)
 
     def join(self, *arguments: Any, name: str | None = None, via: LocalPeer | None = None) -> LocalPeer:
         """Starts a peer that joins through `via`, by default the first."""
         through = via if via is not None else self.peers[0]
         return self.start(name or f"peer{len(self.peers)}", "--initial-peers", through.address(), *arguments)
 
-    def start(self, name: str, *arguments: Any) -> LocalPeer:
+    def start(self, name: str, *arguments: Any, launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
         """Starts a process."""
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], ForkServer())
+        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], launch)
         self.peers.append(peer)
         return peer
 

@@ -28,6 +28,7 @@ from spes_swarm.model import build_model, layout_of
 from spes_swarm.token_file import TokenWriter, sidecar_path
 from spes_swarm.tokenizer import ByteTokenizer
 from tests.rounds import identity
+from tests.slow_join import launch_slow
 from tests.small_disk import mounted_disk
 from tests.swarm import TINY_RUN, Swarm, merged, swarm
 
@@ -322,7 +323,8 @@ def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
 def founder(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[LocalPeer]:
     """One small run that goes on during all the tests that need one."""
     with swarm(tmp_path_factory.mktemp("live")) as running:
-        peer = running.found("--experts", 8)
+        # It leaves the processor to those who come and fail.
+        peer = running.found("--experts", 8, launch=launch_slow(0.1))
         peer.wait_for("join")
         yield peer
 

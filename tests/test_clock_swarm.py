@@ -19,7 +19,7 @@ from tests.dht_clock import in_hivemind
 from tests.hostile_peer import joined
 from tests.rounds import identity
 from tests.skewed_join import launch_skewed
-from tests.swarm import TINY_RUN, Swarm, equal_digests
+from tests.swarm import DEFAULT_LAUNCH, TINY_RUN, Launch, Swarm, equal_digests
 
 
 @pytest.fixture
@@ -34,11 +34,9 @@ class SkewedSwarm(Swarm):
         super().__init__(directory)
         self._skews = iter(skews)
 
-    def start(self, name: str, *arguments: Any) -> LocalPeer:
-        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], launch_skewed(next(self._skews)))
-        self.peers.append(peer)
-        return peer
+    def start(self, name: str, *arguments: Any, launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
+        del launch
+        return super().start(name, *arguments, launch=launch_skewed(next(self._skews)))
 
 
 def peer_id(peer: LocalPeer) -> str:
