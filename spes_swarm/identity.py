@@ -20,6 +20,10 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from spes_swarm.errors import ProtocolError, UserError
 
 _KEY_BITS = 2048
+_MAX_KEY_BITS = 4096
+# The only public exponent. With one as long as the modulus a signature takes 56 times as long to check; and with any
+# exponent allowed, one modulus gives its owner as many identities as he likes, for nothing.
+_EXPONENT = 65537
 _MAX_PUBLIC_KEY_BYTES = 1024
 _ENVELOPE_START = b"\x08\x00\x12"  # field 1, the type of the key: RSA; field 2, the key, whose length follows
 _PADDING = padding.PKCS1v15()
@@ -96,6 +100,8 @@ class Identity:
             raise UserError(f"identity file {path} is not a libp2p RSA key; move it away to get a new one") from exc
         if not isinstance(key, rsa.RSAPrivateKey):
             raise UserError(f"identity file {path} holds a key that is not RSA; move it away to get a new one")
+        if (fault := _fault_of(key.public_key())) is not None:
+            raise UserError(f"identity file {path}: {fault}; move it away to get a new one")
         return cls(private_key=key, path=path)
 
     @cached_property
@@ -116,7 +122,7 @@ class Identity:
 
 
 def _write_new_identity(path: Path) -> None:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=_KEY_BITS)
+    key = rsa.generate_private_key(public_exponent=_EXPONENT, key_size=_KEY_BITS)
     der = key.private_bytes(
         serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
@@ -130,6 +136,15 @@ def _write_new_identity(path: Path) -> None:
     temporary.replace(path)
 
 
+def _fault_of(key: rsa.RSAPublicKey) -> str | None:
+    """Why a key cannot be an identity; None if it can."""
+    if not _KEY_BITS <= key.key_size <= _MAX_KEY_BITS:
+        return f"an RSA key of {key.key_size} bits, expected {_KEY_BITS} to {_MAX_KEY_BITS}"
+    if (exponent := key.public_numbers().e) != _EXPONENT:
+        return f"an RSA key with a public exponent of {exponent.bit_length()} bits, expected {_EXPONENT}"
+    return None
+
+
 @lru_cache(maxsize=4096)
 def _parse_public_key(public_key_der: bytes) -> tuple[rsa.RSAPublicKey, str]:
     if len(public_key_der) > _MAX_PUBLIC_KEY_BYTES:
@@ -138,8 +153,12 @@ def _parse_public_key(public_key_der: bytes) -> tuple[rsa.RSAPublicKey, str]:
         key = serialization.load_der_public_key(public_key_der)
     except Exception as exc:  # malformed DER surfaces as several exception types
         raise ProtocolError("signature", "malformed public key") from exc
-    if not isinstance(key, rsa.RSAPublicKey) or key.key_size < _KEY_BITS:
-        raise ProtocolError("signature", "the public key is not RSA of at least 2048 bits")
+    if not isinstance(key, rsa.RSAPublicKey):
+        raise ProtocolError("signature", "the public key is not RSA")
+    if (fault := _fault_of(key)) is not None:
+        raise ProtocolError("signature", fault)
+    if key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo) != public_key_der:
+        raise ProtocolError("signature", "the public key is not in DER")  # another encoding would be another peer id
     return key, _peer_id_of(public_key_der)
 
 
@@ -147,7 +166,8 @@ def verify(public_key_der: bytes, payload: bytes, signature: bytes) -> str:
     """Checks a signature and returns the base58 peer id of its writer.
 
     Raises:
-        ProtocolError: (`signature`) the key is malformed or the signature does not fit.
+        ProtocolError: (`signature`) the signature does not fit, or the key is malformed or not one of 2048 to 4096 bits
+            with the exponent 65537.
     """
     key, peer_id = _parse_public_key(public_key_der)
     try:
