@@ -14,11 +14,13 @@ from typing import Any
 from blake3 import blake3
 
 from spes_swarm.config import RunConfig
+from spes_swarm.decoding import load_json
 from spes_swarm.errors import ConfigError, ManifestError, ProtocolError
 from spes_swarm.identity import Identity, verify
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 * 1024
+_MAX_ELEMENTS = 1 << 14  # an honest one has some 150 values
 _DIGEST_CHARS = 24
 _DOMAIN = b"spes_swarm/1\0manifest\0"
 
@@ -66,20 +68,18 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     if not isinstance(data, bytes) or not isinstance(signature, bytes) or len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"what {source} sent as the run's manifest is not one")
     try:
-        content = json.loads(data)
+        content = load_json(data, max_elements=_MAX_ELEMENTS)
         if content["format"] != FORMAT:
             raise ManifestError(
                 f"the run's manifest has format {content['format']!r:.20}; this version of spes_swarm knows {FORMAT}"
             )
         public_key = base64.b64decode(content["founder"], validate=True)
-        founder = verify(public_key, _DOMAIN + data, signature)
+        founder = _founder_of(public_key, data, signature, source)
         run = RunConfig.from_dict(content["run"], source=f"manifest from {source}")
         layout_digest = str(content["layout"])
-    except ProtocolError as exc:
-        raise ManifestError(f"the manifest from {source} is not signed by its founder: do not join it") from exc
     except ConfigError as exc:
         raise ManifestError(f"the manifest from {source} cannot be used: {exc}") from exc
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ProtocolError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError(f"what {source} sent as the run's manifest is malformed") from exc
     run_id = run_id_of(run.name, data)
     if expected_run_id is not None and run_id != expected_run_id:
@@ -88,3 +88,10 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
             "it fails verification, or the address belongs to another run"
         )
     return Manifest(run_id, run, layout_digest, founder, data, signature)
+
+
+def _founder_of(public_key: bytes, data: bytes, signature: bytes, source: str) -> str:
+    try:
+        return verify(public_key, _DOMAIN + data, signature)
+    except ProtocolError as exc:
+        raise ManifestError(f"the manifest from {source} is not signed by its founder: do not join it") from exc

@@ -13,13 +13,13 @@ import msgpack
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
+from spes_swarm.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.errors import ProtocolError
-from spes_swarm.signed import MAX_MESSAGE_BYTES, unpack
 
 _NAMESPACE = "spes_swarm/1"
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
 MAX_RPC_BYTES = (4 << 20) - 4096
-# Questions are small: the largest carries one signed message. Decoded msgpack may take 60 times its length.
+# Questions are small: the largest carries one signed message.
 MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES
 # An honest peer has two or three calls under way at a time; some of them are held open for a second.
 MAX_CALLS_PER_PEER = 16

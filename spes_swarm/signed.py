@@ -6,15 +6,14 @@ signature covers the message's kind and the run id, so that a message of one kin
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity, verify
-
-MAX_MESSAGE_BYTES = 64 * 1024
 
 
 class SignedModel(BaseModel):
@@ -28,20 +27,6 @@ Model = TypeVar("Model", bound=SignedModel)
 
 def _signed_bytes(kind: str, run_id: str, payload: bytes) -> bytes:
     return b"\0".join((b"spes_swarm/1", kind.encode(), run_id.encode(), payload))
-
-
-def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
-    """Decodes untrusted msgpack with limits on size.
-
-    Raises:
-        ProtocolError: (`oversized`) longer than `max_bytes`, (`malformed`) not valid msgpack.
-    """
-    if len(data) > max_bytes:
-        raise ProtocolError("oversized", f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
-    try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
-    except (ValueError, msgpack.exceptions.UnpackException) as exc:
-        raise ProtocolError("malformed", "not valid msgpack") from exc
 
 
 def seal(identity: Identity, kind: str, run_id: str, message: SignedModel) -> bytes:

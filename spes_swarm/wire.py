@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import msgpack
 from hivemind.p2p import P2P, PeerID
 
+from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
-from spes_swarm.signed import unpack
 
 T = TypeVar("T")
 

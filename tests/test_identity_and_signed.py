@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from itertools import permutations
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from spes_swarm.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.errors import ProtocolError, UserError
 from spes_swarm.identity import Identity, verify
 from spes_swarm.lineage import MARK_BYTES
-from spes_swarm.signed import MAX_MESSAGE_BYTES, SignedModel, seal, unpack, unseal
+from spes_swarm.signed import SignedModel, seal, unseal
 from spes_swarm.statement import Statement, form_group, open_statement, seal_statement
 from tests.rounds import identity
 
@@ -184,7 +186,6 @@ def test_a_signed_payload_of_another_shape_is_refused(payload: Any) -> None:
         msgpack.packb(["a", b"b", b"c"]),
         msgpack.packb({"a": 1}),
         msgpack.packb([b"", b"", b""]) + b"more",
-        b"\x91" * 5000,
         msgpack.packb(msgpack.ExtType(5, b"x")),
         msgpack.packb(msgpack.Timestamp(0)),
         msgpack.packb({1: 2}),
@@ -210,6 +211,69 @@ def test_weak_and_foreign_keys_are_refused() -> None:
         der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
         refused("signature", lambda der=der: verify(der, b"payload", b"\0" * 256))  # type: ignore[misc]
     refused("signature", lambda: verify(b"\x30" * 1025, b"payload", b""))
+
+
+def public_der(key: rsa.RSAPublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def with_exponent(exponent: int) -> rsa.RSAPrivateKey:
+    """The key of identity 0 with another public exponent: the same modulus, and another peer id."""
+    known = identity(0).private_key.private_numbers()
+    order = (known.p - 1) * (known.q - 1)
+    while gcd(exponent, order) > 1:
+        exponent += 2
+    private = pow(exponent, -1, order)
+    return rsa.RSAPrivateNumbers(
+        known.p,
+        known.q,
+        private,
+        rsa.rsa_crt_dmp1(private, known.p),
+        rsa.rsa_crt_dmq1(private, known.q),
+        known.iqmp,
+        rsa.RSAPublicNumbers(exponent, known.public_numbers.n),
+    ).private_key()
+
+
+@pytest.mark.parametrize("exponent", [3, 17, 65539, (1 << 64) - 1, (1 << 2046) + 1], ids=int.bit_length)
+def test_keys_with_another_exponent_are_refused_although_their_signatures_fit(exponent: int) -> None:
+    key = with_exponent(exponent)
+    assert key.public_key().public_numbers().n == identity(0).private_key.public_key().public_numbers().n
+    signature = key.sign(b"payload", padding.PKCS1v15(), hashes.SHA256())
+    key.public_key().verify(signature, b"payload", padding.PKCS1v15(), hashes.SHA256())
+    refused("signature", lambda: verify(public_der(key.public_key()), b"payload", signature))
+
+
+def test_only_moduli_of_usual_sizes_are_accepted() -> None:
+    for bits, is_accepted in ((2048, True), (3072, True), (4096, True), (4104, False), (7000, False)):
+        # Not a product of two primes, which nobody can see; no signature fits.
+        der = public_der(rsa.RSAPublicNumbers(65537, (1 << bits) - 1).public_key())
+        with pytest.raises(ProtocolError, match="not signed by its key" if is_accepted else f"{bits} bits"):
+            verify(der, b"payload", b"\1" * (bits // 8))
+
+
+def test_one_key_has_one_peer_id() -> None:
+    """Its DER is unique; what a lenient parser takes as well would be as many identities as one likes."""
+    me = identity(0)
+    der, signature = me.public_key_der, me.sign(b"payload")
+    assert verify(der, b"payload", signature) == me.peer_id
+    inside = 0
+    for index in range(len(der)):
+        for changed in (der[:index] + b"\0" + der[index:], der[:index] + der[index + 1 :]):
+            with pytest.raises(ProtocolError):
+                verify(changed, b"payload", signature)
+            inside += 1
+    assert inside == 2 * len(der)
+
+
+def test_an_identity_file_that_others_would_refuse_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "identity.key"
+    der = with_exponent(3).private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    path.write_bytes(crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
+    with pytest.raises(UserError, match=r"identity\.key: .*exponent.*move it away"):
+        Identity.load_or_create(path)
 
 
 @given(st.binary(max_size=400))

@@ -23,6 +23,7 @@ from spes_swarm.acquaintances import Acquaintances, checked_maddrs
 from spes_swarm.address import best_first
 from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.daemon import Daemon, bootstrap
+from spes_swarm.dht import join_dht
 from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError
 from spes_swarm.join_command import join_command
 from spes_swarm.manifest import Manifest
@@ -92,19 +93,16 @@ class Watcher:
         give_to_hivemind(self.now)
         connected = await self._connected()
         await self._timekeeper.settle(connected & self._told or connected)
-        self._node = await DHTNode.create(
-            p2p=self._daemon.p2p,
-            initial_peers=list(self._initial_peers) or None,
+        self._node = await join_dht(
+            self._daemon.p2p,
+            self._initial_peers,
+            self.verifier,
             client_mode=not self._is_entry,
-            record_validator=self.verifier,
             # Nothing is kept for later or handed on: what is shown is what the nodes say now.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
             cache_refresh_before_expiry=0,
-            reuse_get_requests=False,
-            strict=False,
-            ensure_bootstrap_success=False,  # bootstrap has succeeded already, or nobody is there now
         )
         self._own_maddrs = await self._daemon.maddrs()
         if self._is_entry:
