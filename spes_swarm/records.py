@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
@@ -28,9 +27,11 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from spes_swarm.bitmap import bitmap, members_of
+from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity
 from spes_swarm.signed import Model, SignedModel, seal, unseal
+from spes_swarm.verified_records import VerifiedRecords
 
 MAX_RECORD_BYTES = 4096
 # Records may not claim to be valid for longer than this, or a peer could fill others' memory for good.
@@ -130,6 +131,29 @@ class Volunteer(Record):
 _SCHEMAS: dict[str, type[Record]] = {"progress": Progress, "leases": Lease, "publishers": Volunteer}
 
 
+# Enough for the records of 10,000 peers; a message of this program's own has 4 KB, one with all experts 150 KB.
+_MAX_REMEMBERED_BYTES = 64 << 20
+
+
+def _num_bytes(record: Record) -> int:
+    """A generous estimate of the memory that a decoded record takes."""
+    return 4096 + 40 * len(getattr(record, "experts", ()))
+
+
+_VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num_bytes)
+
+
+def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
+    """Verifies a signed record, once for the same bytes; returns (peer id of its writer, message).
+
+    Raises:
+        ProtocolError: (`malformed`, `oversized`, `signature`, `schema`) it must not be used.
+    """
+    if not isinstance(sealed, bytes):
+        raise ProtocolError("malformed", "a record is a signed message")
+    return _VERIFIED.open(sealed, kind, run_id, lambda: unseal(sealed, kind, run_id, _SCHEMAS[kind]))
+
+
 class RecentFaults:
     """The last few things that went wrong at this peer, as they are told in its progress record."""
 
@@ -191,14 +215,8 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
             raise ProtocolError("oversized", f"a record of {len(record.value)} bytes")
         if record.expiration_time > self._now() + MAX_LIFETIME_S:
             raise ProtocolError("lifetime", "the record claims to live too long")
-        try:
-            owner = msgpack.unpackb(record.subkey)
-            sealed = msgpack.unpackb(record.value)
-        except (ValueError, msgpack.exceptions.UnpackException) as exc:
-            raise ProtocolError("malformed", "not msgpack") from exc
-        if not isinstance(sealed, bytes):
-            raise ProtocolError("malformed", "a record is a signed message")
-        writer, message = unseal(sealed, kind, self._run_id, _SCHEMAS[kind])
+        owner, sealed = unpack(record.subkey), unpack(record.value)
+        writer, message = open_sealed(sealed, kind, self._run_id)
         if owner != writer:
             raise ProtocolError("owner", f"{writer} wrote a record in the name of {owner}")
         if message.expires != record.expiration_time:
@@ -245,9 +263,9 @@ class Records:
         records: dict[str, Model] = {}
         for owner, entry in (await search(self._node, record_key(self._run_id, kind))).items():
             try:
-                writer, message = unseal(entry.value, kind, self._run_id, schema)
-            except (ProtocolError, TypeError):
+                writer, message = open_sealed(entry.value, kind, self._run_id)
+            except ProtocolError:
                 continue  # the validator has refused it already; a hostile node may still return it to us
-            if writer == owner and entry.expiration_time > self._now():
+            if writer == owner and isinstance(message, schema) and entry.expiration_time > self._now():
                 records[writer] = message
         return records

@@ -113,6 +113,19 @@ def test_the_same_bytes_are_checked_once_while_they_keep_coming() -> None:
     assert checker._verdicts == checker._before == {}
 
 
+def test_whether_a_record_lives_too_long_is_asked_of_the_clock_each_time() -> None:
+    """The verdict on its bytes is remembered, that on its expiration is not: the clock is corrected both ways."""
+    time = [START]
+    checker = Verifier(RUN, lambda: time[0], LONGEST_S)
+    for now, is_good in ((START, True), (START - 7200, False), (START, True), (START - 7200, False), (START, True)):
+        time[0] = now
+        assert checker.validate(GOOD) == is_good
+    assert (checker.num_verified, checker.refused) == (1, {"far_future": 1})
+    for _ in range(3):
+        checker.forget()
+    assert checker._too_long == checker._too_long_before == {}
+
+
 def test_what_hivemind_hands_out_is_opened_without_another_check() -> None:
     checker = verifier()
     assert checker.validate(GOOD)

@@ -7,7 +7,10 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.identity import Identity
+from spes_swarm.identity import Identity, verify
 from spes_swarm.records import (
     MAX_EXPERTS,
     MAX_FAULTS,
@@ -41,6 +44,7 @@ from spes_swarm.records import (
     record_key,
 )
 from spes_swarm.signed import SignedModel, seal
+from spes_swarm.verified_records import VerifiedRecords
 from tests.rounds import identity
 
 RUN = "run-1"
@@ -242,6 +246,97 @@ def test_hiveminds_dictionaries_pass_when_every_entry_does() -> None:
     assert isinstance(restored, DictionaryDHTValue)
     for subkey, item in restored.items():
         assert VALIDATOR.validate(DHTRecord(entries[0].key, pack(subkey), item.value, item.expiration_time))
+
+
+# The same bytes again.
+
+
+@pytest.fixture
+def num_verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many signatures have been checked, under "signatures"; nothing is remembered from before."""
+    counter: Counter[str] = Counter()
+
+    def counted(*arguments: Any) -> str:
+        counter["signatures"] += 1
+        return verify(*arguments)
+
+    monkeypatch.setattr("spes_swarm.signed.verify", counted)
+    monkeypatch.setattr("spes_swarm.records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
+    return counter
+
+
+def test_the_same_bytes_are_verified_once(num_verified: Counter[str]) -> None:
+    expires = soon()
+    record = dht_record(lease(expires), expires)
+    for _ in range(5):
+        assert VALIDATOR.validate(record)
+        assert RunRecordValidator(RUN, time.time).open(record) == (identity(0).peer_id, lease(expires))
+    assert num_verified["signatures"] == 1
+
+
+def test_a_record_that_was_refused_is_refused_again(num_verified: Counter[str]) -> None:
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    payload, key, signature = msgpack.unpackb(msgpack.unpackb(good.value))
+    forged = replace(good, value=pack(msgpack.packb([payload, key, signature[:-1] + b"\0"])))
+    for _ in range(2):
+        assert VALIDATOR.validate(good)
+        assert not VALIDATOR.validate(forged)
+        assert VALIDATOR.validate(good)
+    assert num_verified["signatures"] == 3
+
+
+def test_what_is_remembered_counts_only_where_it_was_verified(num_verified: Counter[str]) -> None:
+    """Under another key, owner, expiration, kind or run the same bytes are refused as if they were new."""
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    assert VALIDATOR.validate(good)
+    progress_key = DHTID.generate(source=record_key(RUN, "progress")).to_bytes()
+    for changes in (
+        {"key": progress_key},
+        {"subkey": pack(identity(1).peer_id)},
+        {"expiration_time": expires + 1},
+        {"expiration_time": math.nan},
+    ):
+        assert not VALIDATOR.validate(replace(good, **changes))
+    other = RunRecordValidator("run-2", time.time)
+    other_key = DHTID.generate(source=record_key("run-2", "leases")).to_bytes()
+    assert not other.validate(replace(good, key=other_key))
+
+
+def test_the_clock_is_asked_each_time(num_verified: Counter[str]) -> None:
+    """A record of 23 hours is good; when this peer's clock turns out to be two hours fast, it is not."""
+    now = [1e9]
+    validator = RunRecordValidator(RUN, lambda: now[0])
+    expires = 1e9 + 23 * 3600
+    record = dht_record(lease(expires), expires)
+    for moment, is_good in ((1e9, True), (1e9 - 7200, False), (1e9, True)):
+        now[0] = moment
+        assert validator.validate(record) == is_good
+    assert num_verified["signatures"] == 1
+
+
+def test_the_memory_for_verified_records_is_bounded() -> None:
+    known: VerifiedRecords[int] = VerifiedRecords(100, lambda size: size)
+    asked: list[bytes] = []
+
+    def checked(sealed: bytes) -> tuple[str, int]:
+        asked.append(sealed)
+        return "peer", int(sealed)
+
+    def open_all(*records: bytes) -> list[bytes]:
+        """Which of them had to be verified."""
+        asked.clear()
+        for sealed in records:
+            assert known.open(sealed, "leases", RUN, partial(checked, sealed)) == ("peer", int(sealed))
+        return list(asked)
+
+    assert open_all(b"40", b"41", b"40") == [b"40", b"41"]
+    assert open_all(b"42", b"40") == [b"42"]  # 41 was the one that nobody had asked for
+    assert open_all(b"41") == [b"41"]
+    assert len(known) == 2
+    assert open_all(b"101") == [b"101"]
+    assert len(known) == 0
 
 
 # Two real nodes.

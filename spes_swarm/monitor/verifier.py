@@ -11,7 +11,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.errors import ProtocolError
-from spes_swarm.records import Record, RunRecordValidator, record_key
+from spes_swarm.records import MAX_LIFETIME_S, Record, RunRecordValidator, record_key
 
 # What a person is told about a refused record, by the reason that the validator gives.
 _REFUSALS: Final = {
@@ -35,7 +35,8 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     """The validator of the monitor's DHT node, which remembers its verdicts.
 
     Every refresh brings all records again, and from several nodes; a signature takes far longer to verify than to look
-    up. Verdicts are kept while the same bytes keep coming: see `forget`.
+    up. Verdicts are kept while the same bytes keep coming: see `forget`. How far ahead a record expires is not part of
+    them: the clock moves.
 
     Args:
         run_id: the run.
@@ -52,6 +53,8 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         self._validator = RunRecordValidator(run_id, now)
         self._verdicts: dict[DHTRecord, _Verdict] = {}
         self._before: dict[DHTRecord, _Verdict] = {}
+        self._too_long: dict[DHTRecord, None] = {}  # counted as such since the last but one call of `forget`
+        self._too_long_before: dict[DHTRecord, None] = {}
         self._refused: Counter[str] = Counter()
         self.num_verified = 0  # signatures checked so far
 
@@ -74,22 +77,26 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     def forget(self) -> None:
         """Drops the verdicts on records that have not come since the last call; to be called after each refresh."""
         self._before, self._verdicts = self._verdicts, {}
+        self._too_long_before, self._too_long = self._too_long, {}
 
     def _verdict(self, record: DHTRecord) -> _Verdict:
-        known = self._verdicts.get(record)
-        if known is not None:
-            return known
-        verdict = self._before.get(record)
-        if verdict is None:
-            verdict = self._judge(record)
+        if record.expiration_time > self._now() + self._longest_s.get(record.key, MAX_LIFETIME_S):
+            return self._refuse_lifetime(record)
+        verdict = self._verdicts.get(record) or self._before.get(record) or self._judge(record)
         if len(self._verdicts) < _MAX_REMEMBERED:
             self._verdicts[record] = verdict
         return verdict
 
+    def _refuse_lifetime(self, record: DHTRecord) -> str:
+        kind = _REFUSALS["lifetime"]
+        if record not in self._too_long and record not in self._too_long_before:
+            self._refused[kind] += 1
+        if len(self._too_long) < _MAX_REMEMBERED:
+            self._too_long[record] = None
+        return kind
+
     def _judge(self, record: DHTRecord) -> _Verdict:
         try:
-            if record.expiration_time > self._now() + self._longest_s.get(record.key, float("inf")):
-                raise ProtocolError("lifetime", "honest records of this kind do not live so long")
             self.num_verified += 1
             return self._validator.open(record)
         except ProtocolError as exc:
