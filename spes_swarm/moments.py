@@ -8,6 +8,12 @@ possible: with decays b1 and b2, b1^2 < b2, no sequence of gradients makes |m| l
 (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) * sqrt(v) (Cauchy-Schwarz on the two moving averages), so no forged pair can
 make AdamW take steps larger than it could have taken by itself.
 
+Nor may v be so large that the adopter's expert stands still. Every gradient is clipped to a norm of max_grad_norm over
+all that a peer trains, so the squares of one expert's entries add up to at most max_grad_norm^2 in each step, and so do
+their moving averages v. An adopted v keeps within this bound, too, since both sides clip alike. Clipping cannot be
+switched off, but a run may set max_grad_norm so high that nothing is ever clipped; then only the first bound says
+anything.
+
 Shapes: N elements of one expert's block.
 """
 
@@ -23,6 +29,7 @@ from blake3 import blake3
 from hivemind.p2p import P2P
 
 from spes_swarm.codec import EXACT, FloatArray
+from spes_swarm.config import TrainingConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
 from spes_swarm.reference import CHUNK_ELEMENTS
@@ -32,6 +39,7 @@ _MAX_HELLO_BYTES = 1024
 _MAX_STEP = 1 << 40
 _ATTEMPTS = 3
 _ROUNDING = 1.01  # moments are running sums in fp32
+_EPSILON = float(np.finfo(np.float32).eps)
 _TINY = 1e-12  # and squares of tiny gradients underflow
 
 
@@ -49,14 +57,38 @@ def moments_digest(moments_2N: FloatArray) -> str:
     return blake3(moments_2N.astype("<f4", copy=False).view(np.uint8).data).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class MomentLimits:
+    """What gradients can bring about; see the head of this file."""
+
+    ratio: float  # largest |m| / sqrt(v); infinite where the decays do not bound it
+    second: float  # largest sum of one expert's v; infinite where gradients are as good as unclipped
+
+    @classmethod
+    def of(cls, training: TrainingConfig) -> MomentLimits:
+        """The limits of a run."""
+        return cls(
+            largest_ratio(training.adam_beta1, training.adam_beta2),
+            largest_second(training.max_grad_norm, training.adam_beta2),
+        )
+
+
 def largest_ratio(beta1: float, beta2: float) -> float:
-    """The largest |m| / sqrt(v) that gradients can bring about; see the head of this file."""
+    """The largest |m| / sqrt(v) that gradients can bring about."""
     if beta1 * beta1 >= beta2:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
 
 
-def check_moments(moments_2N: FloatArray, ratio: float) -> None:
+def largest_second(max_grad_norm: float, beta2: float) -> float:
+    """The largest sum of one expert's second moments that clipped gradients can bring about, rounding included.
+
+    In each step a moving average in fp32 is rounded three times, and forgets 1 - beta2 of the error so far.
+    """
+    return max_grad_norm * max_grad_norm * (_ROUNDING + 3 * _EPSILON / (1 - beta2))
+
+
+def check_moments(moments_2N: FloatArray, limits: MomentLimits) -> None:
     """Checks first moments (the first half) and second moments that another peer sent.
 
     Raises:
@@ -65,6 +97,9 @@ def check_moments(moments_2N: FloatArray, ratio: float) -> None:
     first_N, second_N = np.split(moments_2N, 2)
     if not np.isfinite(moments_2N).all() or (second_N < 0).any():
         raise ProtocolError("moments", "not finite, or a negative second moment")
+    if float(second_N.sum(dtype=np.float64)) > limits.second:
+        raise ProtocolError("moments", "second moments that are impossible with gradients clipped to max_grad_norm")
+    ratio = limits.ratio
     if math.isfinite(ratio) and (np.abs(first_N) > _ROUNDING * ratio * np.sqrt(second_N) + _TINY).any():
         raise ProtocolError("moments", "a first moment that is impossible with its second moment")
 
@@ -78,13 +113,13 @@ class Moments:
         run_id: str,
         layout: Layout,
         *,
-        ratio: float,
+        limits: MomentLimits,
         stall_timeout_s: float,
         on_fault: Callable[[str, ProtocolError], None],
     ) -> None:
         self._p2p = p2p
         self._layout = layout
-        self._ratio = ratio
+        self._limits = limits
         self._stall_timeout_s = stall_timeout_s
         self._on_fault = on_fault
         self._name = f"{run_id}/moments"
@@ -197,7 +232,7 @@ class Moments:
                     raise ProtocolError("malformed", "moments come in order and without gaps")
                 step = int.from_bytes(frame.extra, "little")
                 out_2N[start : start + size] = EXACT.decode(frame.payload, size)
-            check_moments(out_2N, self._ratio)
+            check_moments(out_2N, self._limits)
             if step > _MAX_STEP:
                 raise ProtocolError("moments", f"an optimiser that has done {step} steps")
             await channel.send(Frame(FrameKind.END))

@@ -22,6 +22,7 @@ from spes_swarm.catching_up import CatchingUp
 from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.daemon import Daemon
+from spes_swarm.dht import join_dht
 from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.election import periods_to_wait
 from spes_swarm.errors import ProtocolError, RoundError
@@ -30,7 +31,7 @@ from spes_swarm.greetings import Greetings
 from spes_swarm.identity import Identity
 from spes_swarm.leases import Leases
 from spes_swarm.lineage import Lineage
-from spes_swarm.moments import Moments, Received, largest_ratio, num_moments, slices
+from spes_swarm.moments import MomentLimits, Moments, Received, num_moments, slices
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, RunRecordValidator, Volunteer
@@ -109,7 +110,7 @@ class RunServices:
             daemon.p2p,
             self._run_id,
             settings.layout,
-            ratio=largest_ratio(run.training.adam_beta1, run.training.adam_beta2),
+            limits=MomentLimits.of(run.training),
             stall_timeout_s=run.round.stall_timeout_s,
             on_fault=self._on_fault,
         )
@@ -152,14 +153,11 @@ class RunServices:
         give_to_hivemind(self._now)
         known = self._told or await self._connected()
         await self._timekeeper.settle(known)
-        self._node = await DHTNode.create(
-            p2p=self._daemon.p2p,
-            initial_peers=list(self._settings.initial_peers) or None,
+        self._node = await join_dht(
+            self._daemon.p2p,
+            self._settings.initial_peers,
+            RunRecordValidator(self._run_id, self._now),
             client_mode=self._settings.client_mode,
-            record_validator=RunRecordValidator(self._run_id, self._now),
-            reuse_get_requests=False,  # see records.search
-            strict=False,
-            ensure_bootstrap_success=False,  # bootstrap has succeeded already, with better messages
         )
         self._own_maddrs = await self._daemon.maddrs()
         self._records = Records(self._node, self._identity, self._run_id, self._now)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from spes_swarm.adoption import WarmUp, read_moments, write_moments
 from spes_swarm.codec import FloatArray
+from spes_swarm.config import TrainingConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.model import SparseModel, build_model
-from spes_swarm.moments import check_moments, largest_ratio
+from spes_swarm.moments import MomentLimits, check_moments, largest_ratio
 from tests.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)
@@ -107,7 +108,7 @@ def test_what_gradients_bring_about_is_always_accepted(gradients: list[float], b
     for gradient in np.array(gradients, dtype=np.float32):
         first = np.float32(betas[0]) * first + np.float32(1 - betas[0]) * gradient
         second = np.float32(betas[1]) * second + np.float32(1 - betas[1]) * gradient * gradient
-    check_moments(np.array([first, second], dtype=np.float32), largest_ratio(*betas))
+    check_moments(np.array([first, second], dtype=np.float32), MomentLimits(largest_ratio(*betas), np.inf))
 
 
 def test_the_bound_is_reached() -> None:
@@ -128,4 +129,52 @@ def test_the_bound_is_reached() -> None:
 )
 def test_impossible_moments_are_refused(forged: list[float]) -> None:
     with pytest.raises(ProtocolError, match="moments"):
-        check_moments(np.array(forged, dtype=np.float32), largest_ratio(*BETAS))
+        check_moments(np.array(forged, dtype=np.float32), MomentLimits(largest_ratio(*BETAS), np.inf))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.25, 1.0, 8.0])
+@pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999, 0.999999])
+def test_second_moments_of_clipped_gradients_are_accepted_and_larger_ones_are_not(
+    max_grad_norm: float, beta2: float
+) -> None:
+    """As torch computes them, from the largest gradients that clipping lets through; in one entry, and in all."""
+    limits = MomentLimits.of(training(max_grad_norm, 0.0, beta2))
+    for size in (1, 1000):
+        second_N = torch.zeros(size)
+        for _ in range(3000):
+            weights = torch.nn.Parameter(torch.zeros(size))
+            weights.grad = torch.full((size,), 1e3)
+            torch.nn.utils.clip_grad_norm_([weights], max_grad_norm)
+            second_N.mul_(beta2).addcmul_(weights.grad, weights.grad, value=1 - beta2)
+        second_N *= max_grad_norm**2 / float(second_N.sum())  # where very many steps end
+        check_moments(np.concatenate([np.zeros(size, np.float32), second_N.numpy()]), limits)
+        too_large_N = 1.5 * second_N.numpy()
+        with pytest.raises(ProtocolError, match="clipped to max_grad_norm"):
+            check_moments(np.concatenate([np.zeros(size, np.float32), too_large_N]), limits)
+
+
+def test_a_forged_second_moment_does_not_make_an_expert_stand_still() -> None:
+    """It passes every other check, and the adopter's steps would be 1,000 times too small for hundreds of steps."""
+    with pytest.raises(ProtocolError, match="moments"):
+        check_moments(np.array([0.0, 1e6], dtype=np.float32), MomentLimits.of(training(1.0, *BETAS)))
+
+
+def test_where_nothing_is_ever_clipped_only_the_other_bound_holds() -> None:
+    limits = MomentLimits.of(training(1e200, *BETAS))
+    assert limits.second == np.inf
+    check_moments(np.array([0.0, 3e38], dtype=np.float32), limits)
+    with pytest.raises(ProtocolError, match="moments"):
+        check_moments(np.array([3e38, 1.0], dtype=np.float32), limits)
+
+
+def training(max_grad_norm: float, beta1: float, beta2: float) -> TrainingConfig:
+    return TrainingConfig(
+        sequence_length=8,
+        batch_size=1,
+        learning_rate=1e-3,
+        warmup_steps=0,
+        total_steps=1,
+        max_grad_norm=max_grad_norm,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+    )
