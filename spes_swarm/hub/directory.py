@@ -112,7 +112,7 @@ class DirectoryTarget:
         return list(self._tags.iterdir()) if self._tags.is_dir() else []
 
     def _publication(self, path: Path) -> Publication | None:
-        return load_publication(path, self.label) if path.exists() else None
+        return load_publication(_revision_at(self._path, path), self.label) if path.exists() else None
 
     def _check_free(self, tag: str | None, name: str) -> None:
         link = self._tags / tag if tag else None
@@ -147,8 +147,8 @@ class DirectoryTarget:
     @staticmethod
     def _link(source: Path, destination: Path, expected: PublishedFile) -> bool:
         """Shares a file with the revision before, if it is still what it was and the disk can."""
-        with contextlib.suppress(OSError):
-            if describe_file(source).sha256 == expected.sha256:
+        with contextlib.suppress(OSError, PublicationError):
+            if describe_file(source, expected.size).sha256 == expected.sha256:
                 os.link(source.resolve(), destination)
                 return True
         return False
@@ -207,6 +207,7 @@ class DirectoryFiles:
 
     Raises:
         HubError: there is no such revision.
+        PublicationError: its name leads out of the directory.
     """
 
     label = "the directory"
@@ -217,7 +218,7 @@ class DirectoryFiles:
             if revision in (None, MAIN)
             else (path / "revisions" / str(revision), path / "tags" / str(revision))
         )
-        found = [place.resolve() for place in places if place.is_dir()]
+        found = [_revision_at(path, place) for place in places if place.is_dir()]
         if not found:
             if not (path / "revisions").is_dir():
                 raise HubError("nothing was published in this directory; check its name")
@@ -237,9 +238,21 @@ class DirectoryFiles:
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
         """Bytes of a file, not verified."""
         try:
-            return read_part(self._path / file.name, begin, end)
+            return read_part(self._path / file.name, file, begin, end)
         except OSError as exc:
             raise PublicationError(f"{self.label}: {file.name}: {exc.strerror}") from exc
+
+
+def _revision_at(path: Path, place: Path) -> Path:
+    """The revision that a name in the directory `path` stands for; it stays the same when the name is given another.
+
+    Raises:
+        PublicationError: the name leads out of the directory.
+    """
+    found = place.resolve()
+    if not found.is_relative_to((path / "revisions").resolve()):
+        raise PublicationError(f"{place.name} leads out of the directory")
+    return found
 
 
 def _copy(source: Path, destination: Path, expected: PublishedFile | None = None) -> int:

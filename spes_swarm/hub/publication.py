@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spes_swarm.errors import ManifestError
+from spes_swarm.decoding import check_json
+from spes_swarm.errors import ManifestError, ProtocolError
 from spes_swarm.hub.errors import PublicationError
+from spes_swarm.hub.regular_file import open_regular
 from spes_swarm.manifest import Manifest, open_manifest
 from spes_swarm.reference import whole_digest
 
@@ -27,6 +30,8 @@ MAX_PUBLICATION_BYTES = 8 << 20
 MAX_BLOCKS = 4097
 MAX_FILES = 10_000
 MAX_HISTORY = 10_000
+# The largest that the limits above allow has 160,000; 8 MiB of empty lists took 20 CPU-seconds and 4 GB.
+_MAX_ELEMENTS = 200_000
 _READ_BYTES = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -152,7 +157,10 @@ def parse_publication(data: bytes, source: str) -> Publication:
     if len(data) > MAX_PUBLICATION_BYTES:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} is larger than {MAX_PUBLICATION_BYTES >> 20} MiB")
     try:
+        check_json(data, max_elements=_MAX_ELEMENTS)
         publication = Publication.model_validate_json(data)
+    except ProtocolError as exc:
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} has more entries than any publication") from exc
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(item) for item in first["loc"])[:80]
@@ -167,33 +175,34 @@ def parse_publication(data: bytes, source: str) -> Publication:
     return publication
 
 
-def describe_file(path: Path) -> PublishedFile:
-    """Name, size and hash of a file.
+def describe_file(path: Path, size: int | None = None) -> PublishedFile:
+    """Name, size and hash of a regular file; no more of it is read than it has when it is opened.
 
     Raises:
+        PublicationError: it is not a regular file, or not of `size` bytes.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path, size=size) as file:
         sha256 = hashlib.sha256()
-        size = 0
-        while data := file.read(_READ_BYTES):
+        left = expected = os.fstat(file.fileno()).st_size
+        while left and (data := file.read(min(left, _READ_BYTES))):
             sha256.update(data)
-            size += len(data)
-    return PublishedFile(name=path.name, size=size, sha256=sha256.hexdigest())
+            left -= len(data)
+    return PublishedFile(name=path.name, size=expected - left, sha256=sha256.hexdigest())
 
 
-def read_part(path: Path, begin: int, end: int) -> bytes:
-    """Bytes of a file.
+def read_part(path: Path, file: PublishedFile, begin: int, end: int) -> bytes:
+    """Bytes of a published file that lies at `path`.
 
     Raises:
-        PublicationError: it is shorter.
+        PublicationError: it is not a regular file of the published size.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        file.seek(begin)
-        data = file.read(end - begin)
+    with open_regular(path, size=file.size) as opened:
+        opened.seek(begin)
+        data = opened.read(end - begin)
     if len(data) != end - begin:
-        raise PublicationError(f"{path.name} is shorter than published")
+        raise PublicationError(f"{file.name} is shorter than published")
     return data
 
 
@@ -201,13 +210,15 @@ def check_files(directory: Path, files: Sequence[PublishedFile], source: str) ->
     """Compares files on disk with what they must be.
 
     Raises:
-        PublicationError: one is missing or differs.
+        PublicationError: one is missing, is not a regular file, or differs.
     """
     for expected in files:
         try:
-            found = describe_file(directory / expected.name)
+            found = describe_file(directory / expected.name, expected.size)
         except OSError as exc:
             raise PublicationError(f"{source}: {expected.name}: {exc.strerror}") from exc
+        except PublicationError as exc:
+            raise PublicationError(f"{source}: {expected.name} is damaged: {exc}") from exc
         if found != expected:
             raise PublicationError(f"{source}: {expected.name} is damaged: it does not have the published hash")
 
@@ -220,10 +231,12 @@ def load_publication(directory: Path, source: str) -> Publication:
     """
     path = directory / PUBLICATION_FILE
     try:
-        with path.open("rb") as file:
+        with open_regular(path, max_size=MAX_PUBLICATION_BYTES) as file:
             data = file.read(MAX_PUBLICATION_BYTES + 1)
     except OSError as exc:
         raise PublicationError(f"{source} has no {PUBLICATION_FILE}: {exc.strerror}") from exc
+    except PublicationError as exc:
+        raise PublicationError(f"{source}: {exc}") from exc
     return parse_publication(data, source)
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily
     build_hf_headers,
@@ -54,10 +54,20 @@ class RemoteFiles:
         return publication
 
     def fetch(self, file: PublishedFile) -> Path:
-        """A whole file, checked, in the library's cache; what broke off inside this process is gone on with."""
+        """A whole file, checked, in the library's cache; what broke off inside this process is gone on with.
+
+        Nothing is fetched if the server has a file of another size.
+        """
         with explained(self.label):
+            if self._cached(file) is None:
+                found_bytes = patiently(lambda: _size_of(self.label, self.revision, file.name))
+                if found_bytes is not None and found_bytes != file.size:
+                    raise PublicationError(
+                        f"{self.label}: {file.name} has {found_bytes:,} bytes, but {file.size:,} were published"
+                    )
             for again in (False, True):
-                path = Path(patiently(lambda again=again: self._download(file.name, again)))  # type: ignore[misc]
+                # The cache consists of links, which are the library's own.
+                path = Path(patiently(lambda again=again: self._download(file.name, again))).resolve()  # type: ignore[misc]
                 found = describe_file(path)
                 if (found.size, found.sha256) == (file.size, file.sha256):
                     return path
@@ -65,12 +75,17 @@ class RemoteFiles:
 
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
         """Bytes of a file, which the caller has to check; what is in the cache is not fetched."""
-        cached = try_to_load_from_cache(self.label, file.name, revision=self.revision)
+        cached = self._cached(file)
         with explained(self.label):
-            if isinstance(cached, str):
-                return read_part(Path(cached), begin, end)
+            if cached is not None:
+                return read_part(cached, file, begin, end)
             data = patiently(lambda: _read_range(self.label, self.revision, file.name, begin, end))
-            return data if data is not None else read_part(self.fetch(file), begin, end)
+            return data if data is not None else read_part(self.fetch(file), file, begin, end)
+
+    def _cached(self, file: PublishedFile) -> Path | None:
+        """Where a file lies in the library's cache, None if it is not there."""
+        cached = try_to_load_from_cache(self.label, file.name, revision=self.revision)
+        return Path(cached).resolve() if isinstance(cached, str) else None
 
     def _download(self, name: str, again: bool) -> str:
         return str(hf_hub_download(self.label, name, revision=self.revision, endpoint=endpoint(), force_download=again))
@@ -94,6 +109,12 @@ def read_publication(repo_id: str, commit: str) -> Publication | None:
     except EntryNotFoundError:
         return None
     return parse_publication(bytes(data), repo_id)
+
+
+def _size_of(repo_id: str, commit: str, name: str) -> int | None:
+    """Bytes of a file, None where the server does not say."""
+    url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
+    return get_hf_file_metadata(url, endpoint=endpoint()).size
 
 
 def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> bytes | None:

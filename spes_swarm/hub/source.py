@@ -175,7 +175,7 @@ class PublicationSource:
         blocks = split_blocks(layout, reference_N)
         missing = {name: tensor for name, tensor in expected.items() if tensor.pieces}
         for file in self.publication.weights:
-            for name, values in map_tensors(self._files.fetch(file)).items():
+            for name, values in map_tensors(self._files.fetch(file), file.name).items():
                 if name in missing:
                     self._fill(blocks, missing.pop(name), values)
         if missing:
@@ -231,6 +231,7 @@ class PublicationSource:
     @cached_property
     def _stored(self) -> dict[str, tuple[PublishedFile, StoredTensor]]:
         """Where each tensor lies in the files, by their headers."""
+        self._check_sizes()
         found: dict[str, tuple[PublishedFile, StoredTensor]] = {}
         for file in self.publication.weights:
             header = read_header(partial(self._files.read, file), file.size, file.name)

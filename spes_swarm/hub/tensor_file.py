@@ -6,8 +6,8 @@ Format: 8 bytes with the header's length (little-endian), the header as JSON, th
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,14 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.codec import FloatArray
+from spes_swarm.decoding import load_json
+from spes_swarm.errors import ProtocolError
 from spes_swarm.hub.errors import PublicationError
+from spes_swarm.hub.regular_file import open_regular
 
 MAX_HEADER_BYTES = 64 << 20
+# 12 for each tensor: 80,000 tensors, where the largest models have some 10,000 in a file.
+_MAX_ELEMENTS = 1_000_000
 MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
 
@@ -51,10 +56,10 @@ def read_header(read: Read, file_bytes: int, name: str) -> dict[str, StoredTenso
     if data_begin > min(file_bytes, MAX_HEADER_BYTES):
         raise PublicationError(f"{name} is not a safetensors file")
     try:
-        header = json.loads(read(_LENGTH_BYTES, data_begin))
+        header = load_json(read(_LENGTH_BYTES, data_begin), max_elements=_MAX_ELEMENTS)
         entries = {key: value for key, value in header.items() if key != "__metadata__"}
         return {key: _stored(value, data_begin, file_bytes) for key, value in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise PublicationError(f"{name} is not a safetensors file of fp32 tensors") from exc
 
 
@@ -70,23 +75,25 @@ def _stored(entry: dict[str, Any], data_begin: int, file_bytes: int) -> StoredTe
     return StoredTensor(shape, data_begin + begin, data_begin + end)
 
 
-def map_tensors(path: Path) -> dict[str, FloatArray]:
+def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
     """All tensors of a local file, read-only and mapped from disk: only what is looked at is read.
 
+    Args:
+        path: a regular file.
+        name: for messages; None: the path's last part.
+
     Raises:
-        PublicationError: as `read_header`.
+        PublicationError: as `read_header`, or it is not a regular file.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
 
         def read(begin: int, end: int) -> bytes:
             file.seek(begin)
             return file.read(end - begin)
 
-        tensors = read_header(read, size, path.name)
-    if size == 0:
-        return {}
-    mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        tensors = read_header(read, size, name or path.name)
+        mapped = np.memmap(file, dtype=np.uint8, mode="r")
     # A header need not align the data; a view would be misaligned then, which numpy allows.
     return {name: mapped[t.begin : t.end].view("<f4").reshape(t.shape) for name, t in tensors.items()}
