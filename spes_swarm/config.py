@@ -19,6 +19,7 @@ from blake3 import blake3
 from spes_swarm.codec import CODECS
 from spes_swarm.errors import ConfigError
 from spes_swarm.model_settings import config_from_settings
+from spes_swarm.model_size import NUM_EXPERTS, check_size, first_of, num_parameters
 from spes_swarm.strict import Pattern, Range, Section, check_section, nearest_key, read_section, show, to_dict
 from spes_swarm.strict_yaml import load_yaml
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------------------------------------- constraints
 
-Count = Annotated[int, Range(1)]
-CountOrNone = Annotated[int, Range(0)]  # 0 switches something off
+Count = Annotated[int, Range(1, 2**40)]
+CountOrNone = Annotated[int, Range(0, 2**40)]  # 0 switches something off
 Positive = Annotated[float, Range(0, open_low=True)]
 NotNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
@@ -40,9 +41,12 @@ Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
 
 # --------------------------------------------------------------------------------------------- swarm-wide
 
-# What architectures call their experts, and the experts that process a token.
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What architectures call the number of experts that process a token.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+# A local step's tokens are one array; the paper's largest step has 2**19.
+_MAX_TOKENS_PER_STEP = 2**24
+# A round is planned part by part: 2**24 are those of the largest model at the usual part size.
+_MAX_PARTS = 2**24
 # transformers accepts any number for these.
 _POSITIVE_SETTINGS = (
     "vocab_size",
@@ -67,32 +71,33 @@ class ModelConfig(Section):
 
     def _check(self) -> None:
         config = transformers_config(self)
-        if _first(config, _NUM_EXPERTS) is None or _first(config, _EXPERTS_PER_TOKEN) is None:
+        if first_of(config, NUM_EXPERTS) is None or first_of(config, _EXPERTS_PER_TOKEN) is None:
             raise ConfigError(f"type: found {self.type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
-        if not isinstance(_first(config, ("vocab_size",)), int):
+        if not isinstance(first_of(config, ("vocab_size",)), int):
             raise ConfigError(f"type: found {self.type!r}, expected a text model (it has no vocab_size)")
+        check_size(config)
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
                 f"settings: a token goes to {self.experts_per_token} experts, "
                 f"expected 1 to {self.num_experts} (all experts)"
             )
         for key in _POSITIVE_SETTINGS:
-            number = _first(config, (key,))
+            number = first_of(config, (key,))
             if isinstance(number, int) and number < 1:
                 raise ConfigError(f"settings.{key}: found {number}, expected at least 1")
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            number = _first(config, (key,))
+            number = first_of(config, (key,))
             if isinstance(number, int) and not 0 <= number < self.vocab_size:
                 raise ConfigError(
                     f"settings.{key}: found {number}, expected below vocab_size ({self.vocab_size}), or null"
                 )
-        ends = _first(config, ("eos_token_id",))
+        ends = first_of(config, ("eos_token_id",))
         if self.pad_token_id is not None and self.pad_token_id in (ends if isinstance(ends, list) else [ends]):
             raise ConfigError(frozen_embedding(self.pad_token_id, "the end of a document, eos_token_id"))
-        hidden, heads = _first(config, ("hidden_size",)), _first(config, ("num_attention_heads",))
-        if hidden and heads and _first(config, ("head_dim",)) is None and hidden % heads:
+        hidden, heads = first_of(config, ("hidden_size",)), first_of(config, ("num_attention_heads",))
+        if hidden and heads and first_of(config, ("head_dim",)) is None and hidden % heads:
             raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
-        groups = _first(config, ("num_key_value_heads",))
+        groups = first_of(config, ("num_key_value_heads",))
         if heads and groups and heads % groups:
             raise ConfigError(
                 f"settings.num_key_value_heads: found {groups}, expected a divisor of {heads} attention heads"
@@ -101,28 +106,33 @@ class ModelConfig(Section):
     @property
     def num_experts(self) -> int:
         """Experts per layer, whatever the architecture calls it."""
-        return int(_first(transformers_config(self), _NUM_EXPERTS))
+        return int(first_of(transformers_config(self), NUM_EXPERTS))
 
     @property
     def experts_per_token(self) -> int:
         """Experts that process a token (top-k)."""
-        return int(_first(transformers_config(self), _EXPERTS_PER_TOKEN))
+        return int(first_of(transformers_config(self), _EXPERTS_PER_TOKEN))
+
+    @property
+    def num_parameters(self) -> int:
+        """About how many parameters it has; see model_size.py."""
+        return num_parameters(transformers_config(self))
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding; token ids are below it."""
-        return int(_first(transformers_config(self), ("vocab_size",)))
+        return int(first_of(transformers_config(self), ("vocab_size",)))
 
     @property
     def pad_token_id(self) -> int | None:
         """The token whose embedding gets no gradient (torch's `padding_idx`); None where all embeddings are trained."""
-        pad = _first(transformers_config(self), ("pad_token_id",))
+        pad = first_of(transformers_config(self), ("pad_token_id",))
         return None if pad is None else int(pad)
 
     @property
     def max_sequence_length(self) -> int | None:
         """Tokens that positions are defined for; None where the architecture has no limit."""
-        limit = _first(transformers_config(self), ("max_position_embeddings",))
+        limit = first_of(transformers_config(self), ("max_position_embeddings",))
         return None if limit is None else int(limit)
 
 
@@ -141,11 +151,6 @@ def transformers_config(model: ModelConfig) -> PreTrainedConfig:
         ConfigError: its message starts with the key below `model`: `type` or `settings.KEY`.
     """
     return config_from_settings(model.type, model.settings)
-
-
-def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that the configuration has, else None."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -184,8 +189,8 @@ class DataConfig(Section):
 class TrainingConfig(Section):
     """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
 
-    sequence_length: Annotated[int, Range(2)]  # tokens
-    batch_size: Count  # sequences per local step, unless a peer overrides it
+    sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
+    batch_size: Annotated[int, Range(1, 2**20)]  # sequences per local step, unless a peer overrides it
     learning_rate: Positive  # at its peak, after warm-up
     warmup_steps: CountOrNone  # inner steps of linear warm-up
     total_steps: Count  # inner steps until the learning rate has reached its minimum
@@ -207,6 +212,21 @@ class TrainingConfig(Section):
             raise ConfigError(
                 f"warmup_steps: found {self.warmup_steps}, expected fewer than total_steps ({self.total_steps})"
             )
+        self.batch_size_of(None)
+
+    def batch_size_of(self, own: int | None) -> int:
+        """Sequences per local step of a peer that asks for `own`; None: the run's.
+
+        Raises:
+            ConfigError: a step would have more tokens than any machine takes at once.
+        """
+        size = own if own is not None else self.batch_size
+        if size * self.sequence_length > _MAX_TOKENS_PER_STEP:
+            raise ConfigError(
+                f"batch_size: found {size}, expected at most {_MAX_TOKENS_PER_STEP // self.sequence_length} "
+                f"with sequences of {self.sequence_length} tokens"
+            )
+        return size
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -305,6 +325,11 @@ class RunConfig(Section):
             raise ConfigError(
                 f"training.sequence_length: found {length}, expected at most {model.max_sequence_length} "
                 "(the model's max_position_embeddings)"
+            )
+        if model.num_parameters > _MAX_PARTS * self.round.part_elements:
+            raise ConfigError(
+                f"round.part_elements: found {self.round.part_elements}, "
+                f"expected at least {model.num_parameters // _MAX_PARTS + 1} for a model of this size"
             )
         if self.tokenizer.name == "bytes" and model.vocab_size <= 256:
             raise ConfigError(

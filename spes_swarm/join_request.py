@@ -17,7 +17,7 @@ from spes_swarm.config import (
 )
 from spes_swarm.errors import ConfigError
 from spes_swarm.hub.location import parse_location
-from spes_swarm.model_settings import LARGEST_NUM_EXPERTS
+from spes_swarm.model_size import MAX_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -73,5 +73,5 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
         parse_location(peer.publish_to)
     if peer.from_hub is not None:
         parse_location(peer.from_hub, with_revision=True)
-    parse_experts(peer.experts, LARGEST_NUM_EXPERTS)
+    parse_experts(peer.experts, MAX_EXPERTS)
     return DraftRequest(file, config_path is not None, peer)

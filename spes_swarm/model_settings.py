@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from spes_swarm.errors import ConfigError
+from spes_swarm.model_size import check_numbers
 from spes_swarm.strict import nearest
 
 if TYPE_CHECKING:
@@ -39,13 +40,6 @@ _FORBIDDEN = frozenset(
         "trust_remote_code",
     }
 )
-# Lists of this length are built before anything else, and a module for each entry.
-LARGEST_NUM_EXPERTS = 4096
-_LARGEST = {
-    "num_hidden_layers": 1024,
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), LARGEST_NUM_EXPERTS),
-}
-_LARGEST_NUMBER = 1 << 31
 # Honoured by transformers although the configuration classes have no such field; published configurations have them.
 _EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
 
@@ -70,9 +64,7 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
         if key not in known:
             raise ConfigError(f"settings.{key}: unknown key for {model_type}{nearest(key, known)}")
-        number, largest = settings[key], _LARGEST.get(config_class.attribute_map.get(key, key), _LARGEST_NUMBER)
-        if isinstance(number, int) and number > largest:
-            raise ConfigError(f"settings.{key}: found {number}, expected at most {largest}")
+    check_numbers(settings)  # transformers makes lists of such lengths, and a module for each entry
     with refusals(f"settings: transformers refuses them for {model_type}"):
         return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
 

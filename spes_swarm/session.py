@@ -197,7 +197,7 @@ class Session:
             ),
             review_reach=not (self._peer.client_mode or self._peer.assume_reachable),
         )
-        batch_size = self._peer.batch_size or run.training.batch_size
+        batch_size = run.training.batch_size_of(self._peer.batch_size)
         self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
         self._directory.remember(manifest)

@@ -37,8 +37,12 @@ class Range:
         return (value > self.low if self.open_low else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
-        lower = f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        return lower if self.high == math.inf else f"{lower} and at most {self.high:g}"
+        lower = f"above {_plain_number(self.low)}" if self.open_low else f"at least {_plain_number(self.low)}"
+        return lower if self.high == math.inf else f"{lower} and at most {_plain_number(self.high)}"
+
+
+def _plain_number(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +251,7 @@ def show(value: Any) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Completes a message about an unknown word."""
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.0)  # a stranger's word may be very long
     return f", did you mean {nearest[0]}?" if nearest else ""
 
 
