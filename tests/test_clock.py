@@ -22,8 +22,8 @@ from spes_swarm.announcer import Announcer
 from spes_swarm.clock import (
     CALL_TIMEOUT_S,
     CHECK_EVERY_S,
-    MAX_TOTAL_S,
     MAX_SLEW_S,
+    MAX_TOTAL_S,
     NUM_SAMPLES,
     SLEW,
     TOLERANCE_S,

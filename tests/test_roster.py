@@ -254,14 +254,15 @@ def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answerin
     if answering:
         for i in range(50):
             roster.standing.note_answer(f"ghost{i}")
-    for ask in (
+    questions: list[Callable[[Roster], float]] = [
         lambda r: r.swarm_round(3),
         lambda r: r.median_round(3),
         lambda r: r.largest_step(128),
         lambda r: r.tokens_per_step(128),
         lambda r: r.tokens_since_commit(3, 30.0),
         lambda r: r.swarm_tokens(4),
-    ):
+    ]
+    for ask in questions:
         assert ask(roster) == ask(undisturbed)
 
 

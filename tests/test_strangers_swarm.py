@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from spes_swarm import clock
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import LocalPeer, PeerProcess
 from tests.rounds import identity
 from tests.strangers import connected_strangers, haunt
 from tests.swarm import Swarm, equal_digests
@@ -22,7 +22,13 @@ pytestmark = pytest.mark.swarm
 
 CHECK_EVERY_S = 3.0
 GHOSTS = 12
-CLAIMS = [{"round": 1000}, {"round": 2**60}, {"round": 0}, {"tokens_per_step": 2**50}, {"tokens_per_second": 1e300}]
+CLAIMS: list[dict[str, Any]] = [
+    {"round": 1000},
+    {"round": 2**60},
+    {"round": 0},
+    {"tokens_per_step": 2**50},
+    {"tokens_per_second": 1e300},
+]
 
 
 def _main(arguments: list[str]) -> int:
@@ -33,11 +39,10 @@ def _main(arguments: list[str]) -> int:
 class QuickClocks(Swarm):
     """A swarm whose peers compare their clocks every few seconds."""
 
-    def start(self, name: str, *arguments: Any) -> LocalPeer:
-        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], ForkServer(main=partial(_main)))
-        self.peers.append(peer)
-        return peer
+    def start(
+        self, name: str, *arguments: Any, launch: Callable[[Sequence[str], Path], PeerProcess] | None = None
+    ) -> LocalPeer:
+        return super().start(name, *arguments, launch=launch or ForkServer(main=_main))
 
 
 async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
