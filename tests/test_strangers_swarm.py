@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pytest
 from spes_swarm import clock
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.local_peer import LocalPeer, PeerProcess
+from spes_swarm.local_peer import LocalPeer
 from tests.rounds import identity
 from tests.strangers import connected_strangers, haunt
-from tests.swarm import Swarm, equal_digests
+from tests.swarm import Launch, Swarm, equal_digests
 
 pytestmark = pytest.mark.swarm
 
@@ -36,13 +35,15 @@ def _main(arguments: list[str]) -> int:
     return main(arguments)
 
 
+QUICK_CLOCK = ForkServer(main=_main)
+
+
 class QuickClocks(Swarm):
     """A swarm whose peers compare their clocks every few seconds."""
 
-    def start(
-        self, name: str, *arguments: Any, launch: Callable[[Sequence[str], Path], PeerProcess] | None = None
-    ) -> LocalPeer:
-        return super().start(name, *arguments, launch=launch or ForkServer(main=_main))
+    def start(self, name: str, *arguments: Any, launch: Launch = QUICK_CLOCK) -> LocalPeer:
+        del launch  # all of them
+        return super().start(name, *arguments, launch=QUICK_CLOCK)
 
 
 async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
