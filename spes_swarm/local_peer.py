@@ -20,7 +20,7 @@ import psutil
 from spes_swarm.errors import SwarmError
 
 _POLL_S = 0.05
-PATIENCE_S = 180.0  # for what will come, however busy the machine; nothing is measured with it
+PATIENCE_S = 600.0  # for what will come, however busy the machine; nothing is measured with it
 Event = dict[str, Any]
 
 

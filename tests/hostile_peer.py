@@ -49,8 +49,8 @@ async def joined(maddr: str, identity: Identity) -> AsyncIterator[tuple[Daemon, 
     try:
         rpc = Rpc(daemon.p2p, lambda peer_id, error: None)
         await rpc.start()
-        (peer_id,) = await bootstrap(daemon, [maddr], 20.0)
-        yield daemon, rpc, open_manifest(await rpc.call(peer_id, "manifest", {}, 10.0), source=peer_id)
+        (peer_id,) = await bootstrap(daemon, [maddr], 60.0)
+        yield daemon, rpc, open_manifest(await rpc.call(peer_id, "manifest", {}, 60.0), source=peer_id)
     finally:
         await daemon.stop()
 

@@ -35,7 +35,7 @@ class Host:
         return [maddr for maddr in await self.daemon.maddrs() if "127.0.0.1" in maddr]
 
     async def connect(self, other: Host) -> None:
-        await bootstrap(self.daemon, await other.maddrs(), 20.0)
+        await bootstrap(self.daemon, await other.maddrs(), 60.0)
 
     async def listen(self) -> None:
         """Counts what arrives on streams named `sink`, and says how much it was."""
@@ -76,5 +76,5 @@ async def hosts(count: int, clients: Collection[int] = ()) -> AsyncIterator[list
         yield started
 
 
-def run(scenario: Callable[[], Any], timeout_s: float = 120.0) -> None:
+def run(scenario: Callable[[], Any], timeout_s: float = 600.0) -> None:
     asyncio.run(asyncio.wait_for(scenario(), timeout_s))

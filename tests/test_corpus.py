@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from spes_swarm import readers
 from spes_swarm.corpus import default_cache_dir, open_source, stdlib_files, unigram_entropy
 from spes_swarm.errors import DataError
+from spes_swarm.local_peer import PATIENCE_S
 from spes_swarm.readers import find_documents, parse_piece, read_pieces
 from spes_swarm.sharding import DocumentFormat
 from spes_swarm.token_file import TokenFile, TokenWriter
@@ -255,7 +256,7 @@ def test_the_cache_knows_what_changed(tmp_path: Path) -> None:
 
 
 def _open_at_the_same_time(barrier: Any, results: Any, source: str, cache: Path) -> None:
-    barrier.wait(30)
+    barrier.wait(PATIENCE_S)
     results.put([(str(p), p.stat().st_ino) for p in open_source(source, ByteTokenizer(), cache)])
 
 
@@ -269,9 +270,9 @@ def test_several_processes_may_start_at_the_same_time(tmp_path: Path) -> None:
     ]
     for worker in workers:
         worker.start()
-    answers = [results.get(timeout=40) for _ in workers]
+    answers = [results.get(timeout=PATIENCE_S) for _ in workers]
     for worker in workers:
-        worker.join(20)
+        worker.join(PATIENCE_S)
         assert worker.exitcode == 0
     assert answers[0] == answers[1] == answers[2]  # one file, written once
     assert len(answers[0]) == 1

@@ -22,7 +22,7 @@ from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.identity import Identity
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.manifest import Manifest
 from spes_swarm.records import MAX_RECORD_BYTES, Lease, record_key
 from spes_swarm.rpc import MAX_REQUEST_BYTES, Rpc
@@ -62,7 +62,7 @@ class Stranger:
         self.target_id = str(target.events("join")[0]["peer_id"])
         self.own = own
 
-    async def expect(self, kind: str, timeout_s: float = 20.0) -> None:
+    async def expect(self, kind: str, timeout_s: float = PATIENCE_S) -> None:
         """Waits until the target has named this stranger for a fault of that kind."""
         who = self.own.peer_id
         await asyncio.to_thread(
@@ -76,7 +76,7 @@ class Stranger:
     async def on_stream(self, name: str, talk: Callable[[Channel], Any]) -> str:
         """Says something on a stream; returns the answer's error text, empty if the stream just ended."""
         try:
-            async with open_channel(self.p2p, self.target_id, f"{self.run_id}/{name}", 5.0) as channel:
+            async with open_channel(self.p2p, self.target_id, f"{self.run_id}/{name}", 60.0) as channel:
                 await talk(channel)
                 while True:
                     frame = await channel.receive(1 << 20)
@@ -88,7 +88,7 @@ class Stranger:
     async def calls(self, method: str, **arguments: Any) -> str:
         """Calls a method that must be refused; returns the reason."""
         with pytest.raises(OSError, match=r".+") as caught:
-            await self.rpc.call(self.target_id, method, arguments, 10.0)
+            await self.rpc.call(self.target_id, method, arguments, 60.0)
         return str(caught.value)
 
     def statement(self, round_number: int, num_blocks: int = NUM_EXPERTS + 1) -> Statement:
@@ -176,7 +176,7 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
         b"\x91" * 100_000,
         msgpack.packb([1]),
     ):
-        response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=10.0)
+        response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=60.0)
         assert "malformed" in msgpack.unpackb(response.metadata)["error"]
     await stranger.next_round()
     assert "oversized" in await stranger.calls("gather", junk=b"x" * MAX_REQUEST_BYTES)
@@ -200,7 +200,7 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
             number = max(stranger.target.rounds()) + 1
             try:
                 answer = await stranger.rpc.call(
-                    stranger.target_id, "gather", {"run": run, "round": number, "statement": statement(number)}, 10.0
+                    stranger.target_id, "gather", {"run": run, "round": number, "statement": statement(number)}, 60.0
                 )
             except OSError as exc:
                 return str(exc)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import pytest
 
 from spes_swarm.local_network import LAN_HOST, LocalNetwork, LocalNetworkError, enter_namespace, unavailable_reason
+from spes_swarm.local_peer import PATIENCE_S
 
 T = TypeVar("T")
 _REASON = unavailable_reason()
@@ -144,9 +145,9 @@ def test_a_limited_host_is_slow_in_both_directions(network: LocalNetwork) -> Non
     at_least = 0.8 * 8 * size / (mbit_per_s * 1e6)  # the bucket is full to begin with
     assert seconds(0, 1) > at_least
     assert seconds(1, 0) > at_least
-    assert seconds(1, 2) < at_least
+    assert any(seconds(1, 2) < at_least for _ in range(10))  # on a busy machine not each time
     network.limit(0, None)
-    assert seconds(0, 1) < at_least
+    assert any(seconds(0, 1) < at_least for _ in range(10))
 
 
 @needs_namespaces
@@ -182,7 +183,7 @@ def test_a_launched_peer_is_the_python_process_itself(network: LocalNetwork, tmp
     log = tmp_path / "log"
     process = network.launch_join(2)(["--no-such-flag"], log)
     inside = Path(f"/proc/{process.pid}/ns/net").readlink()
-    assert process.wait(60.0) == 2
+    assert process.wait(PATIENCE_S) == 2
     assert inside == on_host(network, 2, lambda: Path("/proc/thread-self/ns/net").readlink())
     assert log.read_text().startswith("join: ")
 
@@ -206,7 +207,7 @@ def test_nothing_is_left_behind() -> None:
         "LocalNetwork(1).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as killed:
-        assert killed.wait(60.0) == -9
+        assert killed.wait(PATIENCE_S) == -9
     left = f"spes-swarm-{killed.pid}-"
     assert any(name.startswith(left) for name in namespaces())
     with LocalNetwork(1):
@@ -219,7 +220,7 @@ def test_two_processes_have_networks_at_the_same_time(network: LocalNetwork) -> 
     queue: multiprocessing.Queue[str] = context.Queue()
     other = context.Process(target=_second_process, args=(queue,))
     other.start()
-    assert queue.get(timeout=60.0) not in {network.namespace(host) for host in range(3)}
+    assert queue.get(timeout=PATIENCE_S) not in {network.namespace(host) for host in range(3)}
     other.join()
     assert other.exitcode == 0
     listen(network, 0).close()

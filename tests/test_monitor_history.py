@@ -141,7 +141,7 @@ history._db.execute("BEGIN IMMEDIATE")
 history._db.execute("DELETE FROM rounds")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == -9, done.stderr
     history = History(path)
     assert history.known().points == tuple(points(9))

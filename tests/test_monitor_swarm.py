@@ -14,12 +14,12 @@ from typing import Any, Self
 import jsonschema
 import pytest
 
+from spes_swarm.local_peer import PATIENCE_S
 from spes_swarm.monitor.state import STATE_SCHEMA
 from tests.swarm import Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 
-_PATIENCE_S = 180.0
 State = dict[str, Any]
 
 
@@ -44,7 +44,7 @@ class Monitor:
 
     def wait_for(self, what: str, condition: Callable[[State], bool], since: int = 0) -> int:
         """Waits for a state that satisfies `condition`; returns how many there were until then."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         seen = since
         while time.monotonic() < deadline:
             states = self.states()
@@ -56,7 +56,7 @@ class Monitor:
             assert ended is None, f"{what}: the monitor ended with {ended}\n{self.log()}"
             time.sleep(0.1)
         last = self.states()[-1:]
-        raise AssertionError(f"{what}: not within {_PATIENCE_S:.0f} s; last {last}\n{self.log()}")
+        raise AssertionError(f"{what}: not within {PATIENCE_S:.0f} s; last {last}\n{self.log()}")
 
     def log(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")
@@ -66,7 +66,7 @@ class Monitor:
 
     def __exit__(self, *details: object) -> None:
         self.process.kill()
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
 
 
 def by_name(state: State) -> dict[str, State]:
@@ -110,7 +110,7 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
             assert digests == {state["consensus"]["digest"]}
 
             for process in third.kill():
-                process.wait(60)
+                process.wait(PATIENCE_S)
             seen = monitor.wait_for("late", lambda s: by_name(s).get("third", {}).get("state") == "late", seen)
             seen = monitor.wait_for("gone", lambda s: set(by_name(s)) == {"‹b›founder", "second"}, seen)
 
@@ -131,21 +131,24 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
             seen = monitor.wait_for("training on", lambda s: s["round"] > alone["round"], seen)
 
             once = subprocess.run(
-                command("--initial-peers", address, "--once", "--json"), capture_output=True, text=True, timeout=120
+                command("--initial-peers", address, "--once", "--json"),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
             )
             assert once.returncode == 0, once.stderr
             assert set(by_name(json.loads(once.stdout))) == {"founder-again"}
 
             monitor.process.send_signal(signal.SIGTERM)
-            assert monitor.process.wait(90) == 0, monitor.log()
+            assert monitor.process.wait(PATIENCE_S) == 0, monitor.log()
             states = monitor.states()
         for state in [*states[::25], json.loads(once.stdout)]:
             jsonschema.validate(state, STATE_SCHEMA)
         replayed = subprocess.run(
-            command("--replay", history, "--once", "--json"), capture_output=True, text=True, timeout=60
+            command("--replay", history, "--once", "--json"), capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert json.loads(replayed.stdout)["round"] == states[-1]["round"]
         picture = tmp_path / "run.png"
-        subprocess.run(command("--replay", history, "--plot", picture), check=True, timeout=60)
+        subprocess.run(command("--replay", history, "--plot", picture), check=True, timeout=PATIENCE_S)
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert monitor.log() == ""

@@ -174,7 +174,7 @@ def test_waiting_ends_with_a_change_or_with_the_time() -> None:
         waiting = asyncio.create_task(source.wait_for_change(60))
         await asyncio.sleep(0)
         source.update(swarm_state([peer_state(0)]), points(3))
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         assert (len(source.state().peers), len(source.history())) == (1, 3)
 
     asyncio.run(wait())

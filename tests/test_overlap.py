@@ -15,7 +15,7 @@ def test_peers_train_on_while_they_exchange_and_agree_all_the_same(tmp_path: Pat
     with swarm(tmp_path, round={"overlap": True}, experts_per_peer=4) as running:
         peers = running.start_all(3, "--max-rounds", 10)
         for peer in peers:
-            assert peer.wait(180) == 0
+            assert peer.wait() == 0
         for number in range(1, 11):
             equal_digests(peers, number)
         during = 0

@@ -42,7 +42,7 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert "round 1: 1 peers" in done.stdout

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from spes_swarm.local_peer import LocalPeer, LocalPeerError, PeerProcess
+from spes_swarm.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
 from tests.hub_server import TOKEN, HubServer
 from tests.slow_join import launch_slow
 from tests.swarm import TINY_RUN, merged
@@ -90,7 +90,7 @@ def test_a_dead_publisher_is_replaced_and_the_run_goes_on_from_the_hub(tmp_path:
         (victim, process), survivor = *peers.items(), b if a in peers else a
         assert published(hub) is None
         victim.kill()
-        process.wait(60)  # it does not outlive its peer
+        process.wait(PATIENCE_S)  # it does not outlive its peer
         hub.release()
         event = survivor.wait_for("publish")
         manifest = published(hub)

@@ -15,7 +15,7 @@ import pytest
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.forked_peer import ForkServer
 from spes_swarm.local_network import LAN_HOST, LocalNetwork, enter_namespace, unavailable_reason
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.reach import tcp_endpoint
 from tests.swarm import Swarm, equal_digests, swarm
 from tests.test_swarm import tiny_layout
@@ -31,7 +31,7 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-def complete_rounds(peers: Sequence[LocalPeer], first: int, count: int, timeout_s: float = 240.0) -> None:
+def complete_rounds(peers: Sequence[LocalPeer], first: int, count: int, timeout_s: float = PATIENCE_S) -> None:
     """Waits for rounds with all these peers in them and nothing missing, `count` in a row, from `first` on."""
     for number in range(first, first + count):
         for peer in peers:
@@ -42,7 +42,7 @@ def complete_rounds(peers: Sequence[LocalPeer], first: int, count: int, timeout_
         equal_digests(peers, number)
 
 
-def first_complete_round(peers: Sequence[LocalPeer], after: int = 0, timeout_s: float = 240.0) -> int:
+def first_complete_round(peers: Sequence[LocalPeer], after: int = 0, timeout_s: float = PATIENCE_S) -> int:
     return max(
         int(peer.wait_for("round", lambda e: e["round"] > after and e["peers"] == len(peers), timeout_s)["round"])
         for peer in peers
@@ -66,7 +66,7 @@ def test_client_mode_peers_train_their_experts_with_one_public_peer(tmp_path: Pa
         public = running.found(*common, "--experts", "0,1")
         clients = [running.join(*common, "--client-mode", "--experts", experts) for experts in ("2,3,4", "5,6,7")]
         peers = [public, *clients]
-        assert [peer.wait(240) for peer in peers] == [0, 0, 0]
+        assert [peer.wait() for peer in peers] == [0, 0, 0]
         for number in range(1, 9):
             equal_digests(peers, number)
             for peer in peers:
@@ -138,7 +138,7 @@ class Forwarder:
 
     def __enter__(self) -> Forwarder:
         self._thread.start()
-        assert self._ready.wait(30.0)
+        assert self._ready.wait(PATIENCE_S)
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -245,7 +245,7 @@ def test_two_peers_that_only_reach_a_third_train_together(tmp_path: Path) -> Non
         a, b = (on.start(host, *common, "--initial-peers", on.address(c, 2)) for host in (0, 1))
         peers = [a, b, c]
         for peer in (a, b):
-            assert peer.wait_for("link", timeout_s=240.0)["relayed"] is True
+            assert peer.wait_for("link")["relayed"] is True
             assert peer.events("reach")[0]["reachable"] is True  # by C, that is
         first = first_complete_round(peers)
         complete_rounds(peers, first + 1, 6)
@@ -254,7 +254,7 @@ def test_two_peers_that_only_reach_a_third_train_together(tmp_path: Path) -> Non
         assert min(sent.values()) > 0.6 * max(sent.values()), sent
         network.heal()
         for peer in (a, b):
-            peer.wait_for("link", lambda e: not e["relayed"], timeout_s=300.0)
+            peer.wait_for("link", lambda e: not e["relayed"])
         complete_rounds(peers, first_complete_round(peers, max(max(peer.rounds()) for peer in peers)) + 1, 2)
 
 
@@ -268,7 +268,7 @@ def test_a_way_that_is_lost_during_the_run_is_replaced(tmp_path: Path) -> None:
         complete_rounds(peers, first_complete_round(peers) + 1, 2)
         network.cut([0], [1])
         for peer in peers[:2]:
-            peer.wait_for("link", lambda e: e["relayed"], timeout_s=240.0)
+            peer.wait_for("link", lambda e: e["relayed"])
         newest = max(max(peer.rounds()) for peer in peers)
         complete_rounds(peers, first_complete_round(peers, newest) + 1, 4)
 
@@ -290,7 +290,7 @@ def test_peers_behind_home_routers_notice_it_and_train_as_clients(tmp_path: Path
             assert f"not reachable from outside: {network.address(host)} takes no connections" in home.text()
             assert "others join with" not in home.text()
             # Nobody asked for it, but moments of experts may have to pass between the two.
-            home.wait_for("link", lambda e: e["relayed"], timeout_s=240.0)
+            home.wait_for("link", lambda e: e["relayed"])
         number = max(public.rounds())
         assert homes[0].wait_for_round(number)["payload_bytes_sent"] < public.rounds()[number]["payload_bytes_sent"]
 
@@ -316,5 +316,5 @@ def test_a_port_opened_in_the_router_makes_a_peer_reachable(tmp_path: Path) -> N
             assert f"--initial-peers {event['address']}/p2p/" in home.text()
             before = forwarder.num_connections
             third = on.start(1, "--initial-peers", on.address(home, 0), name="third")
-            third.wait_for("join", timeout_s=240.0)
+            third.wait_for("join")
             assert forwarder.num_connections > before

@@ -39,7 +39,7 @@ def test_some_of_the_killed_peers_go_on_from_the_newest_of_their_checkpoints(tmp
         for peer in (oldest, middle):
             forget_since(peer, best - 1)
         back = [running.start(peer.output_dir.name, "--wait-for-peers", 3) for peer in (oldest, middle, newest)]
-        first = [peer.wait_for("round", lambda event: event["peers"] == 3, 120) for peer in back]
+        first = [peer.wait_for("round", lambda event: event["peers"] == 3) for peer in back]
         assert {event["round"] for event in first} == {best + 1}
         assert [peer.events("join")[0]["round"] for peer in back] == [best] * 3
         for peer in back:
@@ -55,7 +55,7 @@ def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp
         sleeper.signal_tree(signal.SIGSTOP)
         asleep_at = max(sleeper.rounds())
         try:
-            others[0].wait_for_round(asleep_at + 14, 180)
+            others[0].wait_for_round(asleep_at + 14)
         finally:
             sleeper.signal_tree(signal.SIGCONT)
         sync = sleeper.wait_for("sync", lambda event: "why" in event)

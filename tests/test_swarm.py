@@ -10,7 +10,7 @@ import pytest
 
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.layout import Layout
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import PARTS_PER_MEMBER
 from tests.swarm import TINY_RUN, equal_digests, swarm
@@ -26,7 +26,7 @@ def tiny_layout() -> Layout:
 def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
         peers = running.start_all(4, "--max-rounds", 20, "--experts", 2)
-        assert [peer.wait(240) for peer in peers] == [0, 0, 0, 0]
+        assert [peer.wait() for peer in peers] == [0, 0, 0, 0]
         layout = tiny_layout()
         # fp16: two bytes a value, and four for the scale of each part
         part = max(-(-layout.blocks[0].size // (PARTS_PER_MEMBER * 4)), 1024)
@@ -138,7 +138,7 @@ def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
         peer.wait_for_round(1)
         tree = peer.kill()
         assert len(tree) >= 3  # the trainer, the network process, p2pd
-        _, alive = psutil.wait_procs(tree, timeout=60)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
         assert not alive
 
 

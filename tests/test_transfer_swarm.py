@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from tests.swarm import Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
-PATIENCE_S = 180.0
 # 66 MB: in the order of a minute of training on two cores for a round, so that only tests that want rounds see any.
 LARGE = {
     "model": {"settings": {"hidden_size": 256, "intermediate_size": 1280}},
