@@ -14,7 +14,6 @@ from spes_swarm.local_peer import LocalPeer, PeerProcess
 from spes_swarm.tiny_run import tiny_run
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
-DEFAULT_LAUNCH: Launch = ForkServer()
 
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN = tiny_run(
@@ -44,27 +43,32 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Swarm:
-    """Peers of one test."""
+    """Peers of one test.
+
+    Attributes:
+        launch: starts those to come.
+    """
 
     def __init__(self, directory: Path, changes: dict[str, Any] | None = None) -> None:
         self.directory = directory
         self.peers: list[LocalPeer] = []
+        self.launch: Launch = ForkServer()
         self.config = directory / "run.yaml"
         self.config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes or {})}), encoding="utf-8")
 
-    def found(self, *arguments: Any, name: str = "peer0", launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
+    def found(self, *arguments: Any, name: str = "peer0") -> LocalPeer:
         """Starts the founder."""
-        return self.start(name, "--config", self.config, *arguments, launch=launch)
+        return self.start(name, "--config", self.config, *arguments)
 
     def join(self, *arguments: Any, name: str | None = None, via: LocalPeer | None = None) -> LocalPeer:
         """Starts a peer that joins through `via`, by default the first."""
         through = via if via is not None else self.peers[0]
         return self.start(name or f"peer{len(self.peers)}", "--initial-peers", through.address(), *arguments)
 
-    def start(self, name: str, *arguments: Any, launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
+    def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], launch)
+        peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], self.launch)
         self.peers.append(peer)
         return peer
 

@@ -323,8 +323,8 @@ def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
 def founder(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[LocalPeer]:
     """One small run that goes on during all the tests that need one."""
     with swarm(tmp_path_factory.mktemp("live")) as running:
-        # It leaves the processor to those who come and fail.
-        peer = running.found("--experts", 8, launch=launch_slow(0.1))
+        running.launch = launch_slow(0.1)  # it leaves the processor to those who come and fail
+        peer = running.found("--experts", 8)
         peer.wait_for("join")
         yield peer
 

@@ -19,7 +19,7 @@ from tests.dht_clock import in_hivemind
 from tests.hostile_peer import joined
 from tests.rounds import identity
 from tests.skewed_join import launch_skewed
-from tests.swarm import DEFAULT_LAUNCH, TINY_RUN, Launch, Swarm, equal_digests
+from tests.swarm import TINY_RUN, Swarm, equal_digests
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ class SkewedSwarm(Swarm):
         super().__init__(directory)
         self._skews = iter(skews)
 
-    def start(self, name: str, *arguments: Any, launch: Launch = DEFAULT_LAUNCH) -> LocalPeer:
-        del launch
-        return super().start(name, *arguments, launch=launch_skewed(next(self._skews)))
+    def start(self, name: str, *arguments: Any) -> LocalPeer:
+        self.launch = launch_skewed(next(self._skews))
+        return super().start(name, *arguments)
 
 
 def peer_id(peer: LocalPeer) -> str:
