@@ -200,6 +200,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--follow-speed", action="store_true", help="rounds are shorter while fast peers are there")
     parser.add_argument("--replicas", type=int, default=None, help="target; default: as many as there is room for")
     parser.add_argument("--rotate-every", type=int, default=10, help="rounds")
+    parser.add_argument("--max-share", type=float, default=0.5, help="of the experts, for each peer")
     parser.add_argument("--sudden", type=float, default=0.5, help="share of departures without a word")
     parser.add_argument("--outage", type=float, default=0.0, help="share of peers that die together at half time")
     parser.add_argument("--fixed", type=float, default=0.0, help="share of peers whose experts never change")
@@ -228,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         num_experts=arguments.experts,
         duration_s=arguments.hours * 3600,
         seed=arguments.seed,
-        rules=Rules(arguments.replicas, arguments.rotate_every),
+        rules=Rules(arguments.replicas, arguments.rotate_every, max(1, int(arguments.max_share * arguments.experts))),
         session=session,
         sudden=arguments.sudden,
         outage=arguments.outage,

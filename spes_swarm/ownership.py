@@ -12,8 +12,8 @@ its own line of it, so nobody has to ask, and no two peers decide differently. I
 4. when the swarm has not room for all experts, every few rounds the ones that have waited for longest take the places
    of others, so that no expert waits for longer than a full turn.
 
-The limit on one member never costs an expert its last holder: what nobody else has room for, it keeps or adopts. What it
-holds beyond the limit goes to whoever comes with room.
+The limit on one member never costs an expert its last holder: a member keeps or adopts what nobody else has room for,
+and whoever comes with room later takes it over.
 
 Experts of absent peers stay reserved until their leases expire. Where a user has named experts (`Holding.fixed`), the
 member adopts no others, and gives up only what is beyond the limit. Such a claim costs nothing and may be a lie, so it
@@ -193,7 +193,9 @@ class _Moves:
         self.held = {peer: set(holding.experts) for peer, holding in table.items()}
         self._limit = rules.limit(num_experts)
         # Of those whose experts no user has named; what they have room for beyond the limit is a last resort.
-        self._whole_room = {peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed}
+        self._whole_room = {
+            peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed
+        }
         self._room = {peer: min(room, self._limit) for peer, room in self._whole_room.items()}
         self._count = [0] * num_experts  # holders of each expert, for those who choose what to adopt
         # Of those, the ones whose experts no user has named: they alone are a reason to give an expert up.

@@ -360,6 +360,11 @@ class Session:
         if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
             choice = tuple(checkpoint.meta.held)
             room = max(room, len(choice))
+        if room > run.most_experts:
+            self._console.say(
+                f"{room} experts are asked for: "
+                f"one peer keeps {run.most_experts} of them where others can hold the rest"
+            )
         held: tuple[int, ...] = self._ask("claim", _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
         return held
 

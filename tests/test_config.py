@@ -115,6 +115,8 @@ def test_wrong_type_is_refused(key: str, value: Any, found: str) -> None:
         ("merge.neighbours", 0),
         ("evaluation.holdout_fraction", 0.6),
         ("evaluation.every_rounds", -1),
+        ("ownership.max_share", 0),
+        ("ownership.max_share", 1.5),
         ("experts_per_peer", 0),
     ],
 )
@@ -181,6 +183,16 @@ def test_sections_check_themselves_wherever_they_are_made() -> None:
     run = RunConfig.from_dict(VALUES, "f")
     with pytest.raises(ConfigError, match="experts_per_peer"):
         dataclasses.replace(run, experts_per_peer=9)
+
+
+@pytest.mark.parametrize(
+    ("experts_per_peer", "max_share", "expected"), [(1, 0.5, 2), (2, 0.75, 3), (2, 0.2, 2), (4, 0.5, 4), (1, 1.0, 4)]
+)
+def test_a_peer_keeps_its_share_of_four_experts_or_what_the_run_asks_for(
+    experts_per_peer: int, max_share: float, expected: int
+) -> None:
+    run = RunConfig.from_dict(with_value("ownership", {"max_share": max_share}), "f")
+    assert dataclasses.replace(run, experts_per_peer=experts_per_peer).most_experts == expected
 
 
 # ------------------------------------------------------------------------------------------------- model config

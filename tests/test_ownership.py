@@ -8,7 +8,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.ownership import choose_experts, coverage, priority, settle
+from spes_swarm.ownership import Rules, choose_experts, coverage, priority, reserved_experts, reserving, settle
 
 Table = dict[str, tuple[int, ...]]
 
@@ -63,6 +63,66 @@ def test_the_choice_depends_on_the_leases_only(given_table: tuple[int, Table], w
 def test_peers_that_start_alone_do_not_all_choose_alike() -> None:
     choices = {choose_experts({}, f"peer{i}", 8, 2) for i in range(20)}
     assert len(choices) > 5
+
+
+@given(tables(), st.integers(1, 8), st.integers(1, 4))
+def test_with_a_target_only_what_has_too_few_holders_is_chosen_but_never_nothing(
+    given_table: tuple[int, Table], want: int, replicas: int
+) -> None:
+    num_experts, table = given_table
+    chosen = choose_experts(table, "newcomer", num_experts, want, Rules(replicas))
+    counts = Counter(e for held in table.values() for e in held)
+    needy = sorted(e for e in range(num_experts) if counts[e] < replicas)
+    if needy:
+        assert set(chosen) <= set(needy)
+        assert len(chosen) == min(want, len(needy))
+    else:
+        (only,) = chosen
+        assert counts[only] == min(counts[e] for e in range(num_experts))
+
+
+@given(tables(), st.integers(1, 8), st.integers(1, 4))
+def test_beyond_the_limit_only_what_nobody_holds_is_chosen(
+    given_table: tuple[int, Table], want: int, limit: int
+) -> None:
+    num_experts, table = given_table
+    chosen = choose_experts(table, "newcomer", num_experts, want, Rules(most_each=limit))
+    unheld = sum(not holders(table, e) for e in range(num_experts))
+    assert len(chosen) == min(want, num_experts, max(limit, unheld))
+    assert set(chosen) <= set(choose_experts(table, "newcomer", num_experts, want))
+
+
+# Reservations.
+
+
+def test_half_of_the_views_reserve_an_expert() -> None:
+    """Of four members two see a lease on expert 0 and one on expert 1; expert 2 is held in the group."""
+    views = [[0, 1, 2], [0, 2], [2], [2]]
+    assert reserved_experts([2], views) == {0}
+    # Of three, one is less than half and two are more.
+    assert reserved_experts([], [[0, 1], [0], []]) == {0}
+    # Of two, one is half: whoever has just joined does not see all leases yet.
+    assert reserved_experts([], [[0], []]) == {0}
+    assert reserved_experts([0], [[0]]) == set()
+    assert reserved_experts([], []) == set()
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.lists(st.sets(st.integers(0, 5)), min_size=n, max_size=n)))
+def test_reservations_are_a_vote_of_the_members(views: list[set[int]]) -> None:
+    reserved = reserved_experts([], views)
+    for expert in range(6):
+        share = sum(expert in view for view in views) / len(views)
+        assert (expert in reserved) == (share >= 0.5)
+
+
+def test_a_lease_reserves_no_more_than_one_member_may_hold() -> None:
+    table = {"ghost": range(8), "absent": (1, 6), "odd": (7, 8, 900)}
+    assert reserving(table, 8, Rules()) == set(range(8))
+    best = sorted(range(8), key=lambda e: blake3(f"ghost|{e}".encode()).digest())[:3]
+    assert reserving(table, 8, Rules(most_each=3)) == {*best, 1, 6, 7}
+    assert reserving({"ghost": range(8)}, 8, Rules(most_each=8)) == set(range(8))
+    # What the model does not have takes nobody's place.
+    assert reserving({"odd": (900, 901, 902, 3, 4)}, 8, Rules(most_each=2)) == {3, 4}
 
 
 @given(tables())
