@@ -134,13 +134,33 @@ def _load_torch() -> ExpertKernel:
     return torch_kernel
 
 
+# megablocks 0.10 names an older torch in its metadata than this package needs, so it is installed without dependencies.
+_INSTALL_MEGABLOCKS = (
+    "pip install --no-deps megablocks stanford-stk && pip install --no-deps --no-build-isolation grouped_gemm"
+)
+
+
 def _load_megablocks() -> ExpertKernel:
-    if importlib.util.find_spec("megablocks") is None or importlib.util.find_spec("grouped_gemm") is None:
+    for package in ("megablocks", "grouped_gemm"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"kernel 'megablocks' needs the package {package}, which is not installed: {_INSTALL_MEGABLOCKS}"
+            )
+    try:
+        ops: Any = importlib.import_module("megablocks.grouped_gemm_util").ops
+        if ops is None:  # it hides why grouped_gemm cannot be imported
+            ops = importlib.import_module("grouped_gemm").ops
+    except ModuleNotFoundError as exc:
         raise ConfigError(
-            "kernel 'megablocks' needs the packages megablocks and grouped_gemm, and a CUDA device:"
-            " pip install 'spes-swarm[megablocks]' grouped_gemm"
-        )
-    ops: Any = importlib.import_module("megablocks.grouped_gemm_util").ops
+            f"kernel 'megablocks' needs the module {exc.name}, which is not installed: {_INSTALL_MEGABLOCKS}"
+        ) from exc
+    except Exception as exc:  # extensions fail to load in many ways: libraries, symbols, devices
+        reason = " ".join(str(exc).split()) or type(exc).__name__
+        raise ConfigError(
+            f"kernel 'megablocks' does not load: {reason}; it must be built for this torch: {_INSTALL_MEGABLOCKS}"
+        ) from exc
+    if not torch.cuda.is_available():
+        raise ConfigError("kernel 'megablocks' needs a CUDA device, and this machine has none; use the kernel torch")
 
     def megablocks_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
         # grouped_gemm computes in bf16 only, and takes the rows per group as int64 in host memory.
