@@ -15,7 +15,7 @@ from spes_swarm.join import main
 from spes_swarm.local_peer import LocalPeer
 from tests.rounds import identity
 from tests.strangers import connected_strangers, haunt
-from tests.swarm import Launch, Swarm, equal_digests
+from tests.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
@@ -35,17 +35,6 @@ def _main(arguments: list[str]) -> int:
     return main(arguments)
 
 
-QUICK_CLOCK = ForkServer(main=_main)
-
-
-class QuickClocks(Swarm):
-    """A swarm whose peers compare their clocks every few seconds."""
-
-    def start(self, name: str, *arguments: Any, launch: Launch = QUICK_CLOCK) -> LocalPeer:
-        del launch  # all of them
-        return super().start(name, *arguments, launch=QUICK_CLOCK)
-
-
 async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
     """Waits until so much time has passed and everybody has committed two more rounds."""
     until = time.monotonic() + for_s
@@ -62,7 +51,8 @@ def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 
 
 def test_strangers_neither_set_the_clock_nor_hold_up_rounds(tmp_path: Path) -> None:
-    with QuickClocks(tmp_path) as running:
+    with swarm(tmp_path) as running:
+        running.launch = ForkServer(main=_main)
         peers = running.start_all(4, "--experts", 2)
         first = max(peer.wait_for("round", lambda e: e["peers"] == 4)["round"] for peer in peers)
         maddrs = [peer.address() for peer in peers]
