@@ -51,7 +51,7 @@ _SIZES: Final = _fixed_sizes()
 def check_msgpack(
     data: bytes, *, max_elements: int = MAX_ELEMENTS, max_depth: int = MAX_DEPTH, ext_codes: Collection[int] = ()
 ) -> None:
-    """Counts the values of a message without making any: at most some 3 ms, however long it is.
+    """Counts the values of a message without making any: at most some 5 ms, however long it is.
 
     Args:
         data: msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md).
@@ -60,7 +60,7 @@ def check_msgpack(
         ext_codes: types of extensions that the whole message may be; what is in one, the caller has to check.
 
     Raises:
-        ProtocolError: (`oversized`) too many values, or too deep; (`malformed`) not msgpack, or an extension.
+        ProtocolError: (`oversized`) too many values; (`malformed`) too deep, not msgpack, or an extension.
     """
     try:
         _count(data, max_elements, max_depth, ext_codes)
@@ -96,7 +96,7 @@ def _count(data: bytes, max_elements: int, max_depth: int, ext_codes: Collection
                 if budget < 0:
                     raise ProtocolError("oversized", f"a message of more than {max_elements} values")
                 if len(above) >= max_depth:
-                    raise ProtocolError("oversized", f"a message that is nested deeper than {max_depth} levels")
+                    raise ProtocolError("malformed", f"a message that is nested deeper than {max_depth} levels")
                 above.append(left)
                 left = count
             else:
@@ -124,8 +124,8 @@ def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
     """Decodes untrusted msgpack with limits on length, number of values and depth.
 
     Raises:
-        ProtocolError: (`oversized`) longer than `max_bytes`, or more values or levels than an honest message has;
-            (`malformed`) not valid msgpack.
+        ProtocolError: (`oversized`) longer than `max_bytes`, or more values than an honest message has; (`malformed`)
+            more levels, or not valid msgpack.
     """
     if len(data) > max_bytes:
         raise ProtocolError("oversized", f"a message of {len(data)} bytes; at most {max_bytes} are allowed")

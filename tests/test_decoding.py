@@ -90,8 +90,8 @@ def test_as_many_as_are_allowed_are_read() -> None:
 
 def test_deep_messages_are_refused() -> None:
     assert depth(unpack(b"\x91" * 7 + b"\x90")) == 8
-    refused("oversized", lambda: unpack(b"\x91" * 8 + b"\x90"))
-    refused("oversized", lambda: unpack(b"\x81\xa1a" * 9 + b"\x90"))
+    refused("malformed", lambda: unpack(b"\x91" * 8 + b"\x90"))
+    refused("malformed", lambda: unpack(b"\x81\xa1a" * 9 + b"\x90"))
 
 
 def test_the_largest_honest_messages_are_read(serializer: Any) -> None:
@@ -115,7 +115,7 @@ def test_values_are_counted_as_they_are(value: Any, data: st.DataObject) -> None
     check_msgpack(packed, max_elements=number, max_depth=levels)
     if number:
         refused("oversized", lambda: check_msgpack(packed, max_elements=number - 1, max_depth=levels))
-        refused("oversized", lambda: check_msgpack(packed, max_elements=number, max_depth=levels - 1))
+        refused("malformed", lambda: check_msgpack(packed, max_elements=number, max_depth=levels - 1))
     cut = packed[: data.draw(st.integers(0, len(packed) - 1))]
     with pytest.raises(ProtocolError):
         unpack(cut, 1 << 20)

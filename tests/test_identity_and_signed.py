@@ -186,6 +186,7 @@ def test_a_signed_payload_of_another_shape_is_refused(payload: Any) -> None:
         msgpack.packb(["a", b"b", b"c"]),
         msgpack.packb({"a": 1}),
         msgpack.packb([b"", b"", b""]) + b"more",
+        b"\x91" * 5000,
         msgpack.packb(msgpack.ExtType(5, b"x")),
         msgpack.packb(msgpack.Timestamp(0)),
         msgpack.packb({1: 2}),
