@@ -7,11 +7,13 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from spes_swarm.network import run_network_process
 from spes_swarm.service_messages import SwarmView
 
 _BEAT_S = 1.0
+_MAX_UNSENT = 4096  # commands that a process which takes none may owe; a trainer gives some ten a second
 EventHandler = Callable[[str, dict[str, Any]], None]
 
 
@@ -48,12 +51,16 @@ class NetworkClient:
         self._on_event = on_event
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
+        # A thread of its own writes: a pipe to a process that is stopped, or gets no processor, fills up, and whoever
+        # wrote to it would wait for ever, deaf to signals.
+        self._unsent: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._dead = False
         self.view: SwarmView | None = None
         self.called_round = 0
         self._reader = threading.Thread(target=self._read_forever, name="spes-network-reader", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._write_forever, name="spes-network-writer", daemon=True).start()
         threading.Thread(target=self._beat_forever, name="spes-heartbeat", daemon=True).start()
         # However this process ends: multiprocessing would wait for a child that ignores its SIGTERM.
         atexit.register(self._process.kill)
@@ -85,10 +92,16 @@ class NetworkClient:
             for future in pending.values():
                 future.set_exception(NetworkProcessError("the network process has ended"))
 
+    def _write_forever(self) -> None:
+        with contextlib.suppress(OSError):  # the reader notices the end of the process, too
+            while True:
+                self._pipe.send_bytes(self._unsent.get())
+
     def _beat_forever(self) -> None:
         with contextlib.suppress(NetworkProcessError):
             while True:
-                self.submit("beat")
+                if self._unsent.empty():  # otherwise something is on its way in any case
+                    self.submit("beat")
                 time.sleep(_BEAT_S)
 
     def _take_event(self, name: str, value: Any) -> None:
@@ -100,22 +113,21 @@ class NetworkClient:
             self._on_event(name, value)
 
     def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
-        """Sends a command; the future carries its result or exception.
+        """Sends a command, without ever waiting; the future carries its result or exception.
 
         Raises:
-            NetworkProcessError: the process is not there any more.
+            NetworkProcessError: the process is not there any more, or has taken no command for long.
         """
         future: Future[Any] = Future()
         number = next(self._numbers)
+        message = ForkingPickler.dumps((number, command, arguments))
         with self._lock:
             if self._dead:
                 raise NetworkProcessError("the network process has ended")
+            if self._unsent.qsize() >= _MAX_UNSENT:
+                raise NetworkProcessError("the network process takes no commands")
             self._pending[number] = future
-            try:
-                self._pipe.send((number, command, arguments))
-            except OSError as exc:
-                del self._pending[number]
-                raise NetworkProcessError("the network process has ended") from exc
+            self._unsent.put(message)
         return future
 
     def ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:

@@ -1,0 +1,54 @@
+"""The trainer's side of the pipe, when the network process gets no processor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spes_swarm.errors import NetworkProcessError
+from spes_swarm.identity import Identity
+from spes_swarm.network_client import NetworkClient
+
+_NEVER_S = 20.0  # what waits for so long waits for ever
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[NetworkClient]:
+    """A client whose network process is stopped."""
+    identity = tmp_path / "identity.key"
+    Identity.load_or_create(identity)
+    client = NetworkClient(identity, lambda name, fields: None)
+    os.kill(client.pid, signal.SIGSTOP)
+    yield client
+    client.stop(timeout_s=0.1)
+
+
+def finishes(action: object) -> bool:
+    """Whether something comes to its end."""
+    assert callable(action)
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(_NEVER_S)
+    return not thread.is_alive()
+
+
+def test_commands_to_a_frozen_process_never_wait(frozen: NetworkClient) -> None:
+    """Its pipe holds some hundreds: a trainer writes them in a minute, and a joiner's heartbeat in five."""
+    assert finishes(lambda: [frozen.submit("beat") for _ in range(2000)])
+
+
+def test_a_frozen_process_is_ended_although_its_pipe_is_full(frozen: NetworkClient) -> None:
+    assert finishes(lambda: [frozen.submit("beat") for _ in range(2000)])
+    assert finishes(lambda: frozen.stop(timeout_s=0.5))
+    with pytest.raises(NetworkProcessError):
+        frozen.ask("view", 1.0)
+
+
+def test_a_process_that_takes_no_commands_for_long_is_given_up(frozen: NetworkClient) -> None:
+    with pytest.raises(NetworkProcessError, match="takes no commands"):
+        [frozen.submit("beat") for _ in range(100_000)]
