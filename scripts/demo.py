@@ -51,8 +51,9 @@ def show_round(peers: dict[str, LocalPeer], number: int) -> None:
     digests = {event["digest"] for event in events.values()}
     first = next(iter(events.values()))
     agree = "all agree on" if len(digests) == 1 else f"{len(digests)} DIFFERENT digests, such as"
+    evaluated = f"eval loss {first['eval_loss']:.3f} ± {first['eval_loss_stderr']:.3f}, " if first["eval_loss"] else ""
     console.print(
-        f"  round {number:3}: eval loss {first['eval_loss']:.3f}, {first['peers']} peers, "
+        f"  round {number:3}: {evaluated}{first['peers']} peers, "
         f"{first['experts_covered']} experts covered, {agree} {first['digest'][:12]}"
     )
 
@@ -179,7 +180,7 @@ def main() -> int:
             peer.process.send_signal(signal.SIGTERM)
         codes = [peer.process.wait(60) for peer in peers.values()]
         everyone = [ada, ben, cleo, dora]
-        final = ada.rounds()[max(ada.rounds())]
+        final = [event for _, event in sorted(ada.rounds().items()) if event["eval_loss"] is not None][-1]
         shared, equal = common_digests(everyone)
     export = output / "model"
     subprocess.run([sys.executable, "-m", "spes_swarm.export", str(output / "ada"), str(export)], check=True)
@@ -192,7 +193,10 @@ def main() -> int:
     table = Table(title="What happened", show_header=False)
     for label, value in (
         ("eval loss after round 1", f"{start_loss:.3f} nats per byte"),
-        (f"eval loss after round {max(ada.rounds())}", f"{final['eval_loss']:.3f} nats per byte"),
+        (
+            f"eval loss after round {final['round']}",
+            f"{final['eval_loss']:.3f} nats per byte (standard error {final['eval_loss_stderr']:.3f})",
+        ),
         ("unigram entropy of the corpus", f"{entropy:.3f} nats per byte"),
         ("rounds compared between peers", str(shared)),
         ("of those with equal digests", str(equal)),

@@ -45,7 +45,7 @@ _RUN = tiny_run(
     },
     merge={"alpha": 0.1, "steps": 400, "interval": 20},
     experts_per_peer=4,
-    evaluation={"sequences": 8},
+    evaluation={"sequences": 8, "every_rounds": 1},
 )
 
 

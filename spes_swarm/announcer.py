@@ -153,6 +153,7 @@ class Announcer:
             swarm_tokens=self.swarm_tokens.told,
             train_loss=losses.train_loss if losses else None,
             eval_loss=losses.eval_loss if losses else None,
+            eval_loss_stderr=losses.eval_loss_stderr if losses else None,
             faults=self._faults.notes(),
         )
 

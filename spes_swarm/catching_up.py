@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from spes_swarm.codec import FloatArray
+from spes_swarm.config import RunConfig
 from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
 from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.roster import PeerView, Roster
+from spes_swarm.schedule_end import ScheduleEnd
 from spes_swarm.service_messages import CaughtUp
 from spes_swarm.transfer import Transfer
 
@@ -35,6 +37,7 @@ class CatchingUp:
         roster: the others.
         transfer: how a reference is fetched.
         refresh: reads the others' records again.
+        run: the swarm's settings; it may end with a round.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class CatchingUp:
         roster: Roster,
         transfer: Transfer,
         refresh: Callable[[], Awaitable[None]],
+        run: RunConfig,
     ) -> None:
         self._reference = reference
         self._contribution_N = contribution_N
@@ -52,6 +56,7 @@ class CatchingUp:
         self._roster = roster
         self._transfer = transfer
         self._refresh = refresh
+        self._last_round = ScheduleEnd(run).last_round
 
     async def download(
         self, if_newer: bool, partial: Path | None, on_progress: Callable[[SyncProgress], None]
@@ -77,8 +82,13 @@ class CatchingUp:
         A peer that is hopelessly late keeps the work since its last commit as its difference to the new reference. One
         that is ahead of most others has gone on without them (a part of the swarm that was cut off, or the only one
         whose commit succeeded): it keeps its live weights, so that all it has learnt meanwhile is in its difference.
+
+        Raises:
+            RoundError: the run has ended without this peer, and its last reference could not be fetched.
         """
         before = self._reference.round
+        if self._run_has_ended():
+            return await self._fetch_last(before)
         swarm = await self._round_of_most(before)
         if before > swarm:
             why = f"this peer had committed round {before}, most others only {swarm}"
@@ -100,6 +110,30 @@ class CatchingUp:
             seconds=time.monotonic() - started,
             payload_bytes=payload_bytes,
             complete=complete,
+        )
+
+    def _run_has_ended(self) -> bool:
+        """Whether at least half of the peers, this one included, have committed the run's last round, and it has not.
+
+        Those that have only wait, so that the roster's median, of peers that train, does not count them.
+        """
+        own, last = self._reference.round, self._last_round
+        if last is None or own >= last:
+            return False
+        there = [view for view in self._roster.present() if view.progress.state in ("training", "waiting")]
+        voices = self._roster.standing.voices(view.peer_id for view in there)
+        others = [view for view in there if view.peer_id in voices]
+        return 2 * sum(view.progress.round >= last for view in others) > len(others)
+
+    async def _fetch_last(self, before: int) -> CaughtUp:
+        started = time.monotonic()
+        payload_bytes = await self._replace_reference(keep_difference=True)
+        return CaughtUp(
+            round=self._reference.round,
+            why=f"this peer had committed round {before}, and the run has ended with round {self._last_round}",
+            seconds=time.monotonic() - started,
+            payload_bytes=payload_bytes,
+            complete=True,
         )
 
     async def _round_of_most(self, own_round: int) -> int:

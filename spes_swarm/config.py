@@ -194,6 +194,8 @@ class TrainingConfig(Section):
     learning_rate: Positive  # at its peak, after warm-up
     warmup_steps: CountOrNone  # inner steps of linear warm-up
     total_steps: Count  # inner steps until the learning rate has reached its minimum
+    # What happens then: training goes on at the minimum, or the run ends with a last checkpoint and publication.
+    at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
     min_learning_rate_ratio: Fraction = 0.1  # minimum divided by peak
     adam_beta1: Beta = 0.9  # decay of the first moment
     adam_beta2: Beta = 0.95  # decay of the second moment
@@ -288,8 +290,8 @@ class EvaluationConfig(Section):
     """Loss on text that nobody trains on."""
 
     holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # of every data source
-    every_rounds: CountOrNone = 1  # rounds between evaluations; 0 = never
-    sequences: Count = 32  # sequences per evaluation
+    every_rounds: CountOrNone = 5  # rounds between evaluations, which all peers hold alike; 0 = never
+    sequences: Count = 128  # sequences per evaluation, spread over all that is held out
 
     def _check(self) -> None:
         if self.every_rounds and self.holdout_fraction == 0:

@@ -221,8 +221,8 @@ def language_model_loss(
 
 
 @torch.no_grad()
-def cross_entropy_only(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
-    """Evaluation: mean next-token cross-entropy in nats (scalar), without gradients, in evaluation mode.
+def cross_entropy_of_sequences(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
+    """Evaluation: mean next-token cross-entropy of each sequence in nats (B,), without gradients, in evaluation mode.
 
     The model is returned to the mode that it was in. Evaluation counts no routed tokens.
 
@@ -235,4 +235,5 @@ def cross_entropy_only(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
         logits_BSV = model(input_ids=input_ids_BS, use_cache=False).logits
     finally:
         model.train(was_training)
-    return cross_entropy_and_z(logits_BSV, input_ids_BS)[0]
+    pairs = zip(logits_BSV, input_ids_BS, strict=True)
+    return torch.stack([cross_entropy_and_z(logits_SV[None], ids_S[None])[0] for logits_SV, ids_S in pairs])

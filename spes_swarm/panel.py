@@ -77,7 +77,7 @@ class LivePanel:
         status = self._status
         table = Table.grid(padding=(0, 2))
         table.add_row("round", Text(str(status.round)), "peers", Text(str(status.peers)))
-        table.add_row("loss", Text(_number(status.loss)), "eval loss", Text(_number(status.eval_loss)))
+        table.add_row("loss", Text(_number(status.loss)), "eval loss", Text(loss_with_error(status)))
         table.add_row(
             "tokens/s", Text(f"{status.tokens_per_second:,.0f}"), "my experts", Text(experts_text(status.held))
         )
@@ -109,6 +109,12 @@ def experts_text(experts: tuple[int, ...]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+def loss_with_error(status: TrainingStatus) -> str:
+    """The loss on held-out text as it was last measured, with its standard error: 1.2460 ± 0.031."""
+    error = status.eval_loss_stderr
+    return _number(status.eval_loss) + ("" if status.eval_loss is None or error is None else f" ± {error:.2g}")
 
 
 def interpreter() -> str:

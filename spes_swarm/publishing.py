@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from spes_swarm.metrics import Metrics
 from spes_swarm.network_client import NetworkClient
 
 _MIN_RETRY_S, _MAX_RETRY_S = 30.0, 3600.0
+_POLL_S = 0.2
 _MAX_OUTPUT = 64 * 1024
 
 
@@ -145,6 +147,23 @@ class Publishing:
         with self._output as output:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_OUTPUT))
             return output.read().decode(errors="replace").strip().splitlines()
+
+    def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
+        """Publishes the round that a run ends with, of which a checkpoint has been written; whether it is due or not.
+
+        Volunteers take their turns as always: who is not the first in line waits until those before have gone, and
+        then finds the round published. A failure is told, and tried again until `timeout_s` have passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not stop.is_set():
+            self.look()
+            if self._process is None:
+                if self._published >= round_number:
+                    return
+                view = self._network.view
+                if view is not None and view.publishing_periods == 0 and time.monotonic() >= self._retry_at:
+                    self._start(round_number)
+            stop.wait(_POLL_S)
 
     def stop(self, wait_s: float) -> None:
         """Lets a publication that is under way go on for so long, then ends it; the next one goes on from there."""

@@ -111,6 +111,7 @@ class Progress(Record):
     swarm_tokens: _Count = 0  # of all peers, that have gone into commits until `round`; 0: it does not know
     train_loss: _NonNegative | None = None  # mean over the steps that went into `round`; None: not known yet
     eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
+    eval_loss_stderr: _NonNegative | None = None  # its standard error; None: not known
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)
 
 

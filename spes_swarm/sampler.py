@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +260,7 @@ class Sampler:
         self.sequence_length = sequence_length
         lengths = [len(file.tokens) for file in stream.files]
         self.split = StreamSplit.plan(lengths, sequence_length, holdout_fraction)
+        self._run_seed = run_seed
         self._key = f"{run_seed} {peer_seed}"
         # What a cursor means depends on all of this; it travels inside the state.
         split = self.split.splits[0] if len(lengths) == 1 else self.split
@@ -315,21 +316,30 @@ class Sampler:
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """Held-out windows, int64 (B, S); the same ones in the same order on every peer with the same data.
 
-        Yields up to `num_sequences` windows, spread evenly over all that are held out; the last batch may be smaller.
+        Yields up to `num_sequences` windows; the last batch may be smaller. All that are held out are cut into as many
+        equal parts, and the run's seed draws one window of each: a sample without a period of its own, which
+        represents the whole split better than windows drawn anywhere.
 
         Raises:
             DataError: nothing is held out, or a token file turned out to be corrupt.
         """
         if self.split.num_held_out == 0:
             raise DataError("nothing is held out for evaluation: set the held-out fraction above 0")
-        count = min(num_sequences, self.split.num_held_out)
-        chosen = [index * self.split.num_held_out // count for index in range(count)]
+        num_held_out = self.split.num_held_out
+        count = min(num_sequences, num_held_out)
+        starts = [index * num_held_out // count for index in range(count + 1)]
+        chosen = [first + self._draw(index, after - first) for index, (first, after) in enumerate(pairwise(starts))]
         for first in range(0, count, batch_size):
             group = chosen[first : first + batch_size]
             batch_BS = np.empty((len(group), self.sequence_length), dtype=np.int64)
             for row_S, index in zip(batch_BS, group, strict=True):
                 self.stream.read(self.split.held_out_start(index), row_S)
             yield batch_BS
+
+    def _draw(self, index: int, size: int) -> int:
+        """A number below `size`, the same for all peers of the run."""
+        key = f"spes-swarm evaluation {self._run_seed} {index}".encode()
+        return int.from_bytes(blake3(key).digest()[:8], "little") % size
 
     def _enter(self, epoch: int, position: int) -> None:
         """Moves the cursor and derives the epoch's order and offset."""

@@ -20,6 +20,7 @@ class RoundLosses:
     round: int
     train_loss: float | None  # mean over the steps that went into it
     eval_loss: float | None  # None: not evaluated
+    eval_loss_stderr: float | None  # its standard error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ class RunServices:
             on_fault=lambda error: self._on_fault(identity.peer_id, error),
         )
         self.catching_up = CatchingUp(
-            self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh
+            self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh, run
         )
         self._token_count = TokenCount(
             rpc, self.reference, self._roster, self._announcer, run.round.inner_steps, lambda: self.reachable

@@ -25,6 +25,7 @@ _STEP_FIGURES: Final = ("loss", "tokens_per_second", "lr")
 _ROUND_FIGURES: Final = (
     "train_loss",
     "eval_loss",
+    "eval_loss_stderr",
     "peers",
     "group_seconds",
     "exchange_seconds",

@@ -14,29 +14,32 @@ import math
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 
-from spes_swarm.checkpoint import Checkpoint, CheckpointMeta, save_checkpoint
+from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.divergence import DivergenceGuard
 from spes_swarm.errors import RoundError
 from spes_swarm.handover import Handover
+from spes_swarm.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.live_weights import LiveWeights
 from spes_swarm.local_work import LocalWork
-from spes_swarm.losses import LossWeights, cross_entropy_only, language_model_loss
-from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
+from spes_swarm.losses import LossWeights, language_model_loss
+from spes_swarm.optimiser_state import load_optimiser_arrays
 from spes_swarm.out_of_memory import StepMemory
 from spes_swarm.pace import Pace
 from spes_swarm.reference import ReferenceTable
+from spes_swarm.round_event import RoundEvents
+from spes_swarm.saving import save_peer
 from spes_swarm.schedule import learning_rate
+from spes_swarm.schedule_end import ScheduleEnd
 from spes_swarm.service_messages import CaughtUp, Presence, RoundLosses, RoundReport
 from spes_swarm.trainer_setup import TrainerSetup
 
 _RETRY_S = 2.0  # after a round that did not take place
 _POLL_S = 0.2
-_FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it
+_FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it, or the run is over
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
 
 
@@ -81,8 +84,9 @@ class Trainer:
         self._retry_at = 0.0
         self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
         self._pending: Future[RoundReport | CaughtUp] | None = None
-        self._traffic: Future[tuple[int, int]] | None = None
-        self._round_event: dict[str, Any] = {}  # of the last round, until its traffic is known
+        self._round_events = RoundEvents(setup.network, setup.metrics, setup.status, setup.on_round)
+        self._held_out = HeldOutText(setup.evaluation, setup.run.evaluation.every_rounds, setup.device, self._autocast)
+        self._schedule_end = ScheduleEnd(setup.run)
         self._rounds_done = 0
         self._step_memory = StepMemory(f"on {setup.device} in a step", self._warn, setup.stop.set)
 
@@ -97,7 +101,11 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
         """Begins from a checkpoint, and then takes over what the swarm has committed since."""
         meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
-        self.load_reference(table)
+        late = table.round > meta.round
+        self.round = table.round
+        self._live.put_back()
+        if not late:  # what was saved has been merged already
+            self._live.merge_if_due(self.round)
         live_N = self._setup.contribution_N
         checkpoint.live(layout, live_N)
         behind = table.digest.hex() != meta.reference_digest
@@ -107,6 +115,8 @@ class Trainer:
             # An expert that nobody else has trained meanwhile is still this peer's to continue.
             if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
                 self._model.write_block(index, live_N[block.start : block.stop])
+        if late:
+            self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
         # The saved optimiser is of the experts held then; those that are held again keep their moments.
         self._model.hold(meta.held, self._optimiser)
         load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
@@ -122,7 +132,7 @@ class Trainer:
     # The loop.
 
     def run(self) -> None:
-        """Trains until `stop` is set or `max_rounds` are done; leaves a checkpoint behind.
+        """Trains until `stop` is set, `max_rounds` are done or the run is over; leaves a checkpoint behind.
 
         Raises:
             CapacityError: a step did not fit into memory; the swarm was left in order.
@@ -131,6 +141,7 @@ class Trainer:
             NetworkProcessError: the network process ended.
         """
         setup = self._setup
+        self._schedule_end.tell_if_reached(self.round, setup.metrics, setup.say)
         self._announce("training")
         while not setup.stop.is_set() and not self._finished():
             if self._pending is not None:
@@ -138,7 +149,6 @@ class Trainer:
                     self._end_round()
                     continue
             elif self._due():
-                self._write_round_event(wait_s=0.0)
                 if not self._begin_round():
                     self._divergence.restart()
                     self._begin_again()
@@ -151,25 +161,44 @@ class Trainer:
             self._handover.take(self.round)
             if setup.publishing is not None:
                 setup.publishing.look()
-            if self._traffic is not None and self._traffic.done():
-                self._write_round_event(wait_s=0.0)
+            self._round_events.write_if_known()
         if self._pending is not None:
             self._await_round()
         if not self._finished():
             self._say_goodbye()
+        if self.run_is_over:
+            self._await_latecomers()
         self._announce("leaving")  # nobody should wait for this peer in the next round
-        self._write_round_event(wait_s=self._round_config.stall_timeout_s)
+        self._round_events.write(wait_s=self._round_config.stall_timeout_s)
         self._save()
         if self._leaving:
             self._setup.status.phase = "handing over"
             # Whoever adopts an expert comes for its moments; one that does not come has gone itself.
             self._network.ask("wait_until_fetched", None, timeout_s=2 * self._round_config.stall_timeout_s)
         if setup.publishing is not None:
+            if self.run_is_over:
+                setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
             setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
         self._step_memory.raise_if_exhausted()
 
     def _finished(self) -> bool:
-        return self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
+        done = self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
+        return done or self.run_is_over
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether the run has ended with the last commit; see schedule_end.py."""
+        return self._schedule_end.ends_run(self.round)
+
+    def _await_latecomers(self) -> None:
+        """Stays for those whose last round failed: they fetch its reference from here, or would end with another."""
+        self._save()
+        self._announce("waiting")
+        deadline = time.monotonic() + self._round_config.window_s + 2 * self._round_config.stall_timeout_s
+        while time.monotonic() < deadline and not self._setup.stop.wait(_POLL_S):
+            view = self._network.view
+            if view is not None and view.num_training == 0:
+                return
 
     def _is_last_round(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
@@ -179,6 +208,8 @@ class Trainer:
         view = self._network.view
         if self._leaving or view is None or view.num_training == 0:
             return
+        if self._rounds_done == 0 and self._work.steps == 0:
+            return  # it has just come: there is nothing that others could lose
         self._leaving = True
         before = self._rounds_done
         if not self._begin_round():
@@ -330,8 +361,10 @@ class Trainer:
 
     def _follow_swarm(self, report: CaughtUp) -> None:
         """Takes over a reference that was fetched in place of a round; the work since the last commit stays."""
+        previous_step = self.round * self._round_config.inner_steps
         self.round = report.round
         self._live.follow_all()
+        self._live.merge_if_due(self.round, previous_step)
         self._setup.metrics.write(
             "sync",
             round=report.round,
@@ -339,6 +372,7 @@ class Trainer:
             payload_bytes=report.payload_bytes,
             why=report.why,
         )
+        self._schedule_end.tell_if_reached(self.round, self._setup.metrics, self._setup.say)
 
     def _follow_commit(self, report: RoundReport) -> None:
         """Brings the live weights to the outcome of a round."""
@@ -351,9 +385,15 @@ class Trainer:
         self._change_experts(report)
         alpha = self._live.merge_if_due(self.round, previous_step)
         self._rounds_done += 1
-        eval_loss = self._evaluate()
-        self._losses = RoundLosses(round=self.round, train_loss=_finite(train_loss), eval_loss=_finite(eval_loss))
-        self._report(report, alpha, train_loss, eval_loss)
+        held_out = self._evaluate()
+        self._losses = RoundLosses(
+            round=self.round,
+            train_loss=_finite(train_loss),
+            eval_loss=_finite(held_out.mean if held_out else None),
+            eval_loss_stderr=_finite(held_out.stderr if held_out else None),
+        )
+        self._report(report, alpha, train_loss, held_out)
+        self._schedule_end.tell_if_reached(self.round, setup.metrics, setup.say)
         # The view is from before the commit: until a new one comes, nobody has done anything yet.
         self._network.view = self._network.ask("view", 30.0)
         if self._rounds_done % setup.checkpoint_every_rounds == 0:
@@ -381,63 +421,44 @@ class Trainer:
             "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
         )
 
-    def _evaluate(self) -> float | None:
-        every = self._setup.run.evaluation.every_rounds
-        if every == 0 or self.round % every or not self._setup.evaluation:
+    def _evaluate(self) -> HeldOutLoss | None:
+        if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
             return None
         self._setup.status.phase = "evaluating"
-        self._model.module.eval()
-        total, count = 0.0, 0
-        with torch.no_grad(), self._autocast():
-            for batch_BS in self._setup.evaluation:
-                ids_BS = torch.from_numpy(batch_BS).to(self._setup.device)
-                total += float(cross_entropy_only(self._model.module, ids_BS)) * len(batch_BS)
-                count += len(batch_BS)
-        return total / count
+        return self._held_out.measure(self._model.module)
 
     def _report(
-        self, report: RoundReport, alpha: float | None, train_loss: float | None, eval_loss: float | None
+        self, report: RoundReport, alpha: float | None, train_loss: float | None, held_out: HeldOutLoss | None
     ) -> None:
         commit, status = report.commit, self._setup.status
-        self._round_event = {
-            "round": commit.round,
-            "peers": len(commit.members),
-            "group_seconds": report.group_seconds,
-            "exchange_seconds": report.exchange_seconds,
-            "parts_total": commit.parts_total,
-            "parts_missing": commit.parts_missing,
-            "digest": report.digest,
-            "experts_covered": commit.experts_covered,
-            "experts_held": list(self._model.held),
-            "merge_alpha": alpha,
-            "train_loss": train_loss,
-            "eval_loss": eval_loss,
-            "swarm_tokens": report.swarm_tokens,
-        }
-        # Others may still be fetching results from here; training goes on meanwhile.
-        self._traffic = self._network.submit("traffic")
+        # First this: the event before it is told with the status of its own round.
+        self._round_events.committed(
+            {
+                "round": commit.round,
+                "peers": len(commit.members),
+                "group_seconds": report.group_seconds,
+                "exchange_seconds": report.exchange_seconds,
+                "parts_total": commit.parts_total,
+                "parts_missing": commit.parts_missing,
+                "digest": report.digest,
+                "experts_covered": commit.experts_covered,
+                "experts_held": list(self._model.held),
+                "merge_alpha": alpha,
+                "train_loss": train_loss,
+                "eval_loss": held_out.mean if held_out else None,
+                "eval_loss_stderr": held_out.stderr if held_out else None,
+                "swarm_tokens": report.swarm_tokens,
+            }
+        )
         status.round = self.round
         status.peers = len(commit.members)
         status.round_seconds = report.group_seconds + report.exchange_seconds
-        status.eval_loss = eval_loss if eval_loss is not None else status.eval_loss
-
-    def _write_round_event(self, wait_s: float) -> None:
-        """Writes the `round` event of the last round, with its traffic as far as that is known after `wait_s`."""
-        traffic, self._traffic = self._traffic, None
-        if traffic is None:
-            return
-        sent: int | None = None
-        received: int | None = None
-        with contextlib.suppress(FutureTimeoutError):
-            sent, received = traffic.result(wait_s)
-        event, self._round_event = self._round_event, {}
-        self._setup.metrics.write("round", **event, payload_bytes_sent=sent, payload_bytes_received=received)
-        self._setup.status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
-        self._setup.on_round()
+        if held_out is not None:
+            status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
 
     # What others and the disk get to know.
 
-    def _announce(self, state: Literal["training", "leaving"]) -> None:
+    def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state
         status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
         status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
@@ -459,39 +480,15 @@ class Trainer:
 
     def _save(self) -> None:
         self._setup.status.phase = "saving"
-        layout = self._model.layout
-        table: ReferenceTable = self._network.ask("table", 60.0)
-        commits, marks = self._network.ask("lineage", 60.0)
-        swarm_tokens: int = self._network.ask("swarm_tokens", 60.0)
-        live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
-        self._live.read_trained(live_N)
-        meta = CheckpointMeta(
-            run_id=self._setup.run_id,
-            peer_id=self._setup.peer_id,
-            layout_digest=layout.digest,
-            round=self.round,
-            versions=list(table.versions),
-            reference_digest=table.digest.hex(),
-            held=list(self._model.held),
+        save_peer(
+            self._setup,
+            self._live,
+            self._optimiser,
+            self._parameters,
+            self._work,
+            round_number=self.round,
             step=self.step,
-            tokens=self._work.tokens,
-            steps_in_round=self._work.steps,
-            routed=[int(count) for count in self._work.routed_E],
-            cursor=self._setup.sampler.state(),
-            commits=commits,
-            marks=marks.hex(),
-            swarm_tokens=swarm_tokens,
         )
-        save_checkpoint(
-            self._setup.checkpoints,
-            meta,
-            layout,
-            self._setup.reference_N,
-            live_N,
-            optimiser_arrays(self._optimiser, self._parameters),
-            self._setup.keep_checkpoints,
-        )
-        self._setup.on_saved()
 
 
 def _finite(value: float | None) -> float | None:

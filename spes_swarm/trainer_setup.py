@@ -31,7 +31,8 @@ class TrainingStatus:
     round: int = 0
     step: int = 0
     loss: float | None = None
-    eval_loss: float | None = None
+    eval_loss: float | None = None  # the last that was measured
+    eval_loss_stderr: float | None = None
     tokens_per_second: float = 0.0
     peers: int = 1
     held: tuple[int, ...] = ()

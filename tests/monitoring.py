@@ -62,6 +62,7 @@ def progress(written: float = START, **changes: Any) -> Progress:
         "total_tokens": 5120,
         "train_loss": 5.5,
         "eval_loss": 5.75,
+        "eval_loss_stderr": 0.25,
     }
     return Progress(**{"expires": written + TTL_S, **fields, **changes})
 
@@ -109,6 +110,7 @@ def peer_state(number: int, **changes: Any) -> PeerState:
         "loss": 3.25 + number / 100,
         "train_loss": 3.3,
         "eval_loss": 3.4,
+        "eval_loss_stderr": 0.03,
         "total_tokens": 61440,
         "bytes_sent": 1_500_000,
         "bytes_received": 2_500_000,
@@ -135,6 +137,7 @@ def swarm_state(peers: Sequence[PeerState] = (), **changes: Any) -> SwarmState:
         "tokens_per_second": sum(p.tokens_per_second for p in peers),
         "train_loss": 3.3,
         "eval_loss": 3.4,
+        "eval_loss_stderr": 0.03,
         "experts_covered": sum(map(bool, holders.values())),
         "peers": tuple(sorted(peers, key=lambda p: p.peer_id)),
         "experts": tuple(
@@ -176,6 +179,7 @@ def points(count: int, first: int = 1) -> list[HistoryPoint]:
             tokens=5120 * n,
             train_loss=3.0 + 2.5 / n,
             eval_loss=3.1 + 2.5 / n if n % 2 == 0 else None,
+            eval_loss_stderr=0.03 if n % 2 == 0 else None,
             tokens_per_second=1000.0 + n,
             peers=3,
             experts_covered=6,

@@ -30,7 +30,7 @@ TINY_RUN = tiny_run(
     },
     merge={"alpha": 0.1, "steps": 400, "interval": 20},
     experts_per_peer=2,
-    evaluation={"sequences": 8},
+    evaluation={"sequences": 8, "every_rounds": 1},
 )
 
 

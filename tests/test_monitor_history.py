@@ -165,7 +165,7 @@ def test_a_file_is_of_one_run_and_of_one_monitor(tmp_path: Path) -> None:
     [
         (lambda path: path.write_bytes(b"not a database, but long enough to look like a file" * 30), "cannot be used"),
         (lambda path: path.write_bytes(path.read_bytes()[:5000]), "cannot be used|corrupt"),
-        (lambda path: execute(path, "PRAGMA user_version = 9"), "version 9; this version of spes_swarm knows 1"),
+        (lambda path: execute(path, "PRAGMA user_version = 9"), "version 9; this version of spes_swarm knows 2"),
         (lambda path: execute(path, "PRAGMA application_id = 5"), "not a history of spes_swarm"),
         (lambda path: execute(path, "UPDATE meta SET value = x'00'"), "corrupt"),
         (lambda path: execute(path, "DROP TABLE rounds"), "cannot be used"),
@@ -181,6 +181,20 @@ def test_a_damaged_file_is_said_in_one_line(tmp_path: Path, damage: object, word
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match=words):
         History(path).known()
+
+
+def test_a_file_from_before_losses_had_errors_is_read_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.sqlite"
+    written(path)
+    execute(path, "ALTER TABLE rounds DROP COLUMN eval_loss_stderr")
+    execute(path, "PRAGMA user_version = 1")
+    _, replayed = read_history(path)
+    assert [point.eval_loss for point in replayed] == [point.eval_loss for point in points(5)]
+    assert {point.eval_loss_stderr for point in replayed} == {None}
+    history = History(path)
+    history.write(troubled_state(), history.known(), points(1, first=6), [], [])
+    history.close()
+    assert [point.eval_loss_stderr for point in read_history(path)[1]] == [*[None] * 5, 0.03]
 
 
 def execute(path: Path, statement: str) -> None:

@@ -376,3 +376,21 @@ def test_whatever_is_signed_gives_a_state_that_json_can_hold(looks: list[dict[st
             assert point.tokens < 1 << 53
             assert point.bytes < 1 << 53
         watched.wait(pause_s)
+
+
+def test_a_loss_keeps_its_own_error_over_rounds_that_are_not_evaluated() -> None:
+    """An evaluation every few rounds: what is shown is the last one, never one loss with another's error."""
+    watched = Watched()
+    watched.look({A: progress(eval_loss=4.0, eval_loss_stderr=0.5), B: progress(eval_loss=4.2, eval_loss_stderr=0.7)})
+    watched.wait(1.0)
+    later = progress(watched.now, round=4, eval_loss=None, eval_loss_stderr=None)
+    state = watched.look({A: later, B: later})
+    assert state.eval_loss == pytest.approx(4.1)
+    assert state.eval_loss_stderr == pytest.approx(0.6)
+    assert {(peer.eval_loss, peer.eval_loss_stderr) for peer in state.peers} == {(4.0, 0.5), (4.2, 0.7)}
+    third, fourth = watched.ledger.points()
+    assert third.eval_loss_stderr == pytest.approx(0.6)
+    assert (fourth.eval_loss, fourth.eval_loss_stderr) == (None, None)
+    watched.wait(1.0)
+    state = watched.look({A: progress(watched.now, round=5, eval_loss=3.0, eval_loss_stderr=None)})
+    assert next(peer for peer in state.peers if peer.peer_id == A).eval_loss_stderr is None

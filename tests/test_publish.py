@@ -146,7 +146,7 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
         {"event": "round", "round": 1, "eval_loss": 4.0, "peers": 2},
         {"event": "step", "round": 1, "loss": 1.0},
         {"event": "round", "round": 3, "eval_loss": None, "peers": 2},
-        {"event": "round", "round": 5, "eval_loss": 3.0, "peers": 4},
+        {"event": "round", "round": 5, "eval_loss": 3.0, "eval_loss_stderr": 0.0312, "peers": 4},
         {"event": "round", "round": 6, "eval_loss": 2.0, "peers": 9},  # after the checkpoint
         {"event": "round", "round": "x", "eval_loss": 2.0},
     ]
@@ -154,7 +154,11 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
     (out / "metrics.jsonl").write_text("\n".join([*lines, '{"event": "round", "rou']))
     assert Outcome(capsys, out, "--to", f"file:{tmp_path / 'models'}").code == 0
     publication = read_export(tmp_path / "models" / "main")
-    assert [(point.round, point.loss) for point in publication.history] == [(1, 4.0), (5, 3.0)]
+    assert [(point.round, point.loss, point.stderr) for point in publication.history] == [
+        (1, 4.0, None),
+        (5, 3.0, 0.0312),
+    ]
+    assert "3.0000 ± 0.031 (standard error)" in (tmp_path / "models" / "main" / "README.md").read_text()
     assert (publication.peers, publication.tokens) == (4, None)
 
 

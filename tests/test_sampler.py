@@ -211,6 +211,23 @@ def test_evaluation_is_the_same_for_all_peers(stream: TokenStream) -> None:
     assert (np.diff(everything, axis=1) == 1).all()
 
 
+def test_evaluation_is_a_sample_spread_over_all_that_is_held_out(tmp_path: Path) -> None:
+    """One window of each equal part, and no regular grid: text has rhythms of its own."""
+    stream = counting_stream(tmp_path, 8000)
+
+    def chosen(run_seed: int) -> list[int]:
+        one = sampler(stream, run_seed=run_seed, fraction=0.25)
+        place = {one.split.held_out_start(index): index for index in range(one.split.num_held_out)}
+        return [place[int(window[0])] for batch in one.evaluation_batches(20, 7) for window in batch]
+
+    num_held_out = sampler(stream, fraction=0.25).split.num_held_out
+    assert num_held_out > 200
+    for part, index in enumerate(chosen(0)):
+        assert part * num_held_out // 20 <= index < (part + 1) * num_held_out // 20
+    assert len(set(np.diff(chosen(0)).tolist())) > 3
+    assert chosen(0) == chosen(0) != chosen(1)
+
+
 def test_nothing_held_out_cannot_be_evaluated(stream: TokenStream) -> None:
     with pytest.raises(DataError, match="nothing is held out"):
         next(sampler(stream, fraction=0.0).evaluation_batches(1, 1))

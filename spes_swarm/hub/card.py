@@ -124,7 +124,10 @@ def _progress(publication: Publication, picture: bool) -> str:
     if publication.peers is not None:
         rows.append(("peers in this round", f"{publication.peers:,}"))
     if publication.history:
-        rows.append(("loss on held-out text", f"{publication.history[-1].loss:.4f}"))
+        last = publication.history[-1]
+        error = "" if last.stderr is None else f" ± {last.stderr:.2g} (standard error)"
+        after = "" if last.round == publication.round else f" after round {last.round:,}"
+        rows.append(("loss on held-out text", f"{last.loss:.4f}{error}{after}"))
     image = f"\n![Loss on held-out text]({PICTURE_FILE})\n" if picture else ""
     return "## How far it is\n\n| | |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows) + image
 

@@ -73,7 +73,13 @@ def results_of_metrics(path: Path, round_number: int) -> Results:
                 if isinstance(loss, float) and 0 <= loss < float("inf"):
                     tokens = event.get("swarm_tokens")
                     known = type(tokens) is int and tokens >= 0
-                    points[number] = LossPoint(round=number, tokens=tokens if known else None, loss=loss)
+                    stderr = event.get("eval_loss_stderr")
+                    points[number] = LossPoint(
+                        round=number,
+                        tokens=tokens if known else None,
+                        loss=loss,
+                        stderr=stderr if isinstance(stderr, float) and 0 <= stderr < float("inf") else None,
+                    )
                 if number == round_number and isinstance(count, int) and count >= 0:
                     peers = count
     except OSError:

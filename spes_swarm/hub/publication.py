@@ -35,6 +35,7 @@ _MAX_ELEMENTS = 200_000
 _READ_BYTES = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # One path component that is harmless everywhere, and never hidden.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -67,7 +68,8 @@ class LossPoint(_Strict):
 
     round: _Count
     tokens: _Count | None  # by all peers so far; None: not known
-    loss: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    loss: _NotNegative
+    stderr: _NotNegative | None = None  # standard error of the loss; None: not known
 
 
 class RunDescription(_Strict):

@@ -54,6 +54,7 @@ class _Entry:
     progress: Progress
     train_loss: float | None
     eval_loss: float | None
+    eval_loss_stderr: float | None
     experts: frozenset[int]  # a peer that says goodbye holds none any more, but has trained them
 
 
@@ -76,11 +77,9 @@ class RoundBook:
         before = self._entries.get(peer_id)
         if before is not None and before.progress is progress:
             return
-        eval_loss = progress.eval_loss
-        if eval_loss is None and before is not None:
-            eval_loss = before.eval_loss
+        evaluated: Progress | _Entry = progress if progress.eval_loss is not None or before is None else before
         experts = frozenset(progress.experts) or (before.experts if before is not None else frozenset())
-        self._entries[peer_id] = _Entry(progress, train_loss, eval_loss, experts)
+        self._entries[peer_id] = _Entry(progress, train_loss, evaluated.eval_loss, evaluated.eval_loss_stderr, experts)
 
     @property
     def consensus(self) -> str | None:
@@ -98,6 +97,7 @@ class RoundBook:
         entries = list(self._entries.values())
         train = [bounded(e.train_loss) for e in entries if e.train_loss is not None]
         evaluated = [bounded(e.eval_loss) for e in entries if e.eval_loss is not None]
+        errors = [bounded(e.eval_loss_stderr) for e in entries if e.eval_loss_stderr is not None]
         seconds = [bounded(e.progress.round_seconds) for e in entries if e.progress.round_seconds > 0]
         covered = {expert for e in entries for expert in e.experts if expert < num_experts}
         return HistoryPoint(
@@ -106,6 +106,7 @@ class RoundBook:
             tokens=self.tokens or 0,
             train_loss=median(train) if train else None,
             eval_loss=median(evaluated) if evaluated else None,
+            eval_loss_stderr=median(errors) if errors else None,
             tokens_per_second=bounded(sum(bounded(e.progress.tokens_per_second) for e in entries)),
             peers=len(entries),
             experts_covered=len(covered),

@@ -42,6 +42,11 @@ def loss(value: float | None) -> str:
     return f"{value:.4f}" if value < 10 else f"{value:.3f}" if value < 100 else amount(value)
 
 
+def with_error(value: float | None, stderr: float | None) -> str:
+    """A loss with its standard error, where that is known: 1.2460±0.031."""
+    return loss(value) if value is None or stderr is None else f"{loss(value)}±{min(stderr, 99):.2g}"
+
+
 def ranges(experts: Sequence[int]) -> str:
     """Ascending numbers as people write them: 0-3,7; "-" for none."""
     parts: list[str] = []

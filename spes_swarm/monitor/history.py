@@ -36,8 +36,8 @@ from spes_swarm.run_directory import lock_file
 _TABLES: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE rounds (round INTEGER PRIMARY KEY, time REAL NOT NULL, tokens INTEGER NOT NULL, train_loss REAL,
-    eval_loss REAL, tokens_per_second REAL NOT NULL, peers INTEGER NOT NULL, experts_covered INTEGER NOT NULL,
-    round_seconds REAL NOT NULL, bytes INTEGER NOT NULL);
+    eval_loss REAL, eval_loss_stderr REAL, tokens_per_second REAL NOT NULL, peers INTEGER NOT NULL,
+    experts_covered INTEGER NOT NULL, round_seconds REAL NOT NULL, bytes INTEGER NOT NULL);
 CREATE TABLE peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
 """
 
@@ -77,6 +77,11 @@ class History:
                 self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             check_version(self._db, self.path)
+            if self._db.execute("PRAGMA user_version").fetchone()[0] == 1:
+                self._db.executescript(
+                    "BEGIN; ALTER TABLE rounds ADD COLUMN eval_loss_stderr REAL; "
+                    f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                )
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:

@@ -17,7 +17,8 @@ from typing import Any, Final
 from spes_swarm.errors import DataError
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+_READABLE: Final = (1, SCHEMA_VERSION)  # 1 has no eval_loss_stderr
 APPLICATION_ID: Final = 0x53504553  # "SPES", in the file's header
 BUSY_TIMEOUT_S: Final = 5.0
 FIELDS: Final = tuple(field.name for field in dataclasses.fields(HistoryPoint))
@@ -57,7 +58,7 @@ def check_version(db: sqlite3.Connection, path: Path) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if application != APPLICATION_ID:
         raise DataError(f"{path} is not a history of spes_swarm")
-    if version != SCHEMA_VERSION:
+    if version not in _READABLE:
         raise DataError(f"history {path} has version {version}; this version of spes_swarm knows {SCHEMA_VERSION}")
 
 
@@ -69,8 +70,10 @@ def read_meta(db: sqlite3.Connection, key: str) -> Any:
 
 def read_points(db: sqlite3.Connection) -> list[HistoryPoint]:
     """All rounds, in order."""
-    rows = db.execute(f"SELECT {', '.join(FIELDS)} FROM rounds ORDER BY round")
-    return [HistoryPoint(**dict(zip(FIELDS, row, strict=True))) for row in rows]
+    there = {row[1] for row in db.execute("PRAGMA table_info(rounds)")}
+    fields = [name for name in FIELDS if name in there]
+    rows = db.execute(f"SELECT {', '.join(fields)} FROM rounds ORDER BY round")
+    return [HistoryPoint(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
 @contextmanager

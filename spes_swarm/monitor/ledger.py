@@ -49,6 +49,7 @@ class _Sighting:
     name: str
     seen_at: float  # steady clock; when this version was written, as far as known
     eval_loss: float | None  # the last that it told
+    eval_loss_stderr: float | None
     train_loss: float | None
 
     @property
@@ -117,12 +118,14 @@ class Ledger:
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
         same_round = known is not None and known.progress.round == record.round
+        evaluated: Progress | _Sighting = record if record.eval_loss is not None or known is None else known
         self._peers[peer_id] = _Sighting(
             progress=record,
             name=clean_name(record.name),
             seen_at=at - age_s,
             train_loss=_first([record.train_loss, known.train_loss if known and same_round else None]),
-            eval_loss=_first([record.eval_loss, known.eval_loss if known else None]),
+            eval_loss=evaluated.eval_loss,
+            eval_loss_stderr=evaluated.eval_loss_stderr,
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint has trained all the same.
@@ -221,6 +224,7 @@ class Ledger:
         experts = self._experts()
         status: Status = "live" if peers else "no_peers"  # not `replay`, which is for files
         points = self.points()
+        evaluated = next((point for point in reversed(points) if point.eval_loss is not None), None)
         members = [p for p in peers if self._peers[p.peer_id].is_member]
         active = self._participants(at)
         return SwarmState(
@@ -236,7 +240,8 @@ class Ledger:
                 sum(bounded(s.progress.tokens_per_second) for s in active if s.progress.state == "training")
             ),
             train_loss=_first(point.train_loss for point in reversed(points)),
-            eval_loss=_first(point.eval_loss for point in reversed(points)),
+            eval_loss=evaluated.eval_loss if evaluated else None,
+            eval_loss_stderr=evaluated.eval_loss_stderr if evaluated else None,
             experts_covered=sum(bool(expert.holders) for expert in experts),
             peers=peers,
             experts=experts,
@@ -267,6 +272,7 @@ class Ledger:
             loss=None if progress.loss is None else bounded(progress.loss),
             train_loss=None if seen.train_loss is None else bounded(seen.train_loss),
             eval_loss=None if seen.eval_loss is None else bounded(seen.eval_loss),
+            eval_loss_stderr=None if seen.eval_loss_stderr is None else bounded(seen.eval_loss_stderr),
             total_tokens=count(progress.total_tokens),
             bytes_sent=count(progress.bytes_sent),
             bytes_received=count(progress.bytes_received),

@@ -38,6 +38,7 @@ def _of_run(state: SwarmState) -> Iterator[Metric]:
         "tokens_per_second": ("Training speed of all peers.", state.tokens_per_second),
         "train_loss": ("Training loss of the newest round, median over peers.", state.train_loss),
         "eval_loss": ("Loss on held-out text, median over peers.", state.eval_loss),
+        "eval_loss_stderr": ("Standard error of the loss on held-out text.", state.eval_loss_stderr),
         "experts": ("Experts of the model.", state.run.num_experts),
         "experts_covered": ("Experts that somebody holds.", state.experts_covered),
         "consensus_agree_peers": ("Peers of the newest round with the digest of most.", state.consensus.agree),

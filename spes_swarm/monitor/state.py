@@ -57,6 +57,7 @@ class PeerState:
     loss: float | None  # of the last local step
     train_loss: float | None  # mean of the last round
     eval_loss: float | None  # on held-out text, when it was last evaluated
+    eval_loss_stderr: float | None = None  # its standard error
     total_tokens: int  # that it has trained on in this run
     bytes_sent: int  # payload of the last round
     bytes_received: int
@@ -109,6 +110,7 @@ class SwarmState:
     tokens_per_second: float
     train_loss: float | None  # median over peers, of the newest round that has it
     eval_loss: float | None
+    eval_loss_stderr: float | None = None  # of that round's eval loss, from the sample that it was measured on
     experts_covered: int  # that somebody holds
     peers: tuple[PeerState, ...]
     experts: tuple[ExpertState, ...]  # every expert of the model, in order
@@ -153,6 +155,7 @@ class HistoryPoint:
     tokens: int  # by all peers so far
     train_loss: float | None  # median over the peers that reported it
     eval_loss: float | None
+    eval_loss_stderr: float | None = None  # median over the peers; they measure the same sample
     tokens_per_second: float
     peers: int  # that reported the round
     experts_covered: int

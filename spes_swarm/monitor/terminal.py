@@ -12,7 +12,18 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from spes_swarm.monitor.figures import amount, curve, cut, loss, name_of, peer_words, ranges, refusals, seconds
+from spes_swarm.monitor.figures import (
+    amount,
+    curve,
+    cut,
+    loss,
+    name_of,
+    peer_words,
+    ranges,
+    refusals,
+    seconds,
+    with_error,
+)
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, StateSource, SwarmState
 
 WIDTH: Final = 80
@@ -64,7 +75,7 @@ def _head(state: SwarmState) -> RenderableType:
 def _losses(state: SwarmState, history: Sequence[HistoryPoint]) -> RenderableType:
     figures = Text(
         f"tokens {amount(state.tokens_total)}  {_speed(state)} tokens/s  "
-        f"loss {loss(state.train_loss)}  eval {loss(state.eval_loss)}"
+        f"loss {loss(state.train_loss)}  eval {with_error(state.eval_loss, state.eval_loss_stderr)}"
     )
     values = [point.train_loss for point in history if point.train_loss is not None]
     if len(values) < 2:
@@ -195,7 +206,8 @@ def changes(before: SwarmState | None, state: SwarmState, history: Sequence[Hist
     if before is None or before.round != state.round:
         sent = history[-1].bytes if history else 0
         lines.append(
-            f"round {state.round}: {peer_words(state)}, loss {loss(state.train_loss)}, eval {loss(state.eval_loss)}, "
+            f"round {state.round}: {peer_words(state)}, loss {loss(state.train_loss)}, "
+            f"eval {with_error(state.eval_loss, state.eval_loss_stderr)}, "
             f"{_speed(state)} tokens/s, experts {state.experts_covered}/{state.run.num_experts}, "
             f"{amount(state.tokens_total)} tokens, {amount(sent)}B sent"
         )

@@ -13,6 +13,7 @@ _FIGURES: Final = (
     "tokens",
     "train_loss",
     "eval_loss",
+    "eval_loss_stderr",
     "tokens_per_second",
     "peers",
     "experts_covered",

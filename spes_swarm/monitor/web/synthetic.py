@@ -125,6 +125,9 @@ class SyntheticSwarm:
             tokens_per_second=sum(one.speed for one in alive),
             train_loss=last.train_loss if last else None,
             eval_loss=next((point.eval_loss for point in reversed(self._history) if point.eval_loss is not None), None),
+            eval_loss_stderr=next(
+                (point.eval_loss_stderr for point in reversed(self._history) if point.eval_loss is not None), None
+            ),
             experts_covered=sum(1 for entry in experts if entry.holders),
             peers=peers,
             experts=experts,
@@ -201,6 +204,7 @@ class SyntheticSwarm:
             tokens=int(sum(one.tokens for one in self._volunteers)),
             train_loss=round(self._loss(self._round) + noise, 4),
             eval_loss=round(self._loss(self._round) + 0.06, 4) if self._round % 4 == 1 else None,
+            eval_loss_stderr=0.031 if self._round % 4 == 1 else None,
             tokens_per_second=sum(one.speed for one in alive) * self._random.uniform(0.94, 1.03),
             peers=len(alive),
             experts_covered=len({expert for one in alive for expert in one.experts}),

@@ -58,14 +58,16 @@ export class Headline {
 
   _drawNotes(head, points, peers) {
     setText(byId("train-note"), _trend(points, "train_loss"));
-    setText(byId("eval-note"), _trend(points, "eval_loss"));
+    setText(byId("eval-note"), [_error(head.eval_loss_stderr), _trend(points, "eval_loss")].filter(Boolean).join(" · "));
     const states = new Map();
     for (const peer of peers.values()) states.set(peer.state, (states.get(peer.state) ?? 0) + 1);
     setText(byId("peer-note"), [...states].sort((a, b) => b[1] - a[1]).map(([state, n]) => `${format.whole(n)} ${state}`).join(", "));
     const busy = states.get("training") ?? 0;
     setText(byId("rate-note"), busy ? `${format.count(head.tokens_per_second / busy)} per training peer` : "");
     const steps = head.round * head.run.inner_steps;
-    setText(byId("tokens-note"), `step ${format.whole(steps)} of ${format.whole(head.run.total_steps)}`);
+    const total = head.run.total_steps;
+    const done = steps > total ? `schedule over at step ${format.whole(total)}` : `step ${format.whole(steps)} of ${format.whole(total)}`;
+    setText(byId("tokens-note"), done);
   }
 
   _drawLink() {
@@ -94,6 +96,11 @@ export class Headline {
     setText(byId("banner"), message);
     setHidden(byId("banner"), message === "");
   }
+}
+
+/** How far a loss may be from that on all held-out text. */
+function _error(stderr) {
+  return stderr == null ? "" : `± ${stderr.toPrecision(2)}`;
 }
 
 /** How a loss moved lately. */

@@ -1,0 +1,187 @@
+"""A trainer whose network process is a stand-in: what the trainer itself does, without sockets and other processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spes_swarm.config import RunConfig
+from spes_swarm.leases import Reassignment
+from spes_swarm.metrics import Metrics
+from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.network_client import NetworkClient
+from spes_swarm.reference import Reference
+from spes_swarm.round_state import CommitReport
+from spes_swarm.sampler import Sampler
+from spes_swarm.service_messages import CaughtUp, RoundReport, SwarmView, TokenCounts
+from spes_swarm.trainer import Trainer
+from spes_swarm.trainer_setup import TrainerSetup
+from tests.swarm import TINY_RUN, merged
+
+HELD = (1, 4)
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """The tests' tiny run with changes."""
+    return RunConfig.from_dict(merged(TINY_RUN, changes), "test")
+
+
+class StubSampler:
+    """The same sequences again and again."""
+
+    def next_batch(self, batch_size: int) -> NDArray[np.int64]:
+        """See Sampler."""
+        return np.arange(batch_size * 64, dtype=np.int64).reshape(batch_size, 64) % 250
+
+    def state(self) -> dict[str, int]:
+        """See Sampler."""
+        return {"epoch": 0, "position": 0, "identity": 0}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """See Sampler."""
+
+
+@dataclass
+class StubNetwork:
+    """Commits every round as it comes; answers what the trainer asks of a network process.
+
+    Attributes:
+        others: how many other peers take part.
+        traffic_known: whether a round's traffic is known when it is asked for.
+        answers: in place of the next rounds, one after the other.
+        presences: states that the trainer has announced, in order.
+        commands: all commands, in order.
+    """
+
+    reference: Reference
+    contribution_N: NDArray[np.float32]
+    held: tuple[int, ...]
+    others: int = 0
+    traffic_known: bool = True
+    called_round: int = 0
+    answers: list[Callable[[StubNetwork], CaughtUp]] = field(default_factory=list)
+    presences: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    on_traffic: Callable[[], None] = lambda: None
+
+    @property
+    def view(self) -> SwarmView:
+        """See NetworkClient."""
+        return SwarmView(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8)
+
+    @view.setter
+    def view(self, view: SwarmView) -> None:
+        """What the trainer was told; here always as above."""
+
+    def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
+        """See NetworkClient."""
+        self.commands.append(command)
+        future: Future[Any] = Future()
+        if command == "traffic":
+            self.on_traffic()
+            if not self.traffic_known:
+                return future
+        future.set_result(getattr(self, f"_{command}", lambda **_: None)(**arguments))
+        return future
+
+    def ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
+        """See NetworkClient."""
+        return self.submit(command, **arguments).result(0)
+
+    def _set_presence(self, presence: Any) -> None:
+        self.presences.append(presence.state)
+
+    def _view(self) -> SwarmView:
+        return self.view
+
+    def _table(self) -> Any:
+        return self.reference.table
+
+    def _lineage(self) -> tuple[list[int], bytes]:
+        return [], b""
+
+    def _swarm_tokens(self) -> int:
+        return 0
+
+    def _traffic(self) -> tuple[int, int]:
+        return 10, 20
+
+    def _count_tokens(self) -> TokenCounts:
+        return TokenCounts(1 << 40, (1000.0,) * self.others)
+
+    def _run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+        if self.answers:
+            return self.answers.pop(0)(self)
+        number = self.reference.round + 1
+        trained = (0, *(1 + expert for expert in self.held))
+        for index in trained:
+            block = self.reference.layout.blocks[index]
+            self.reference.values_N[block.start : block.stop] = self.contribution_N[block.start : block.stop]
+        self.reference.finish(number, [(index, number) for index in trained])
+        commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8)
+        return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), Reassignment(self.held), 0)
+
+
+class LoneTrainer:
+    """A trainer of the tiny run with its stand-ins."""
+
+    def __init__(self, directory: Path, run: RunConfig | None = None, **setup: Any) -> None:
+        torch.set_num_threads(1)
+        self.run = run or run_config()
+        model = build_model(self.run.model.type, self.run.model.settings, 0, "cpu")
+        layout = layout_of(model)
+        reference = Reference(layout, flat_from_model(model, layout))
+        contribution_N = np.zeros(layout.num_elements, dtype=np.float32)
+        reference.finish(0, list(enumerate([0] * len(layout.blocks))))
+        self.network = StubNetwork(reference, contribution_N, HELD)
+        self.model = SparseModel(model, HELD)
+        self.stop = threading.Event()
+        self.metrics_path = directory / "metrics.jsonl"
+        self.said: list[str] = []
+        self.setup = TrainerSetup(
+            run_id="test",
+            peer_id="me",
+            nickname="",
+            run=self.run,
+            model=self.model,
+            network=cast(NetworkClient, self.network),
+            reference_N=reference.values_N,
+            contribution_N=contribution_N,
+            sampler=cast(Sampler, StubSampler()),
+            device=torch.device("cpu"),
+            batch_size=2,
+            metrics=Metrics(self.metrics_path, "me"),
+            checkpoints=directory / "checkpoints",
+            checkpoint_every_rounds=100,
+            keep_checkpoints=1,
+            stop=self.stop,
+            say=self.said.append,
+            **{"evaluation": [], "max_rounds": None, **setup},
+        )
+        self.trainer = Trainer(self.setup)
+        self.trainer.load_reference(reference.table)
+
+    def close(self) -> None:
+        """Closes its metrics."""
+        self.setup.metrics.close()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What it has written to its metrics."""
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    def live(self) -> NDArray[np.float32]:
+        """The weights that it trains with, of all blocks."""
+        live_N = np.empty(self.model.layout.num_elements, dtype=np.float32)
+        for block in self.model.layout.blocks:
+            self.model.read_block(block.index, live_N[block.start : block.stop])
+        return live_N
