@@ -13,7 +13,7 @@ SwarmError
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
 ├── NetworkProcessError   the network process died or does not answer
-└── LeftEarlyError        told to stop while joining: nothing is wrong, nothing is to be saved
+└── LeftEarlyError        left before the first step (told to stop, or the run is over): nothing is to be saved
 """
 
 from __future__ import annotations
@@ -85,4 +85,4 @@ class NetworkProcessError(SwarmError):
 
 
 class LeftEarlyError(SwarmError):
-    """Told to stop while joining: nothing is wrong, and there is nothing to be saved."""
+    """Left before the first step, told to stop or because the run is over: there is nothing to be saved."""

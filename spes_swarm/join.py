@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 from spes_swarm.arguments import OneLineParser
 from spes_swarm.errors import LeftEarlyError, NetworkProcessError, UserError
 from spes_swarm.join_request import read_request
 from spes_swarm.preflight import check_machine
+from spes_swarm.stop_signals import StopSignals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -77,27 +75,20 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line entry point; returns the exit code."""
-    stop = threading.Event()
-
-    def on_signal(number: int, frame: Any) -> None:
-        del frame
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    signals = StopSignals()
+    signals.install()
     try:
-        draft = read_request(parse_arguments(arguments))
-        check_machine(draft.peer)
-        # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should have
-        # to wait for a mistake.
-        request = draft.complete()
-        from spes_swarm.panel import PeerConsole
-        from spes_swarm.session import Session
+        with signals.interruptible():
+            draft = read_request(parse_arguments(arguments))
+            check_machine(draft.peer)
+            # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should
+            # have to wait for a mistake.
+            request = draft.complete()
+            from spes_swarm.panel import PeerConsole
+            from spes_swarm.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        Session(request, PeerConsole(), stop).run()
+        Session(request, PeerConsole(), signals).run()
     except UserError as exc:
         # Some of it may be what other peers said: it must stay on one line, and move no cursor.
         print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)

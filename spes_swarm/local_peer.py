@@ -153,15 +153,13 @@ class LocalPeer:
         """An address that peers on this machine can use; `host` is that of a peer in a namespace (local_network.py).
 
         Raises:
-            LocalPeerError: it printed none.
+            LocalPeerError: it did not say that it listens there.
         """
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self.process.poll() is None:
-            for word in self.text().split():
-                if word.startswith(f"/ip4/{host}/") and "/p2p/" in word:
-                    return word
-            time.sleep(_POLL_S)
-        raise LocalPeerError(f"no address was printed\n{self.tail()}")
+        listening = self.wait_for("listening", timeout_s=timeout_s)
+        for maddr in listening["maddrs"]:
+            if maddr.startswith(f"/ip4/{host}/"):
+                return str(maddr)
+        raise LocalPeerError(f"it does not listen on {host}, only on {listening['maddrs']}\n{self.tail()}")
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import threading
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -35,17 +34,20 @@ from spes_swarm.manifest import Manifest
 from spes_swarm.model import SparseModel, build_model, layout_of
 from spes_swarm.network_client import NetworkClient
 from spes_swarm.out_of_memory import as_user_error
-from spes_swarm.panel import PeerConsole, experts_text, interpreter
+from spes_swarm.panel import PeerConsole, experts_text, interpreter, loss_with_error
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.reach import Reach, tcp_endpoint
+from spes_swarm.reference import ReferenceTable
 from spes_swarm.run_data import LocalData, PeerData
 from spes_swarm.run_directory import RunDirectory, lock_identity
 from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
+from spes_swarm.schedule_end import ScheduleEnd
 from spes_swarm.service_messages import Presence, RunSettings, SwarmView
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.starting_point import StartingPoint
+from spes_swarm.stop_signals import StopSignals
 from spes_swarm.tokenizer import Tokenizer
 from spes_swarm.trackers import open_metrics
 from spes_swarm.trainer import Trainer
@@ -71,10 +73,11 @@ class _Opened:
 class Session:
     """One stay of a peer in a run, from start to leaving."""
 
-    def __init__(self, request: JoinRequest, console: PeerConsole, stop: threading.Event) -> None:
+    def __init__(self, request: JoinRequest, console: PeerConsole, signals: StopSignals) -> None:
         self._started = time.monotonic()
         self._console = console
-        self._stop = stop
+        self._signals = signals
+        self._stop = signals.told
         self._request = request
         self._peer = request.peer
         self._directory = RunDirectory(Path(self._peer.output_dir))
@@ -112,10 +115,13 @@ class Session:
         Raises:
             UserError: something that the user can mend.
             NetworkProcessError: the network process failed.
+            LeftEarlyError: told to stop while joining, or the run is over.
         """
         try:
             with as_user_error("while joining, in a round or in an evaluation"):
-                self._run()
+                with self._signals.interruptible():
+                    trainer, run_id = self._join()
+                self._train(trainer, run_id)
         finally:
             self._network.stop()
             with suppress(UserError):  # on a full disk; what ended the stay is the news
@@ -142,7 +148,8 @@ class Session:
             if deadline is not None and time.monotonic() > deadline:
                 raise NetworkProcessError(f"the network process did not answer `{command}`")
 
-    def _run(self) -> None:
+    def _join(self) -> tuple[Trainer, str]:
+        """All until the first step; returns a trainer that is ready, and the run's id."""
         # Not before the fork: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
         load_kernel(self._peer.kernel)  # the model is built much later
@@ -181,6 +188,8 @@ class Session:
             self._peer, self._directory, self._identity, manifest, self._ask, self._stop, self._console, self._metrics
         )
         checkpoint = start.fill(reference.values_N, model, layout, finder.source)
+        self._leave_if_over(manifest, checkpoint.meta.round if checkpoint is not None else 0)
+        self._leave_if_over(manifest, finder.source.publication.round if finder.source is not None else 0)
         self._ask(
             "open_run",
             _COMMAND_TIMEOUT_S,
@@ -200,8 +209,13 @@ class Session:
         batch_size = run.training.batch_size_of(self._peer.batch_size)
         self._tokens_per_step = batch_size * run.training.sequence_length
         self._announce("joining")
+        # From here on others are answered: whoever starts a swarm by script need not wait for this peer's first step.
+        self._metrics.write("listening", run_id=manifest.run_id, maddrs=maddrs)
         self._directory.remember(manifest)
         self._data.remember(data.local)
+        if run.training.at_end == "stop" and self._initial_peers:
+            newest: ReferenceTable | None = self._ask("swarm_table")
+            self._leave_if_over(manifest, newest.round if newest is not None else 0)
         table = start.obtain(
             reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
         )
@@ -239,6 +253,7 @@ class Session:
             # All may have come back from different checkpoints: they go on from the newest of them.
             start.download(if_newer=True)
             table = self._ask("table", _COMMAND_TIMEOUT_S)
+            self._leave_if_over(manifest, table.round)
         if checkpoint is not None:
             trainer.restore(checkpoint, table)
         else:
@@ -257,15 +272,32 @@ class Session:
             seconds=time.monotonic() - self._started,
         )
         self._console.say(f"training experts {experts_text(held)} from round {table.round}; Ctrl-C leaves the swarm")
-        with self._console.live(self._status, manifest.run_id):
+        return trainer, manifest.run_id
+
+    def _train(self, trainer: Trainer, run_id: str) -> None:
+        with self._console.live(self._status, run_id):
             trainer.run()
-        self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
+        if trainer.run_is_over:
+            self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")
+        else:
+            self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
         self._console.say("take the model out with:")
         self._console.command(
             shlex.join([interpreter(), "-m", "spes_swarm.export", str(self._directory.path), "MODEL_DIR"])
         )
 
     # The steps of joining.
+
+    def _leave_if_over(self, manifest: Manifest, round_number: int) -> None:
+        """Says so, and leaves, when the run has ended by its schedule.
+
+        Raises:
+            LeftEarlyError: it has.
+        """
+        end = ScheduleEnd(manifest.run)
+        if end.ends_run(round_number):
+            self._console.say(end.why_over(manifest.run_id))
+            raise LeftEarlyError("the run is over")
 
     def _start_daemon(self, host_maddrs: list[str], *, private: bool = False) -> list[str]:
         """Starts p2pd, or starts it again for a peer that cannot be reached; returns this peer's addresses."""
@@ -427,8 +459,7 @@ class Session:
             return
         status = self._status
         loss = "-" if status.loss is None else f"{status.loss:.4f}"
-        evaluated = "-" if status.eval_loss is None else f"{status.eval_loss:.4f}"
         self._console.say(
-            f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {evaluated}, "
+            f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {loss_with_error(status)}, "
             f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
         )
