@@ -88,7 +88,7 @@ class Session:
         self._metrics = open_metrics(
             self._directory.metrics, self._identity.peer_id, self._peer.log, self._peer.name or ""
         )
-        self._data = PeerData(self._peer, self._directory, console.say, stop)
+        self._data = PeerData(self._peer, self._directory, console.say, self._stop)
         self._status = TrainingStatus()
         self._said_progress_at = time.monotonic()
         self._network = NetworkClient(self._identity.path, self._on_network_event)
