@@ -35,7 +35,8 @@ def _peer_id_of(public_key_der: bytes) -> str:
     digest = hashes.Hash(hashes.SHA256())
     digest.update(_envelope(public_key_der))
     sha2_256_multihash_prefix = b"\x12\x20"
-    return base58.b58encode(sha2_256_multihash_prefix + digest.finalize()).decode("ascii")
+    encoded: bytes = base58.b58encode(sha2_256_multihash_prefix + digest.finalize())
+    return encoded.decode("ascii")
 
 
 def _envelope(key_der: bytes) -> bytes:

@@ -12,7 +12,7 @@ from spes_swarm.join import main
 
 def starve(step: int) -> None:
     """Fails an allocation within a training step, as torch does."""
-    loss_of = trainer.language_model_loss
+    loss_of = getattr(trainer, "language_model_loss")  # noqa: B009 - it is imported there, not exported
     steps = 0
 
     def starved(*arguments: object, **more: object) -> object:
@@ -20,9 +20,10 @@ def starve(step: int) -> None:
         steps += 1
         if steps == step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has no more")
-        return loss_of(*arguments, **more)  # type: ignore[arg-type]
+        result: object = loss_of(*arguments, **more)
+        return result
 
-    trainer.language_model_loss = starved  # type: ignore[assignment]
+    setattr(trainer, "language_model_loss", starved)  # noqa: B010
 
 
 if __name__ == "__main__":

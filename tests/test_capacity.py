@@ -16,14 +16,15 @@ from spes_swarm.capacity import Workload, choose_device, experts_that_fit, free_
 from spes_swarm.config import PeerConfig, RunConfig, default_config_path, load_config
 from spes_swarm.errors import CapacityError, ConfigError
 from spes_swarm.host_memory import cgroup_free_bytes, free_host_bytes
+from spes_swarm.layout import Layout
 from tests.rounds import small_layout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GB = 10**9
 
 
-def workload(device: torch.device = CPU, logits_bytes: int = 0, result_bytes: int = 0, **layout: int) -> Workload:
-    return Workload(layout=small_layout(**layout), device=device, logits_bytes=logits_bytes, result_bytes=result_bytes)
+def workload(layout: Layout, device: torch.device = CPU, logits_bytes: int = 0, result_bytes: int = 0) -> Workload:
+    return Workload(layout=layout, device=device, logits_bytes=logits_bytes, result_bytes=result_bytes)
 
 
 def with_free(patch: pytest.MonkeyPatch, *, host: int, device: int | None = None) -> None:
@@ -57,7 +58,7 @@ def test_as_many_experts_as_the_bytes_allow(
     result_bytes: int,
     free: int,
 ) -> None:
-    load = workload(CPU, logits_bytes, result_bytes, num_experts=num_experts, shared=shared, expert=expert)
+    load = workload(small_layout(num_experts, shared, expert), CPU, logits_bytes, result_bytes)
 
     def needed(trained: int, sequences: int = batch_size) -> int:
         return cpu_bytes(num_experts, shared, expert, trained, sequences * logits_bytes, result_bytes)
@@ -83,7 +84,7 @@ def test_as_many_experts_as_the_bytes_allow(
 M = 10**6
 # 82 M weights. On the CPU: 656 MB for them, 160 MB more for the shared ones, 144 MB for each trained expert, 100 MB a
 # sequence. With a GPU, there 328 + 120 + 108 + 100 MB, and 656 MB at the least in the machine.
-LARGE = {"num_experts": 8, "shared": 10 * M, "expert": 9 * M}
+LARGE = small_layout(num_experts=8, shared=10 * M, expert=9 * M)
 
 
 def refusal(load: Workload, wanted: int | tuple[int, ...], batch_size: int) -> str:
@@ -106,7 +107,7 @@ def test_a_refusal_says_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, free: float, wanted: int, batch_size: int, what_would_fit: str
 ) -> None:
     with_free(monkeypatch, host=int(free * GB))
-    load = workload(logits_bytes=100 * M, **LARGE)
+    load = workload(LARGE, logits_bytes=100 * M)
     line = refusal(load, wanted, batch_size)
     needed = (816 + 144 * wanted + 100 * batch_size) / 1000
     assert line.startswith(
@@ -118,12 +119,12 @@ def test_a_refusal_says_what_would_fit(
 
 def test_what_just_fits_is_tried_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, host=1_392 * M + 8 * 100 * M)
-    assert experts_that_fit(workload(logits_bytes=100 * M, **LARGE), 4, 8, 8) == 4
-    assert experts_that_fit(workload(logits_bytes=100 * M, **LARGE), "auto", 8, 8) == 1
+    assert experts_that_fit(workload(LARGE, logits_bytes=100 * M), 4, 8, 8) == 4
+    assert experts_that_fit(workload(LARGE, logits_bytes=100 * M), "auto", 8, 8) == 1
 
 
 def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = workload(CUDA, logits_bytes=100 * M, **LARGE)
+    load = workload(LARGE, CUDA, logits_bytes=100 * M)
     with_free(monkeypatch, host=10 * GB, device=2 * GB)
     assert experts_that_fit(load, "auto", 8, 4) == 5  # 448 + 5 * 108 + 400 MB are less than 1.4 GB
     with_free(monkeypatch, host=10 * GB, device=1 * GB)
@@ -132,10 +133,10 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
     assert "needs 656.0 MB of this machine's memory, and 655.0 MB are free" in refusal(load, 1, 4)
 
 
-def founding(tmp_path: Path, **changes: int) -> tuple[RunConfig, PeerConfig]:
+def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:
     run = load_config(default_config_path()).run
     assert run is not None
-    return run, PeerConfig(output_dir=str(tmp_path / "out"), **changes)
+    return run, PeerConfig(output_dir=str(tmp_path / "out"))
 
 
 def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm import export
 from spes_swarm.errors import UserError
-from spes_swarm.hub.plain import empty_model, export_reference, shard_bytes
+from spes_swarm.hub.plain import empty_model, export_reference
 from spes_swarm.hub.publication import read_export
+from spes_swarm.hub.shard_size import shard_bytes
 from spes_swarm.hub.weights import saved_tensors, split_blocks
 from spes_swarm.model import build_model, plain_state_dict
 from spes_swarm.run_directory import RunDirectory

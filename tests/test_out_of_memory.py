@@ -44,10 +44,10 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     )
     memory.raise_if_exhausted()
     with memory.guard(torch.optim.SGD([weight])):
-        raise MemoryError
+        bytearray(TOO_MUCH)
     line = "out of memory on cpu in a step: MemoryError; choose a smaller --batch-size, or fewer --experts"
     assert told == [f"memory: {line}", "stop"]
-    assert weight.grad is None
+    assert all(parameter.grad is None for parameter in (weight,))
     with pytest.raises(CapacityError, match=line):
         memory.raise_if_exhausted()
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -154,7 +154,7 @@ def test_the_end_of_document_embedding_trains(name: str) -> None:
     """torch gives the row of an embedding's padding_idx, which is the model's pad_token_id, a gradient of zero."""
     model = load(name).model
     narrow = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    thin = {key: 16 for key in ("intermediate_size", "moe_intermediate_size") if key in model.settings}
+    thin: dict[str, Any] = {key: 16 for key in ("intermediate_size", "moe_intermediate_size") if key in model.settings}
     small = build_model(model.type, {**model.settings, **narrow, **thin}, 0, "cpu")
     end_of_document = model.settings["eos_token_id"]
     ids_BS = torch.tensor([[11, 22, end_of_document, 33, 44]])

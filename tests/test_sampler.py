@@ -29,6 +29,9 @@ class CountingTokenizer:
     vocab_size = 1 << 20
     end_of_text = 0
 
+    def produces(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocab_size
+
     def encode(self, text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         raise NotImplementedError
 

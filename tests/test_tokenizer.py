@@ -206,6 +206,7 @@ def test_special_tokens_other_than_the_end_of_text_never_stand_in_data(bpe: Fast
     backend.add_special_tokens(["<pad>"])
     padded = FastTokenizer("padded", backend, "<|endoftext|>")
     pad = backend.token_to_id("<pad>")
+    assert pad is not None
     assert pad not in padded.encode("a <pad> b <pad>")
     assert not padded.produces(pad)
     assert padded.produces(padded.end_of_text)
