@@ -246,6 +246,7 @@ class RunServices:
         """See network.NetworkProcess.download."""
         report = await self.catching_up.download(if_newer, partial, on_progress)
         if report is not None:
+            self._roster.standing.follow()
             self._announcer.swarm_tokens.missed_commits()
             self._announcer.learn_swarm_tokens(self._roster)
         return report

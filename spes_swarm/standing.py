@@ -2,8 +2,9 @@
 
 A signed record proves who wrote it, not that its writer does any work, and identities cost nothing. So a record alone
 moves nothing: the swarm's round, the pace, the clock and the candidates for leading a round follow *members*, the peers
-whose work is in a round that this peer has committed. Before its first such round a peer goes by the peers that it was
-told to join, or, where none of them is left, by those that answer.
+whose work is in a round that this peer has committed. Before its first such round a peer that has fetched its reference
+from a swarm goes by the peers that it was told to join. One with a reference of its own, as when a swarm is founded or
+has just come back from disk, or one that finds none of them, goes by all that answer.
 
 How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends.
 One that has missed rounds lately gets a grace of a tenth of a round's length. A peer that has never taken part is
@@ -56,6 +57,7 @@ class Standing:
 
     def __init__(self, told: Collection[str] = ()) -> None:
         self._told = frozenset(told)
+        self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()  # newcomers that a round has waited for
@@ -69,8 +71,12 @@ class Standing:
         return not self._members
 
     def defers(self, peers: Iterable[str]) -> bool:
-        """Returns True if this peer goes by the peers that it was told to join, because some of `peers` are these."""
-        return not self._members and not self._told.isdisjoint(peers)
+        """Returns True if this peer follows those that it was told to join, and some of `peers` are these."""
+        return self._follows and not self._members and not self._told.isdisjoint(peers)
+
+    def follow(self) -> None:
+        """Notes that this peer has fetched its reference: from now on it follows the peers that it was told to join."""
+        self._follows = True
 
     def is_member(self, peer_id: str) -> bool:
         """Returns True if the work of a peer is in a round that this peer has committed."""
@@ -89,11 +95,17 @@ class Standing:
         peers = set(peers)
         if self._members:
             return peers & self._members.keys()
-        return peers & self._told or {peer for peer in peers if self.has_answered(peer)}
+        if self.defers(peers):
+            return peers & self._told
+        return {peer for peer in peers if self.has_answered(peer)}
 
     def clock_voices(self, peers: Iterable[str], now: float) -> set[str]:
-        """Those of `peers` that have a say in what time it is: as `voices`, but members only for a while."""
-        voices = self.voices(peers)
+        """Those of `peers` that have a say in what time it is.
+
+        Members for a while after their last round; before the first one, the peers that this one was told to join.
+        """
+        peers = set(peers)
+        voices = self.voices(peers) if self._members else peers & self._told or self.voices(peers)
         recent = {
             peer for peer in voices & self._members.keys() if now - self._members[peer].last_commit <= CLOCK_MEMORY_S
         }

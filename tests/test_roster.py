@@ -279,6 +279,7 @@ def test_rounds_meet_ghosts_only_when_these_answer() -> None:
 
 def test_a_newcomer_goes_by_the_peers_that_it_was_told_to_join() -> None:
     roster = Roster("me", standing=Standing(["told"]), committed_at=1000.0)
+    roster.standing.follow()
     roster.update({"told": progress(round=7), **a_crowd_of_ghosts(round=900)})
     for i in range(50):
         roster.standing.note_answer(f"ghost{i}")

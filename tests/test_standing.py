@@ -25,18 +25,42 @@ def after_rounds(num_rounds: int, *members: str) -> Standing:
 # Voices.
 
 
-def test_before_its_first_round_a_peer_goes_by_those_that_it_was_told_to_join() -> None:
-    standing = Standing(["told", "gone"])
+def newcomer(*told: str) -> Standing:
+    """A peer that has fetched its reference, and committed nothing yet."""
+    standing = Standing(told)
+    standing.follow()
+    return standing
+
+
+def test_before_its_first_round_a_newcomer_goes_by_those_that_it_was_told_to_join() -> None:
+    standing = newcomer("told", "gone")
     standing.note_answer("stranger")
     assert standing.voices(["told", "stranger", "silent"]) == {"told"}
     assert standing.defers(["told", "stranger"])
 
 
 def test_where_none_of_those_is_left_it_goes_by_those_that_answer() -> None:
-    standing = Standing(["gone"])
+    standing = newcomer("gone")
     standing.note_answer("a")
     assert standing.voices(["a", "silent"]) == {"a"}
     assert not standing.defers(["a", "silent"])
+
+
+def test_peers_that_come_back_from_disk_do_not_wait_for_each_other_to_lead() -> None:
+    """Each was told of the other; with a reference of its own, neither defers."""
+    for me, other in (("a", "b"), ("b", "a")):
+        standing = Standing([other])
+        standing.note_answer(other)
+        standing.note_answer("c")
+        assert not standing.defers([other, "c"]), me
+        assert standing.voices([other, "c"]) == {other, "c"}
+
+
+def test_before_its_first_round_a_peer_takes_the_time_from_those_that_it_was_told_to_join() -> None:
+    for standing in (Standing(["told"]), newcomer("told")):
+        standing.note_answer("stranger")
+        assert standing.clock_voices(["told", "stranger"], 0.0) == {"told"}
+        assert standing.clock_voices(["stranger"], 0.0) == {"stranger"}
 
 
 def test_a_founder_defers_to_nobody() -> None:
@@ -46,7 +70,7 @@ def test_a_founder_defers_to_nobody() -> None:
 
 
 def test_after_a_common_round_only_members_have_a_voice() -> None:
-    standing = Standing(["told"])
+    standing = newcomer("told")
     standing.committed(0.0, ["member"], [])
     standing.note_answer("stranger")
     assert standing.voices(["told", "stranger", "member"]) == {"member"}
@@ -55,7 +79,7 @@ def test_after_a_common_round_only_members_have_a_voice() -> None:
 
 
 def test_a_round_that_was_held_alone_makes_no_members() -> None:
-    standing = Standing(["told"])
+    standing = newcomer("told")
     standing.committed(0.0, [], ["told"])
     assert standing.is_newcomer
     assert standing.voices(["told"]) == {"told"}
