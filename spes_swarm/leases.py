@@ -103,11 +103,7 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
         if index > 0:
             versions[index - 1] = block_plan.new_version(plan.round)
     return ownership.reassign(
-        {
-            peer: Holding(tuple(s.held), max(s.room, len(s.held)) if s.fixed else s.room, s.fixed)
-            for peer, s in statements.items()
-            if not s.leaving
-        },
+        {peer: Holding(tuple(s.held), s.room, s.fixed) for peer, s in statements.items() if not s.leaving},
         num_experts,
         round_number=group.round,
         trained_in=versions,

@@ -41,6 +41,7 @@ def others(**experts: list[int]) -> dict[str, Lease]:
 def test_a_newcomer_has_nothing_and_no_user_who_named_anything() -> None:
     fresh = Leases("me", 4, Rules())
     assert (fresh.held, fresh.room, fresh.fixed) == ((), 0, False)
+    assert members_of(fresh.leased_bitmap, 4) == []
 
 
 def test_it_takes_what_the_others_do_not_hold_and_its_own_lease_does_not_count() -> None:
@@ -85,6 +86,14 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
 
 
 # At a commit.
+
+
+def test_what_is_held_is_ascending_as_a_statement_wants_it() -> None:
+    layout = small_layout(17)
+    formed = group([member("a", layout, held=[1, 8, 16], room=3), member("b", layout, held=[0, 2], room=2)])
+    mine = Leases("a", 17, Rules())
+    mine.held = (1, 8, 16)
+    assert mine.after_commit(formed, make_plan(formed, layout, MAX_PART)).held == (1, 8, 16) == mine.held
 
 
 def test_what_one_gives_up_another_takes_over_and_both_know_whom_to_ask() -> None:
@@ -152,6 +161,9 @@ def test_what_has_gone_untrained_for_longest_is_adopted_first() -> None:
     """Expert 1 was trained in round 2 and 3 in round 4; in this round expert 0 has been."""
     versions = {"versions": [5, 5, 2, 1, 4], "digests": [b"\5" * 32] * 5}
     assert decided(member("a", LAYOUT, held=[0], room=2, **versions)) == {"a": (0, 2)}
+    # The last expert is served like any other, though the shared block has just changed.
+    versions = {"versions": [5, 5, 2, 4, 1], "digests": [b"\5" * 32] * 5}
+    assert decided(member("a", LAYOUT, held=[0], room=2, **versions)) == {"a": (0, 3)}
     # Rotation goes by the same: 0 has been trained in this round, whatever its version was before.
     versions = {"versions": [5, 0, 2, 1, 4], "digests": [b"\5" * 32] * 5}
     outcome = decided(member("a", LAYOUT, held=[0], room=3, **versions), rules=Rules(rotate_every_rounds=ROUND))

@@ -58,6 +58,15 @@ def test_a_lineage_stays_small() -> None:
     assert 4096 in commits
 
 
+def test_its_size_in_a_statement_is_part_of_the_protocol() -> None:
+    """32 commits on each of five levels, 8 bytes each: others refuse a statement with more."""
+    assert (MAX_COMMITS, MARK_BYTES) == (160, 8)
+    # As many as a run could ever have on each level.
+    marks = {level * 32**power: b"\1" * 8 for power in range(6) for level in range(1, 80)}
+    lineage = Lineage(marks).after(80 * 32**5, b"\2" * 32)
+    assert len(lineage.to_lists()[0]) <= 160
+
+
 @given(histories)
 def test_a_statement_carries_it_whole(gaps: list[int]) -> None:
     lineage = commit(Lineage({}), gaps)

@@ -184,12 +184,27 @@ def test_the_merge_never_writes_to_the_reference() -> None:
         merge_flat(reference[:-1], layout, 0.4, 3)
 
 
+def test_the_merge_can_be_written_to_memory_that_is_there_already() -> None:
+    layout, reference = random_reference(4)
+    out = np.full_like(reference, np.nan)
+    assert merge_flat(reference, layout, 0.4, 3, out_N=out) is out
+    assert out.tobytes() == merge_flat(reference, layout, 0.4, 3).tobytes()
+
+
+def test_a_layer_without_gates_is_refused_by_name() -> None:
+    layout = Layout.build({"norm": (2,)}, {"x.up_proj": (2, 4, 3), "x.down_proj": (2, 3, 2)})
+    with pytest.raises(ValueError, match=r"no gate_up_proj, only \['down_proj', 'up_proj'\]"):
+        merge_flat(np.zeros(layout.num_elements, np.float32), layout, 0.5, 1)
+
+
 def test_alpha_decays_linearly_to_zero() -> None:
     assert merge_alpha(0, 0.1, 12_500) == 0.1
     assert merge_alpha(6_250, 0.1, 12_500) == pytest.approx(0.05)
     assert merge_alpha(12_500, 0.1, 12_500) == 0.0
     assert merge_alpha(99_999, 0.1, 12_500) == 0.0
     assert merge_alpha(0, 0.1, 0) == 0.0
+    assert merge_alpha(0, 0.1, 1) == 0.1
+    assert merge_alpha(1, 0.1, 1) == 0.0
 
 
 @given(interval=st.integers(1, 20), steps=st.lists(st.integers(1, 30), max_size=20))
@@ -201,5 +216,7 @@ def test_a_merge_is_due_whenever_a_multiple_of_the_interval_was_passed(interval:
         now += step
 
 
-def test_interval_zero_means_no_merge() -> None:
+def test_interval_zero_means_no_merge_and_one_means_always() -> None:
     assert not merge_due(0, 100, 0)
+    assert merge_due(3, 4, 1)
+    assert not merge_due(4, 4, 1)
