@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from spes_swarm.bitmap import bitmap, members_of
@@ -83,6 +85,28 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
     bounded = leases("me", (0,), Rules(most_each=1))
     bounded.update(others(ghost=[0, 1, 2, 3]))
     assert len(members_of(bounded.leased_bitmap, 4)) == 1
+
+
+def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says about its end."""
+    now = 100.0
+    monkeypatch.setattr("spes_swarm.leases.time", SimpleNamespace(monotonic=lambda: now))
+    mine = Leases("me", 4, Rules(), lease_s=60.0)
+
+    def seen(expires: float) -> list[int]:
+        mine.update({"a": Lease(expires=expires, experts=[2], since_round=1)})
+        return members_of(mine.leased_bitmap, 4)
+
+    assert seen(1e9) == [2]
+    now = 160.0
+    assert seen(1e9) == [2]
+    now = 160.5
+    assert seen(1e9) == []
+    assert seen(1e9 + 1) == [2]  # renewed
+    now = 220.5
+    assert seen(1e9 + 1) == [2]
+    now = 221.0
+    assert seen(1e9 + 1) == []
 
 
 # At a commit.

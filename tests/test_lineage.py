@@ -49,6 +49,25 @@ def test_any_lateness_is_recognised(before: int, missed: int) -> None:
     assert late.leads_to(commit(late, [1] * missed))
 
 
+def test_a_commit_that_the_swarm_has_just_thinned_out_is_late_and_not_elsewhere() -> None:
+    late = commit(Lineage({}), [1])
+    for missed in (30, 31, 32, 33):  # of 32 more, round 1 is the first that the swarm forgets
+        swarm = commit(late, [1] * missed)
+        assert late.leads_to(swarm)
+        other = commit(Lineage({}), [1], "other")
+        assert other.leads_to(swarm) == (1 not in swarm.marks)
+
+
+def test_a_first_commit_is_not_the_initial_weights() -> None:
+    assert not Lineage({0: b"\1" * 8}).leads_to(Lineage({1: b"\2" * 8}))
+    assert Lineage({}).leads_to(Lineage({1: b"\2" * 8}))
+
+
+def test_whoever_goes_back_to_an_older_reference_forgets_what_came_after_it() -> None:
+    ahead = commit(Lineage({}), [1] * 6)
+    assert ahead.after(4, b"again" * 8).head == (4, b"againaga")
+
+
 def test_a_lineage_stays_small() -> None:
     commits, marks = commit(Lineage({}), [1] * 5000).to_lists()
     assert len(commits) <= MAX_COMMITS

@@ -106,6 +106,10 @@ def test_similarities_that_differ_by_rounding_are_ties() -> None:
     # As on another machine, whose sums end in other bits: 1 and 2 are equally similar to 0.
     noisy = np.array([[1, 0.5, 0.5 + 1e-15], [0.5, 1, 0.1], [0.5 + 1e-15, 0.1, 1]])
     assert nearest_experts(noisy, 1)[0].tolist() == [1]
+    # What agrees to 12 decimals does; what does not is a difference.
+    for more, nearest in ((4e-13, 1), (6e-12, 2)):
+        noisy = np.array([[1, 0.5, 0.5 + more], [0.5, 1, 0.1], [0.5 + more, 0.1, 1]])
+        assert nearest_experts(noisy, 1)[0].tolist() == [nearest]
 
 
 def test_a_dead_expert_is_similar_to_nobody() -> None:

@@ -137,6 +137,26 @@ def test_settling_keeps_the_number_of_experts_and_what_only_this_peer_holds(give
             assert holders(table, gained) == []
 
 
+@given(tables())
+def test_settling_depends_on_who_holds_what_only(given_table: tuple[int, Table]) -> None:
+    num_experts, table = given_table
+    turned = {peer: held[::-1] for peer, held in table.items()}
+    for me in table:
+        assert settle(turned, me, num_experts) == settle(table, me, num_experts)
+
+
+def test_of_the_experts_without_a_holder_each_goes_to_the_one_with_its_best_claim() -> None:
+    """Or all that have to give way would go to the same one, and have to give way again."""
+    table = {f"peer{i}": (0,) for i in range(12)}
+    gone = {}
+    for me in table:
+        (now,) = settle(table, me, 8)
+        assert now in (0, min(range(1, 8), key=lambda e: blake3(f"{me}|{e}".encode()).digest()))
+        gone[me] = now
+    assert list(gone.values()).count(0) == 1
+    assert len(set(gone.values())) > 3
+
+
 @settings(max_examples=300)
 @given(tables())
 def test_when_all_settle_at_once_every_expert_that_there_is_room_for_gets_a_holder(
