@@ -242,6 +242,7 @@ class RoundConfig(Section):
     stall_timeout_s: Positive = 10.0  # a peer that sends no byte for so long counts as dead
     timeout_s: Positive = 300.0  # a whole exchange; what is missing then stays at the old reference
     max_update_rms: Positive = 1.0  # largest root mean square of a part's difference that a reducer accepts
+    clip: NotNegative = 1.5  # longest difference that counts whole, in multiples of the median member's; 0 = no bound
     progress_ttl_s: Positive = 30.0  # life of a progress record: without a new one the peer counts as gone
     lease_s: Positive = 120.0  # life of an expert lease: how long a dead holder keeps its experts
     overlap: bool = False  # train on during the exchange

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from hivemind.p2p import P2P
 
+from spes_swarm import blame
 from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.codec import EXACT
 from spes_swarm.errors import ProtocolError, RoundError
@@ -63,14 +64,23 @@ class Exchange:
             self._on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
         self._round_changed.set()
         self._round_changed = asyncio.Event()
+        in_time = True
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
         except TimeoutError:
-            missing = len(state.missing())
-            if missing:
-                raise RoundError(f"{missing} parts are missing after {self._limits.timeout_s:.0f} s") from None
+            in_time = False
+        self._name(state, state.refuse_excessive())
+        self._name(state, state.clipped())
+        missing = state.missing()
+        self._name(state, blame.missing(state.plan, state.me, [state.wanted[i] for i in missing], state.ended))
+        if missing and not in_time:
+            raise RoundError(f"{len(missing)} parts are missing after {self._limits.timeout_s:.0f} s")
         return state.commit()
+
+    def _name(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
+        for member, error in faults:
+            self._on_fault(state.group.members[member].peer_id, error)
 
     async def traffic(self) -> tuple[int, int]:
         """Payload bytes (sent, received) of the last round, once the others have pulled what they want from here."""
@@ -150,6 +160,8 @@ class Exchange:
                 while remaining:
                     frame = await channel.receive(max_bytes)
                     if frame.kind is FrameKind.END:
+                        if not repair:
+                            state.ended.add(source)
                         break
                     if frame.kind is FrameKind.ERROR:
                         raise ProtocolError("refused", frame.error_text())

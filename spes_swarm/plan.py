@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
 
+from spes_swarm.clipping import Stated, believed_tokens, limits, scale
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.statement import Group, Member
+from spes_swarm.vouchers import MAX_EARNED_RATIO, granted_ratios
 
 # A part is never cut below this, or headers would outweigh the payload.
 MIN_PART_ELEMENTS = 1024
 # With fewer parts than this for each possible reducer of a block, shares of the reducing could not be even.
 PARTS_PER_MEMBER = 16
-# No member weighs more than this many times the median: one claim of absurd tokens must not decide the average.
-MAX_WEIGHT_RATIO = 16.0
 # Nor is its bandwidth believed beyond this many times the median: one claim must not attract all the reducing.
 MAX_BANDWIDTH_RATIO = 8.0
 
@@ -47,6 +47,20 @@ class Contribution:
     member: int
     weight: float
     form: Form
+    # RMS of the difference over the whole block: as stated, and the largest that counts whole; see clipping.py. What is
+    # stated is the difference to the member's own base: it says nothing of full values.
+    stated_rms: float = math.inf
+    limit_rms: float = math.inf
+
+    @property
+    def scale(self) -> float:
+        """What the reducer multiplies a difference by."""
+        return scale(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else 1.0
+
+    @property
+    def bound_rms(self) -> float:
+        """How long the difference is that goes into the average."""
+        return min(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else self.limit_rms
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,7 @@ class BlockPlan:
     base_digest: bytes
     in_base: frozenset[int]  # members that hold the base
     contributions: tuple[Contribution, ...]
+    median_rms: float = 0.0  # the lower median of how long the contributions are
 
     def receives(self, member: int) -> bool:
         """Whether a member wants this block's results: when it changes, or when the member has another base."""
@@ -83,6 +98,16 @@ class Part:
     reducer: int  # member index
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a member's statement comes to, beside the others'."""
+
+    tokens_ratio: float  # claimed tokens over the lower median
+    absurd: bool  # more tokens than anybody could have earned to be believed
+    plausible: bool  # its differences would be within bounds if the tokens were true
+    clipped: tuple[int, float] | None  # the block where it is scaled down most, and by what; None where nowhere
+
+
 @dataclass(frozen=True)
 class Plan:
     """All of a round."""
@@ -91,6 +116,7 @@ class Plan:
     num_members: int
     blocks: dict[int, BlockPlan]  # only the blocks that have parts
     parts: tuple[Part, ...]
+    claims: tuple[Claim, ...] = ()  # of each member
 
     def block_of(self, part: Part) -> BlockPlan:
         """The plan of the part's block."""
@@ -113,11 +139,22 @@ class Plan:
         return [part for part in self.parts if self.block_of(part).receives(member)]
 
 
-def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
-    """Derives the plan from the members' statements."""
+def make_plan(
+    group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0, round_tokens: int = 0
+) -> Plan:
+    """Derives the plan from the members' statements.
+
+    Args:
+        group: that holds the round.
+        layout: of the model.
+        max_part_elements: of the run's configuration.
+        clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
+        round_tokens: what a round asks of every peer, see `clipping.believed_tokens`.
+    """
     members = group.members
     lineages = [member.statement.lineage for member in members]
-    block_plans = [_plan_block(members, lineages, block.index) for block in layout.blocks]
+    bounds = _Bounds(members, clip, round_tokens)
+    block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
     load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
     bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
@@ -140,7 +177,51 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int) -> Plan:
         for start, size, reducer in pieces[block_index]:
             parts.append(Part(len(parts), block_index, start, size, reducer))
     blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
-    return Plan(group.round, len(members), blocks, tuple(parts))
+    claims = tuple(bounds.claim(i, blocks) for i in range(len(members)))
+    return Plan(group.round, len(members), blocks, tuple(parts), claims)
+
+
+class _Bounds:
+    """What one member may weigh and move, from all members' statements."""
+
+    def __init__(self, members: Sequence[Member], clip: float, round_tokens: int) -> None:
+        statements = [member.statement for member in members]
+        claimed = [statement.tokens for statement in statements]
+        positive = [tokens for tokens in claimed if tokens > 0]
+        self._median_tokens = median_low(positive) if positive else 1
+        self._clip = clip
+        self._round_tokens = round_tokens
+        self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
+        self.tokens = believed_tokens(claimed, self.ratios, round_tokens)
+        self._claimed = claimed
+        self._rms = [(s.rms[0], dict(zip(s.held, s.rms[1:], strict=True))) for s in statements]
+        self._stated = [Stated(tokens, *rms) for tokens, rms in zip(self.tokens, self._rms, strict=True)]
+
+    def stated_rms(self, member: int, block: int) -> float:
+        """What a member says of its difference."""
+        shared, experts = self._rms[member]
+        return shared if block == SHARED_BLOCK else experts[block - 1]
+
+    def limits(self, contributors: Collection[int], block: int) -> dict[int, float]:
+        """See clipping.limits."""
+        return limits(self._stated, contributors, None if block == SHARED_BLOCK else block - 1, self._clip)
+
+    def claim(self, member: int, blocks: Mapping[int, BlockPlan]) -> Claim:
+        """What is to be said about a member."""
+        ratio = self._claimed[member] / self._median_tokens
+        believed = self.tokens[member] / self._median_tokens
+        more = max(1.0, min(ratio, MAX_EARNED_RATIO) / max(believed, 1.0))
+        plausible, clipped = True, None
+        for index, block_plan in blocks.items():
+            for contribution in block_plan.contributions:
+                if contribution.member != member or contribution.form is not Form.DELTA:
+                    continue
+                plausible = plausible and contribution.stated_rms <= contribution.limit_rms * more
+                # Who is late has done the work of several rounds: it is scaled down like everybody, but not told.
+                if member in block_plan.in_base and contribution.scale < (clipped[1] if clipped else 1.0):
+                    clipped = index, contribution.scale
+        absurd = self._claimed[member] > MAX_EARNED_RATIO * max(self._median_tokens, self._round_tokens)
+        return Claim(ratio, absurd, plausible, clipped)
 
 
 def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:
@@ -161,7 +242,9 @@ def common_lineage(members: Sequence[Member], among: Collection[int] | None = No
     return next(lineage for lineage in by_head[head] if lineage.to_lists()[1] == most)
 
 
-def _plan_block(members: Sequence[Member], lineages: Sequence[Lineage], block: int) -> BlockPlan | None:
+def _plan_block(
+    members: Sequence[Member], lineages: Sequence[Lineage], block: int, bounds: _Bounds
+) -> BlockPlan | None:
     """The plan of one block, None where there is nothing to do."""
     holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
     for i, member in enumerate(members):
@@ -173,7 +256,7 @@ def _plan_block(members: Sequence[Member], lineages: Sequence[Lineage], block: i
 
     version, digest = max(holders_of_base, key=preference)
     in_base = frozenset(holders_of_base[version, digest])
-    weights = _weights(members, block)
+    weights = _weights(members, block, bounds)
     # Only members with another base make it necessary to look at lineages, and there are few of them.
     others = [i for i, _ in weights if i not in in_base]
     base_lineage = common_lineage(members, in_base) if others else None
@@ -182,33 +265,38 @@ def _plan_block(members: Sequence[Member], lineages: Sequence[Lineage], block: i
         assert base_lineage is not None
         return members[i].statement.versions[block] >= version or not lineages[i].leads_to(base_lineage)
 
+    limit_of = bounds.limits([i for i, _ in weights], block)
     contributions = tuple(
-        Contribution(i, weight, Form.FULL if i not in in_base and went_another_way(i) else Form.DELTA)
+        Contribution(
+            i,
+            weight,
+            Form.FULL if i not in in_base and went_another_way(i) else Form.DELTA,
+            bounds.stated_rms(i, block),
+            limit_of[i],
+        )
         for i, weight in weights
     )
     if not contributions and len(in_base) == len(members):
         return None
-    return BlockPlan(block, version, digest, in_base, contributions)
+    lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
+    return BlockPlan(block, version, digest, in_base, contributions, median_low(lengths) if lengths else 0.0)
 
 
-def _weights(members: Sequence[Member], block: int) -> list[tuple[int, float]]:
+def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:
     """Who contributes to a block, with what weight: tokens for shared, tokens routed to the expert for its holders."""
     if block == SHARED_BLOCK:
-        raw = {i: m.statement.tokens for i, m in enumerate(members) if m.statement.tokens > 0}
-    else:
-        expert = block - 1
-        raw = {
-            i: m.statement.routed[m.statement.held.index(expert)]
-            for i, m in enumerate(members)
-            if expert in m.statement.held and m.statement.tokens > 0
-        }
-    if not raw:
-        return []
+        return [(i, tokens) for i, tokens in enumerate(bounds.tokens) if tokens > 0]
+    expert = block - 1
+    raw = {
+        i: m.statement.routed[m.statement.held.index(expert)]
+        for i, m in enumerate(members)
+        if expert in m.statement.held and m.statement.tokens > 0
+    }
     if not any(raw.values()):  # no token was routed to this expert, but weight decay and merges changed it
         return [(i, 1.0) for i in raw]
     # The lower median: with two members the larger claim must not be its own measure.
-    limit = MAX_WEIGHT_RATIO * median_low([count for count in raw.values() if count > 0])
-    return [(i, min(float(count), limit)) for i, count in raw.items() if count > 0]
+    median = median_low([count for count in raw.values() if count > 0])
+    return [(i, min(float(count), bounds.ratios[i] * median)) for i, count in raw.items() if count > 0]
 
 
 def _reducers(members: Sequence[Member], block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:

@@ -8,18 +8,23 @@ Shapes: N elements of one part.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from spes_swarm import blame
 from spes_swarm.bitmap import bitmap, members_of
+from spes_swarm.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
 from spes_swarm.codec import EXACT, Codec, FloatArray
+from spes_swarm.config import RoundConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.plan import Contribution, Form, Part, Plan
 from spes_swarm.reference import Reference
+from spes_swarm.result_bounds import excessive_results
 from spes_swarm.statement import Group
+from spes_swarm.track_record import TrackRecords
 from spes_swarm.wire import Frame, FrameKind
 
 
@@ -30,6 +35,12 @@ class ExchangeLimits:
     stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
     timeout_s: float  # the whole exchange; see exchange.py for the shares of its phases
     max_update_rms: float  # largest root mean square of a part's difference that is accepted
+    bounded: bool = True  # contributions and results are held to the plan's limits
+
+    @classmethod
+    def of(cls, config: RoundConfig) -> ExchangeLimits:
+        """Those of a run."""
+        return cls(config.stall_timeout_s, config.timeout_s, config.max_update_rms, bounded=config.clip > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +50,21 @@ class Result:
     form: Form
     data: bytes
     included: frozenset[int]  # members whose contribution is in it
+    energy: float = 0.0  # sum of squares of its difference to the base, where this peer holds that
 
 
 @dataclass(slots=True)
 class _Accumulator:
-    """The running average of one part at its reducer."""
+    """The contributions to one part, at its reducer."""
 
     outstanding: set[int]  # contributors that have neither delivered nor been given up
-    included: set[int] = field(default_factory=set)
-    weight: float = 0.0
-    weighted_sum_N: np.ndarray[Any, np.dtype[np.float64]] | None = None
+    differences: dict[int, FloatArray] = field(default_factory=dict)  # (N,) of each that has delivered
+    weights: dict[int, float] = field(default_factory=dict)
 
     def add(self, member: int, weight: float, difference_N: FloatArray) -> None:
-        term_N = difference_N.astype(np.float64) * weight
-        self.weighted_sum_N = term_N if self.weighted_sum_N is None else self.weighted_sum_N + term_N
-        self.weight += weight
-        self.included.add(member)
-        self.outstanding.discard(member)
+        self.differences[member] = difference_N
+        self.weights[member] = weight
+        self.outtracks.discard(member)
 
 
 @dataclass(frozen=True)
@@ -70,12 +79,19 @@ class CommitReport:
     experts_covered: int
 
 
+def _energy(difference_N: FloatArray) -> float:
+    """Sum of squares."""
+    with np.errstate(over="ignore"):
+        return float(np.sum(np.square(difference_N, dtype=np.float64)))
+
+
 class RoundState:
     """One round as one member sees it.
 
     Args:
         contribution_N: this member's live weights (only shared and held blocks are read); at commit it becomes what
             the live weights of those blocks have to be.
+        tracks: what this peer has seen of the others.
     """
 
     def __init__(
@@ -87,6 +103,7 @@ class RoundState:
         contribution_N: FloatArray,
         codec: Codec,
         limits: ExchangeLimits,
+        tracks: TrackRecords | None = None,
     ) -> None:
         self.group = group
         self.plan = plan
@@ -98,6 +115,7 @@ class RoundState:
         self.results: dict[int, Result] = {}
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
         self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
+        self.ended: set[int] = set()  # reducers that have said that they are through
         self.finished = False  # no more results will come from reducers
         self.committed = False
         self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
@@ -107,29 +125,38 @@ class RoundState:
         self.payload_bytes_received = 0
         self.last_heard = dict.fromkeys(range(plan.num_members), time.monotonic())
         self.wanted = {part.index: part for part in plan.wanted(me)}
+        self._tracks = tracks or TrackRecords()
+        self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
+        self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the shared parts reduced here
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
                 contributions = plan.block_of(part).contributions
                 self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
         self.num_to_reduce = len(self._accumulators)
+        self.refused: set[int] = set()  # members that have sent something unacceptable
         self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
         for index in list(self._accumulators):
             own = self._contribution(plan.parts[index], me)
             if own is not None:
-                self._add_own(plan.parts[index], own.weight)
+                self._add_own(plan.parts[index], own)
             self._complete_if_ready(index)
 
-    def _add_own(self, part: Part, weight: float) -> None:
+    def _add_own(self, part: Part, contribution: Contribution) -> None:
         # Held to the same measure as everybody's: with a NaN of its own, a reducer would hand out unusable results.
         difference_N = self.own_difference(part)
         try:
             self._check_norm(difference_N)
         except ProtocolError as exc:
-            self._accumulators[part.index].outstanding.discard(self.me)
+            self._accumulators[part.index].outtracks.discard(self.me)
             self.own_faults.append(exc)
         else:
-            self._accumulators[part.index].add(self.me, weight, difference_N)
+            self._add(part, contribution, difference_N)
+
+    def _add(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
+        if contribution.scale < 1:
+            difference_N = difference_N * np.float32(contribution.scale)
+        self._accumulators[part.index].add(contribution.member, contribution.weight, difference_N)
 
     def _owes(self, member: int) -> bool:
         """Whether a member will pull results that are reduced here."""
@@ -185,18 +212,55 @@ class RoundState:
             if frame.weight != contribution.weight:
                 raise ProtocolError("weight", f"weight {frame.weight}, stated {contribution.weight}")
             if contribution.form is Form.FULL:
-                difference_N = self._difference_of_full(part, frame.payload)
+                difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
             else:
                 difference_N = self.codec.decode(frame.payload, part.size)
             self._check_norm(difference_N)
+            if contribution.form is Form.DELTA:
+                self._check_stated(part, contribution, difference_N)
         except ProtocolError:
             # The member's word for this part is spent: the part completes without it.
-            accumulator.outstanding.discard(member)
+            self.refused.add(member)
+            accumulator.outtracks.discard(member)
             self._complete_if_ready(frame.part)
             raise
         self.payload_bytes_received += len(frame.payload)
-        accumulator.add(member, contribution.weight, difference_N)
+        self._add(part, contribution, difference_N)
         self._complete_if_ready(frame.part)
+
+    def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
+        """Full values' difference to the base, at most as long as rounds apart from it explain.
+
+        Nothing was stated about it, so it is measured part by part. Who has committed with this peer since cannot be
+        further apart than that.
+        """
+        if not self.limits.bounded or not math.isfinite(contribution.limit_rms):
+            return difference_N
+        peer_id = self.group.members[contribution.member].peer_id
+        apart = self._tracks.rounds_since(peer_id, self.plan.round) or MAX_ROUNDS_APART
+        limit = contribution.limit_rms * (1 + min(apart, MAX_ROUNDS_APART))
+        rms = math.sqrt(_energy(difference_N) / len(difference_N))
+        return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
+
+    def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
+        """What was stated decides how a member is scaled: more than that must not come."""
+        if not self.limits.bounded:
+            return
+        key = contribution.member, part.block
+        budget = self._budgets.get(key)
+        if budget is None:
+            budget = self._budget(part.block, self.me, contribution.stated_rms)
+            self._budgets[key] = budget
+        energy = _energy(difference_N)
+        if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
+            raise ProtocolError(
+                "norm", f"part {part.index} is longer than the RMS {contribution.stated_rms:.3g} stated"
+            )
+
+    def _budget(self, block: int, reducer: int, rms: float) -> EnergyBudget:
+        sizes = [part.size for part in self.plan.parts if part.block == block]
+        seen = [part.size for part in self.plan.parts if part.block == block and part.reducer == reducer]
+        return EnergyBudget(rms, sum(sizes), sum(seen))
 
     def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
         base_N = self.reference.values_N[part.start : part.start + part.size]
@@ -212,7 +276,7 @@ class RoundState:
         """Stops waiting for a contributor; returns for how many parts it was still awaited."""
         awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
         for index in awaited:
-            self._accumulators[index].outstanding.discard(member)
+            self._accumulators[index].outtracks.discard(member)
             self._complete_if_ready(index)
         return len(awaited)
 
@@ -226,9 +290,10 @@ class RoundState:
             return
         del self._accumulators[index]
         part = self.plan.parts[index]
-        if accumulator.weighted_sum_N is not None:
-            mean_N = (accumulator.weighted_sum_N / accumulator.weight).astype(np.float32)
-            self.results[index] = Result(Form.DELTA, self.codec.encode(mean_N), frozenset(accumulator.included))
+        if accumulator.differences:
+            encoded = self.codec.encode(self._mean(part, accumulator))
+            energy = _energy(self.codec.decode(encoded, part.size))
+            self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
         elif not self.plan.block_of(part).contributions:
             # Nobody trained this block; members with another base still need its values.
             values_N = self.reference.values_N[part.start : part.start + part.size]
@@ -236,6 +301,43 @@ class RoundState:
         self.reduced.append(index)
         self.reduced_changed.set()
         self.reduced_changed = asyncio.Event()
+
+    def _mean(self, part: Part, accumulator: _Accumulator) -> FloatArray:
+        """The weighted mean, in which nobody pulls further aside than most do; see clipping.Agreement."""
+        members = list(accumulator.differences)
+        weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
+        coefficients = weights / weights.sum()
+        if self.limits.bounded:
+            free_rms = FREE_DEVIATION * self.plan.block_of(part).median_rms
+            differences_MN = np.stack([accumulator.differences[member] for member in members])
+            agreement = Agreement.of(differences_MN, weights.tolist(), free_rms)
+            coefficients = agreement.coefficients_M
+            for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
+                self._deviations.setdefault(member, []).append(factor)
+        mean_N = np.zeros(part.size, dtype=np.float64)
+        for member, coefficient in zip(members, coefficients.tolist(), strict=True):
+            mean_N += coefficient * accumulator.differences[member].astype(np.float64)
+        return mean_N.astype(np.float32)
+
+    def clipped(self) -> list[tuple[int, ProtocolError]]:
+        """The members whose contributions were shortened; see blame.clipped."""
+        if not self.limits.bounded:
+            return []
+        new = {i for i, member in enumerate(self.group.members) if self._tracks.is_new(member.peer_id)}
+        return blame.clipped(self.plan, self._deviations_left(), new)
+
+    def _deviations_left(self) -> dict[int, float]:
+        return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
+
+    def tell(self, tracks: TrackRecords) -> None:
+        """Adds this round's commit to what is known of its members."""
+        seen = set[int]().union(*(result.included for result in self.results.values()))
+        aside = {member for member, left in self._deviations_left().items() if left < blame.MATERIAL_DEVIATION}
+        honoured = {i for i, claim in enumerate(self.plan.claims) if i in seen and claim.plausible and not claim.absurd}
+        ids = [member.peer_id for member in self.group.members]
+        in_order = {ids[i] for i in honoured - aside - self.refused}
+        ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
+        tracks.committed(self.plan.round, ratios, in_order)
 
     # Results.
 
@@ -279,12 +381,14 @@ class RoundState:
             difference_N = self.codec.decode(frame.payload, part.size)
         else:
             raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
+        energy = 0.0
         if in_base:  # from another base, any distance may be right
             self._check_norm(difference_N)
+            energy = _energy(difference_N)
         included = frozenset(members_of(frame.extra, self.plan.num_members))
         if not included <= {c.member for c in block_plan.contributions}:
             raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
-        self.results[part.index] = Result(Form(frame.form), frame.payload, included)
+        self.results[part.index] = Result(Form(frame.form), frame.payload, included, energy)
         self.payload_bytes_received += len(frame.payload)
 
     def missing(self) -> list[int]:
@@ -292,6 +396,21 @@ class RoundState:
         return [index for index in self.wanted if index not in self.results]
 
     # Commit.
+
+    def refuse_excessive(self) -> list[tuple[int, ProtocolError]]:
+        """Drops results that are longer than what goes into them, as if they had not come; says whose they were."""
+        if not self.limits.bounded:
+            return []
+        known = {index: (result.included, result.energy) for index, result in self.results.items()}
+        errors = []
+        for excess in excessive_results(self.plan, self.me, known):
+            for index in excess.parts:
+                del self.results[index]
+            what = (
+                f"{len(excess.parts)} results of block {excess.block} are longer than their contributions can explain"
+            )
+            errors.append((excess.reducer, ProtocolError("norm", what)))
+        return errors
 
     def commit(self) -> CommitReport:
         """Moves the reference, and what the live weights have to be, to the outcome of the round."""
@@ -337,8 +456,11 @@ class RoundState:
         where = slice(part.start, part.start + part.size)
         in_base = self.me in self.plan.block_of(part).in_base
         contributed = any(c.member == self.me for c in contributions)
-        if part.block != 0 and in_base and contributed and len(contributions) == 1 and self.me in result.included:
-            return  # the only holder keeps its live weights: what the codec lost stays in its next difference
+        whole = len(contributions) == 1 and contributions[0].scale == 1 and self.me in result.included
+        if part.block != 0 and in_base and contributed and whole:
+            # The only holder keeps its live weights: what the codec lost stays in its next difference. What was cut off
+            # must not come back in it, and make that one too long again.
+            return
         if contributed and self.me not in result.included:
             # The reducer went on without this member's work: carry it over to the new reference.
             self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])

@@ -6,10 +6,10 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from spes_swarm.acquaintances import Acquaintances
 from spes_swarm.announcer import Announcer
 from spes_swarm.catching_up import CatchingUp
 from spes_swarm.clock import Timekeeper, give_to_hivemind
-from spes_swarm.codec import FloatArray, get_codec
+from spes_swarm.codec import get_codec
 from spes_swarm.daemon import Daemon
 from spes_swarm.dht import join_dht
 from spes_swarm.download import SyncProgress, TransferReport
@@ -49,10 +49,12 @@ from spes_swarm.service_messages import (
     SwarmView,
     TokenCounts,
 )
-from spes_swarm.shared_vector import SharedVector
+from spes_swarm.shared_vector import attach_of
 from spes_swarm.standing import Neighbour, Standing
-from spes_swarm.statement import Group, Statement
+from spes_swarm.statement import Group
+from spes_swarm.stating import Work, difference_rms, make_statement
 from spes_swarm.token_count import TokenCount
+from spes_swarm.track_record import TrackRecords
 from spes_swarm.transfer import Transfer
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
@@ -73,10 +75,12 @@ class RunServices:
         self._config = run.round
         self._run_id = settings.manifest.run_id
         num_elements = settings.layout.num_elements
-        self.reference = Reference(settings.layout, _attach(settings.reference_fd, settings, num_elements))
-        self._contribution_N = _attach(settings.contribution_fd, settings, num_elements)
+        self.reference = Reference(
+            settings.layout, attach_of(settings.trainer_pid, settings.reference_fd, num_elements)
+        )
+        self._contribution_N = attach_of(settings.trainer_pid, settings.contribution_fd, num_elements)
         self._codec = get_codec(run.round.codec)
-        self._limits = ExchangeLimits(run.round.stall_timeout_s, run.round.timeout_s, run.round.max_update_rms)
+        self._limits = ExchangeLimits.of(run.round)
         told = {maddr.rsplit("/", 1)[-1] for maddr in settings.initial_peers} - {identity.peer_id}
         self._roster = Roster(identity.peer_id, run.round.progress_ttl_s, Standing(told))
         self._told = told
@@ -90,6 +94,14 @@ class RunServices:
             settings.layout.num_experts,
             Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts),
             run.round.lease_s,
+        )
+        self._tracks = TrackRecords()
+        self._make_plan = partial(
+            make_plan,
+            layout=settings.layout,
+            max_part_elements=run.round.part_elements,
+            clip=run.round.clip,
+            round_tokens=run.round.inner_steps * run.training.batch_size * run.training.sequence_length,
         )
         self.lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []
@@ -374,7 +386,7 @@ class RunServices:
 
     def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
         """See network.NetworkProcess.offer_moments."""
-        memory = _attach(memory_fd, self._settings, num_moments(experts, self._settings.layout))
+        memory = attach_of(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
         self._moments.offer(round_number, step, slices(memory, experts, self._settings.layout))
 
     async def fetch_moments(
@@ -382,7 +394,7 @@ class RunServices:
     ) -> dict[int, Received]:
         """See network.NetworkProcess.fetch_moments."""
         experts = tuple(sources)
-        memory = _attach(memory_fd, self._settings, num_moments(experts, self._settings.layout))
+        memory = attach_of(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
         return await self._moments.fetch(round_number, sources, slices(memory, experts, self._settings.layout))
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
@@ -424,22 +436,16 @@ class RunServices:
             self._ahead = 0
             self._rendezvous.begin_anew()
             return caught_up
-        commits, marks = self.lineage.to_lists()
-        statement = Statement(
-            round=self._target_round(),
-            held=list(self._leases.held),
-            tokens=tokens,
-            routed=list(routed),
+        held = self._leases.held
+        rms = await asyncio.to_thread(difference_rms, self.reference, self._contribution_N, held)
+        statement = make_statement(
+            Work(self._target_round(), held, tokens, routed, rms, leaving),
+            self.reference,
+            self.lineage,
+            self._leases,
+            self._tracks,
             bandwidth_mbps=self._settings.bandwidth_mbps,
             reachable=self.reachable,
-            versions=list(self.reference.versions),
-            digests=list(self.reference.digests),
-            commits=commits,
-            marks=marks,
-            room=self._leases.room,
-            fixed=self._leases.fixed,
-            leaving=leaving,
-            leased=self._leases.leased_bitmap,
         )
         group = await self._rendezvous.join(statement)
         grouped = time.monotonic()
@@ -447,9 +453,10 @@ class RunServices:
         assert me is not None
         if group.round != self.reference.round + 1:
             self._announcer.swarm_tokens.missed_commits()
-        plan = make_plan(group, self._settings.layout, self._config.part_elements)
+        plan = self._make_plan(group)
         self._listener.on_group(group.round, len(group.members))
-        state = RoundState(group, plan, me, self.reference, self._contribution_N, self._codec, self._limits)
+        mine = self.reference, self._contribution_N
+        state = RoundState(group, plan, me, *mine, self._codec, self._limits, self._tracks)
         try:
             with self._transfer.round_under_way():
                 commit = await self._exchange.run(state)
@@ -464,6 +471,7 @@ class RunServices:
         delivered = {group.members[i].peer_id for result in state.results.values() for i in result.included}
         idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
         self._roster.committed(delivered, absent | idle)
+        state.tell(self._tracks)
         self._roster.vouch(
             [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
         )
@@ -504,10 +512,3 @@ class RunServices:
         await self._announcer.say_goodbye()
         if self._node is not None:
             await self._node.shutdown()
-
-
-def _attach(fd: int, settings: RunSettings, num_elements: int) -> FloatArray:
-    # The trainer made the memory after this process was forked; its descriptor is reachable through /proc.
-    vector = SharedVector.attach(os.open(f"/proc/{settings.trainer_pid}/fd/{fd}", os.O_RDWR), num_elements)
-    vector.close()
-    return vector.values_N

@@ -42,3 +42,10 @@ class SharedVector:
     def close(self) -> None:
         """Gives the descriptor up; the mapping stays for as long as `values_N` is used."""
         os.close(self.fd)
+
+
+def attach_of(pid: int, fd: int, num_elements: int) -> FloatArray:
+    """Maps memory that another process created after this one was forked: its descriptor is reachable through /proc."""
+    vector = SharedVector.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), num_elements)
+    vector.close()
+    return vector.values_N

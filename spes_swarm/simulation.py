@@ -379,6 +379,8 @@ class Simulation:
                 held=list(peer.held),
                 tokens=tokens,
                 routed=[tokens // 8] * len(peer.held),
+                rms=[0.0] * (1 + len(peer.held)),
+                vouched=b"",
                 bandwidth_mbps=peer.upload_mbps,
                 reachable=peer.reachable,
                 versions=self._versions,

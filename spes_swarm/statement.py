@@ -17,6 +17,7 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity
 from spes_swarm.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 from spes_swarm.signed import SignedModel, seal, unseal
+from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 
 KIND = "statement"
 DIGEST_BYTES = 32
@@ -35,6 +36,11 @@ class Statement(SignedModel):
     held: list[Annotated[int, Field(ge=0)]]  # experts trained by this member, ascending
     tokens: _Count  # tokens trained on since the member's last commit
     routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
+    # Root mean square of its differences to its own reference: of the shared block, then of each held expert. Everybody
+    # derives from them how long a difference may be; see clipping.py.
+    rms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    # Members whose tokens this one has seen borne out by earlier commits; see vouchers.py.
+    vouched: Annotated[bytes, Field(max_length=MAX_VOUCHED * VOUCHER_BYTES)]
     # Upload speed; its share of the reducing follows it.
     bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
@@ -53,6 +59,10 @@ class Statement(SignedModel):
     def _consistent(self) -> Statement:
         if len(self.routed) != len(self.held):
             raise ValueError("routed must have one count for each held expert")
+        if len(self.rms) != 1 + len(self.held):
+            raise ValueError("rms must have one value for the shared block and one for each held expert")
+        if len(self.vouched) % VOUCHER_BYTES:
+            raise ValueError(f"vouched must have {VOUCHER_BYTES} bytes for each peer")
         if len(self.versions) != len(self.digests):
             raise ValueError("versions and digests must have one entry for each block")
         if max(self.versions, default=0) >= max(self.round, 1):

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.bitmap import bitmap
-from spes_swarm.codec import EXACT
+from spes_swarm.codec import EXACT, FloatArray
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.exchange import Exchange
@@ -182,8 +182,29 @@ async def beat_forever(services: RunServices) -> None:
         await asyncio.sleep(0.5)
 
 
-async def take_part(maddr: str, directory: Path) -> None:
-    """Lives until all modes have been used in a round of four, then only keeps its connections."""
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """What a hostile member has at hand."""
+
+    services: RunServices
+    exchange: Exchange
+    listener: _Listener
+    presence: Presence
+    reference_N: FloatArray
+    contribution_N: FloatArray
+
+    async def others_have_committed(self, number: int) -> None:
+        """Waits until nobody else that trains is behind that round."""
+        while any(v.progress.round < number for v in self.services._roster.training()):
+            self.listener.viewed.clear()
+            await self.listener.viewed.wait()
+
+
+@asynccontextmanager
+async def membership(
+    maddr: str, directory: Path, make_exchange: Callable[..., Exchange], *, num_experts: int, tokens_per_step: int
+) -> AsyncIterator[Membership]:
+    """Joins a run properly: reads the reference, claims experts and says that it trains."""
     identity = Identity.load_or_create(directory / "identity.key")
     async with joined(maddr, identity) as (daemon, rpc, manifest):
         run = manifest.run
@@ -201,31 +222,41 @@ async def take_part(maddr: str, directory: Path) -> None:
         )
         listener = _Listener(directory)
         services = RunServices(listener, daemon, rpc, identity, settings)
-        limits = ExchangeLimits(run.round.stall_timeout_s, run.round.timeout_s, run.round.max_update_rms)
-        exchange = HostileExchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
+        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, ExchangeLimits.of(run.round), listener.on_fault)
         services._exchange = exchange
         await services.start()
         await services.download(if_newer=False)
-        held = await services.claim(2, room=2, fixed=False)
         presence = Presence(
             name="hostile",
             state="training",
             step=1,
             tokens=0,
-            tokens_per_step=128,
+            tokens_per_step=tokens_per_step,
             tokens_per_second=1.0,
             loss=1.0,
-            experts=held,
+            experts=await services.claim(num_experts, room=num_experts, fixed=False),
         )
         await services.set_presence(presence)
         beating = asyncio.create_task(beat_forever(services))  # what a trainer does to show that it is alive
+        yield Membership(services, exchange, listener, presence, reference.values_N, contribution.values_N)
+        beating.cancel()
+        await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
+        await asyncio.Event().wait()
+
+
+async def take_part(maddr: str, directory: Path) -> None:
+    """Lives until all modes have been used in a round of four, then only keeps its connections."""
+    async with membership(maddr, directory, HostileExchange, num_experts=2, tokens_per_step=128) as member:
+        services, exchange = member.services, member.exchange
+        assert isinstance(exchange, HostileExchange)
+        held = member.presence.experts
         modes = list(MODES)
         with (directory / "rounds.jsonl").open("a", buffering=1) as log:
             while modes:
-                await listener.called.wait()
-                listener.called.clear()
+                await member.listener.called.wait()
+                member.listener.called.clear()
                 exchange.mode = modes[0]
-                contribution.values_N[:] = reference.values_N
+                member.contribution_N[:] = member.reference_N
                 try:
                     report = await services.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
                 except RoundError as exc:
@@ -238,13 +269,8 @@ async def take_part(maddr: str, directory: Path) -> None:
                 if len(report.commit.members) >= 4:
                     log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
                 # What counts is the honest members' reference, when they are through with the round.
-                while any(v.progress.round < report.commit.round for v in services._roster.training()):
-                    listener.viewed.clear()
-                    await listener.viewed.wait()
+                await member.others_have_committed(report.commit.round)
                 await services.download(if_newer=False)
-        beating.cancel()
-        await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
-        await asyncio.Event().wait()
 
 
 def main(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,10 +18,12 @@ from spes_swarm.plan import Plan, common_lineage, make_plan
 from spes_swarm.reference import Reference
 from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.stating import difference_rms
 from spes_swarm.wire import Frame
 
 RUN_ID = "test-run"
-LIMITS = ExchangeLimits(stall_timeout_s=5.0, timeout_s=30.0, max_update_rms=1e3)
+LIMITS = ExchangeLimits(stall_timeout_s=5.0, timeout_s=30.0, max_update_rms=1e3, bounded=False)
+BOUNDED = dataclasses.replace(LIMITS, bounded=True)
 
 
 @lru_cache(maxsize=64)
@@ -46,6 +49,7 @@ class FakePeer:
     routed: tuple[int, ...] | None = None
     reachable: bool = True
     bandwidth_mbps: float = 100.0
+    vouched: bytes = b""
     room: int | None = None  # as many as it holds
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     reports: list[CommitReport] = field(default_factory=list)
@@ -65,6 +69,8 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             held=list(p.held),
             tokens=p.tokens,
             routed=list(p.routed if p.routed is not None else [p.tokens] * len(p.held)),
+            rms=difference_rms(p.reference, p.live_N, p.held),
+            vouched=p.vouched,
             bandwidth_mbps=p.bandwidth_mbps,
             reachable=p.reachable,
             versions=list(p.reference.versions),
@@ -86,14 +92,16 @@ def hold_round(
     *,
     codec: str = "fp32",
     part_elements: int = 64,
+    clip: float = 0.0,
     lose_push: Callable[[int, Frame], bool] = lambda sender, frame: False,
     lose_result: Callable[[int, Frame], bool] = lambda receiver, frame: False,
 ) -> tuple[Plan, list[RoundState]]:
     """Holds a round among `peers`; their references and live weights move. Frames may be lost on the way."""
     layout = peers[0].reference.layout
     group = form(peers, round_number)
-    plan = make_plan(group, layout, part_elements)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), LIMITS) for i, p in enumerate(peers)]
+    plan = make_plan(group, layout, part_elements, clip=clip)
+    limits = BOUNDED if clip else LIMITS
+    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), limits) for i, p in enumerate(peers)]
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):
             for part, contribution in plan.pushes(sender, reducer):
@@ -111,6 +119,8 @@ def hold_round(
                 if result is not None and not lose_result(receiver, result):
                     states[part.reducer].payload_bytes_sent += len(result.payload)
                     state.store_result(result)
+    for state in states:
+        state.refuse_excessive()
     lineage = common_lineage(group.members).after(group.round, group.id)
     for p, state in zip(peers, states, strict=True):
         p.reports.append(state.commit())

@@ -47,7 +47,7 @@ def fault_kinds(peer: LocalPeer, peer_id: str) -> set[str]:
 def accused(peers: list[LocalPeer]) -> list[dict[str, Any]]:
     """Faults in which one of these peers is named for a lie; that a connection was lost may happen to anybody."""
     honest = {event["peer_id"] for peer in peers for event in peer.events("join")}
-    lost = {"truncated", "stalled", "lost", "push", "pull"}
+    lost = {"truncated", "stalled", "lost", "missing", "push", "pull"}
     return [e for p in peers for e in p.events("fault") if e["peer"] in honest and e["kind"] not in lost]
 
 
@@ -97,6 +97,8 @@ class Stranger:
             held=[0],
             tokens=1,
             routed=[1],
+            rms=[0.01, 0.01],
+            vouched=b"",
             bandwidth_mbps=1.0,
             reachable=True,
             versions=[0] * num_blocks,

@@ -298,6 +298,8 @@ def statement(**changes: Any) -> Statement:
         "held": [0, 2],
         "tokens": 100,
         "routed": [10, 20],
+        "rms": [0.01, 0.02, 0.03],
+        "vouched": b"",
         "bandwidth_mbps": 50.0,
         "reachable": True,
         "versions": [0] * NUM_BLOCKS,

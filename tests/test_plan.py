@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.bitmap import num_bitmap_bytes
+from spes_swarm.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.plan import (
-    MAX_WEIGHT_RATIO,
     MIN_PART_ELEMENTS,
     BlockPlan,
     Contribution,
@@ -39,6 +39,8 @@ def member(name: str, layout: Layout, **changes: Any) -> Member:
         "held": held,
         "tokens": 100,
         "routed": [10] * len(held),
+        "rms": [0.01] * (1 + len(held)),
+        "vouched": b"",
         "bandwidth_mbps": 100.0,
         "reachable": True,
         "versions": [5] * num_blocks,
@@ -363,11 +365,11 @@ def test_shared_weights_are_tokens_and_expert_weights_are_routed_tokens() -> Non
     layout = small_layout(2)
     plan = plan_of(
         layout,
-        member("a", layout, tokens=300, held=[0], routed=[70]),
+        member("a", layout, tokens=150, held=[0], routed=[50]),
         member("b", layout, tokens=100, held=[0, 1], routed=[30, 5]),
     )
-    assert weights(plan, 0) == [300.0, 100.0]
-    assert weights(plan, 1) == [70.0, 30.0]
+    assert weights(plan, 0) == [150.0, 100.0]
+    assert weights(plan, 1) == [50.0, 30.0]
     assert weights(plan, 2) == [5.0]
 
 
@@ -382,7 +384,7 @@ def test_an_absurd_claim_weighs_at_most_a_fixed_multiple_of_the_median() -> None
 def test_a_holder_to_which_nothing_was_routed_leaves_the_expert_to_the_others() -> None:
     layout = small_layout(1)
     plan = plan_of(layout, member("a", layout, held=[0], routed=[0]), member("b", layout, held=[0], routed=[8]))
-    assert contributors(plan, 1) == {1: Contribution(1, 8.0, Form.DELTA)}
+    assert contributors(plan, 1) == {1: Contribution(1, 8.0, Form.DELTA, stated_rms=0.01)}
 
 
 def test_an_expert_without_any_tokens_still_follows_its_holders() -> None:

@@ -1,0 +1,77 @@
+"""Who is named after a round, and for what: clipped contributions, and parts that nobody could get.
+
+A fault is for people to read and for the monitor to count; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from spes_swarm.errors import ProtocolError
+from spes_swarm.plan import Part, Plan
+
+# A clip below this factor is told; what is left to honest peers differs by less.
+MATERIAL_SCALE = 0.8
+MATERIAL_DEVIATION = 0.75
+# Newcomers move too far until their optimisers have moments. Further than this they do not.
+GROSS = 0.25
+
+
+def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[int]) -> list[tuple[int, ProtocolError]]:
+    """One fault (`clipped`) for each member whose contribution was materially shortened.
+
+    Args:
+        plan: of the round.
+        deviations_left: what was left of each member's deviations in the parts reduced here, on average.
+        new: members that have not been part of many commits.
+    """
+    faults: list[tuple[int, ProtocolError]] = []
+    for member, claim in enumerate(plan.claims):
+        reasons = []
+        is_new = member in new
+        left = deviations_left.get(member, 1.0)
+        if claim.clipped is not None and claim.clipped[1] < (GROSS if is_new else MATERIAL_SCALE):
+            block, scale = claim.clipped
+            stated = next(c for c in plan.blocks[block].contributions if c.member == member)
+            reasons.append(
+                f"its difference of {_name(block)} has RMS {stated.stated_rms:.3g}, at most {stated.limit_rms:.3g} "
+                f"counts: scaled by {scale:.2g}"
+            )
+        if claim.absurd:
+            reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median's tokens")
+        if left < (GROSS if is_new else MATERIAL_DEVIATION):
+            reasons.append(f"{1 - left:.0%} of what it does beside the direction of all was cut off")
+        if reasons:
+            faults.append((member, ProtocolError("clipped", "; ".join(reasons))))
+    return faults
+
+
+def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> list[tuple[int, ProtocolError]]:
+    """One fault (`missing`) for each member whose parts did not come.
+
+    That is their reducer. One that has said that it is through can only have had nothing to average: then, if there is
+    a single contributor, it is the contributor.
+
+    Args:
+        plan: of the round.
+        me: who misses them.
+        parts: that did not come.
+        finished: reducers that have ended their streams in order.
+    """
+    counts: Counter[tuple[int, bool]] = Counter()
+    for part in parts:
+        contributors = {c.member for c in plan.block_of(part).contributions}
+        if part.reducer in {me, *finished} and len(contributors) == 1 and part.reducer not in contributors:
+            counts[next(iter(contributors)), True] += 1
+        else:
+            counts[part.reducer, False] += 1
+    return [
+        (member, ProtocolError("missing", f"{count} parts that it {'trains' if trains else 'reduces'} did not come"))
+        for (member, trains), count in sorted(counts.items())
+        if member != me
+    ]
+
+
+def _name(block: int) -> str:
+    return "the shared layers" if block == 0 else f"expert {block - 1}"

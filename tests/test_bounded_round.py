@@ -1,0 +1,383 @@
+"""Whole rounds with members that go too far: what counts of it, who is named, and that honest members do not notice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spes_swarm import blame
+from spes_swarm.bitmap import bitmap
+from spes_swarm.clipping import MAX_ROUNDS_APART
+from spes_swarm.codec import FloatArray, get_codec
+from spes_swarm.errors import ProtocolError
+from spes_swarm.layout import Layout
+from spes_swarm.plan import Form, Plan, make_plan
+from spes_swarm.result_bounds import excessive_results
+from spes_swarm.round_state import RoundState
+from spes_swarm.track_record import TrackRecords
+from spes_swarm.wire import Frame, FrameKind
+from tests.rounds import BOUNDED, FakePeer, form, hold_round, peer, small_layout
+
+CLIP = 1.5
+HOSTILE = 4
+STEP = 0.01  # RMS of what an honest peer learns in a round
+
+
+def swarm(layout: Layout, holdings: list[list[int]], seed: int = 0) -> list[FakePeer]:
+    start_N = np.random.default_rng(seed).normal(0, 0.1, layout.num_elements).astype(np.float32)
+    return [peer(layout, start_N, held, tokens=1000, routed=[100] * len(held)) for held in holdings]
+
+
+def train(peers: list[FakePeer], seed: int = 1) -> None:
+    """Most of what is learnt is the same for all, as with the same weights and similar text."""
+    common_N = np.random.default_rng(seed).normal(0, 0.9 * STEP, len(peers[0].live_N))
+    for number, who in enumerate(peers):
+        own_N = np.random.default_rng((seed, 1 + number)).normal(0, math.sqrt(0.19) * STEP, len(who.live_N))
+        for block in trained(who):
+            where = slice(block.start, block.stop)
+            who.live_N[where] += (common_N + own_N)[where].astype(np.float32)
+
+
+def trained(who: FakePeer) -> list[Any]:
+    layout = who.reference.layout
+    return [layout.blocks[0], *(layout.expert_block(expert) for expert in who.held)]
+
+
+def add_noise(who: FakePeer, rms: float) -> None:
+    for block in trained(who):
+        noise_N = np.random.default_rng(block.index).normal(0, rms, block.size)
+        who.live_N[block.start : block.stop] += noise_N.astype(np.float32)
+
+
+def rms(values: FloatArray) -> float:
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
+
+
+def moved(before_N: FloatArray, who: FakePeer, index: int) -> float:
+    block = who.reference.layout.blocks[index]
+    return rms(who.reference.values_N[block.start : block.stop] - before_N[block.start : block.stop])
+
+
+LARGE = small_layout(6, shared=12_000, expert=3_000)
+HOLDINGS = [[0, 1], [1, 2], [2, 3], [0, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("loud", [3 * STEP, 0.9, 300.0])
+def test_noise_moves_the_reference_no_further_than_an_honest_member_can(loud: float) -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    before_N = peers[0].reference.values_N.copy()
+    train(peers[:HOSTILE])
+    add_noise(peers[HOSTILE], loud)
+    peers[HOSTILE].tokens = 2**47
+    peers[HOSTILE].routed = (2**47, 2**47)
+    hold_round(peers, 1, codec="fp16", part_elements=1024, clip=CLIP)
+    assert len({p.reference.digest for p in peers}) == 1
+    assert moved(before_N, peers[0], 0) <= STEP
+    for block in (1, 2, 3, 4):
+        assert moved(before_N, peers[0], block) <= 1.05 * STEP
+    for block in (5, 6):  # which the noisy member alone holds, and claims twice the work of the others
+        assert moved(before_N, peers[0], block) <= 2 * CLIP * STEP * 1.05
+
+
+def test_without_bounds_the_same_noise_decides_everything() -> None:
+    """So that the test above is one of the bounds."""
+    peers = swarm(LARGE, HOLDINGS)
+    before_N = peers[0].reference.values_N.copy()
+    train(peers[:HOSTILE])
+    add_noise(peers[HOSTILE], 0.9)
+    peers[HOSTILE].tokens = 2**47
+    hold_round(peers, 1, codec="fp16", part_elements=1024)
+    assert moved(before_N, peers[0], 0) > 20 * STEP
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+def test_honest_members_do_not_notice_the_bounds(codec: str) -> None:
+    references = []
+    for clip in (0.0, CLIP):
+        peers = swarm(LARGE, HOLDINGS)
+        for number in (1, 2, 3):
+            train(peers, seed=number)
+            _, states = hold_round(peers, number, codec=codec, part_elements=1024, clip=clip)
+            assert not any(state.clipped() for state in states)
+        references.append(peers[0].reference.values_N)
+    np.testing.assert_allclose(*references, atol=1e-7)
+
+
+def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:
+    """Its only holder goes on from what counted, not from its own weights."""
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers[:HOSTILE])
+    add_noise(peers[HOSTILE], 0.9)
+    hold_round(peers, 1, part_elements=1024, clip=CLIP)
+    assert np.array_equal(peers[HOSTILE].live_N, peers[HOSTILE].reference.values_N)
+
+
+def states_of(peers: list[FakePeer], number: int = 1) -> tuple[Plan, list[RoundState]]:
+    group = form(peers, number)
+    plan = make_plan(group, peers[0].reference.layout, 1024, clip=CLIP)
+    codec = get_codec("fp16")
+    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, BOUNDED) for i, p in enumerate(peers)]
+
+
+def refusal(state: RoundState, frame: Frame) -> str:
+    """The kind of fault for which the hostile member's contribution is refused, empty if it is not."""
+    try:
+        state.accept(HOSTILE, frame)
+    except ProtocolError as exc:
+        return exc.kind
+    return ""
+
+
+def test_more_than_was_stated_is_refused() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    plan, states = states_of(peers)
+    add_noise(peers[HOSTILE], 5 * STEP)  # after the statement
+    kinds = [refusal(states[0], states[HOSTILE].push_frame(part, c)) for part, c in plan.pushes(HOSTILE, 0)]
+    assert set(kinds) <= {"", "norm"}
+    assert kinds.count("norm") > kinds.count("")
+    assert HOSTILE in states[0].refused
+    # An honest one passes, all of it.
+    for part, contribution in plan.pushes(1, 0):
+        states[0].accept(1, states[1].push_frame(part, contribution))
+
+
+@pytest.mark.parametrize("length", [0.9, 10.0])
+def test_results_longer_than_their_contributions_are_dropped_by_all(length: float) -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    plan, states = states_of(peers)
+    before_N = peers[0].reference.values_N.copy()
+    receivers = states[:HOSTILE]
+    for part in plan.parts:
+        if part.reducer == HOSTILE:
+            values_N = np.random.default_rng(part.index).normal(0, length * STEP, part.size).astype(np.float32)
+            included = bitmap((c.member for c in plan.block_of(part).contributions), plan.num_members)
+            payload = states[0].codec.encode(values_N)
+            for state in receivers:
+                state.store_result(Frame(FrameKind.DATA, Form.DELTA, part.index, 0.0, included, payload))
+    theirs = {part.index for part in plan.parts if part.reducer == HOSTILE}
+    faults = [state.refuse_excessive() for state in receivers]
+    dropped = [theirs - state.results.keys() for state in receivers]
+    assert all(who == HOSTILE and error.kind == "norm" for found in faults for who, error in found)
+    assert all(same == dropped[0] for same in dropped)
+    if length < 1.0:
+        assert not dropped[0]
+        assert not any(faults)
+        return
+    assert all(faults)
+    for state in receivers:
+        state.commit()
+    for block in LARGE.blocks:
+        mine = [part for part in plan.parts if part.reducer == HOSTILE and part.block == block.index]
+        energy = sum(
+            rms(peers[0].reference.values_N[p.start : p.start + p.size] - before_N[p.start : p.start + p.size]) ** 2
+            * p.size
+            for p in mine
+        )
+        assert energy <= (1.05 * STEP) ** 2 * block.size
+
+
+def test_what_cannot_be_known_is_not_judged() -> None:
+    """A member with another base gets full values: how far they are away says nothing."""
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    hold_round(peers[:4], 1, part_elements=1024)
+    late = peers[HOSTILE]
+    train(peers, seed=2)
+    plan, _ = states_of(peers, 2)
+    huge = {part.index: (frozenset({0, 1}), 1e9) for part in plan.parts}
+    assert HOSTILE not in plan.blocks[0].in_base
+    assert not [excess for excess in excessive_results(plan, HOSTILE, huge) if excess.block == 0]
+    assert [excess for excess in excessive_results(plan, 0, huge) if excess.block == 0]
+    assert late.reference.versions[0] == 0
+
+
+def forked(apart: float) -> list[FakePeer]:
+    """Four members with one base, and one that says it comes from the other side of a split."""
+    peers = swarm(LARGE, HOLDINGS)
+    for who in peers:
+        who.reference.finish(1, [(0, 1)])
+    peers[HOSTILE].reference.values_N[:] += np.random.default_rng(9).normal(0, apart, LARGE.num_elements)
+    peers[HOSTILE].reference.finish(1, [(0, 1)])
+    peers[HOSTILE].live_N[:] = peers[HOSTILE].reference.values_N
+    train(peers)
+    return peers
+
+
+def test_full_values_are_bounded_by_the_rounds_that_a_split_may_last() -> None:
+    peers = forked(apart=1.0)
+    before_N = peers[0].reference.values_N.copy()
+    plan, _ = hold_round(peers, 2, part_elements=1024, clip=CLIP)
+    assert next(c for c in plan.blocks[0].contributions if c.member == HOSTILE).form is Form.FULL
+    # A fifth of it at most, and where three honest members or more contribute what pulls aside is cut down anyway.
+    assert moved(before_N, peers[0], 0) <= CLIP * (1 + MAX_ROUNDS_APART) * STEP / 5 + STEP
+
+
+def test_who_has_just_committed_with_us_cannot_come_from_far_away() -> None:
+    peers = forked(apart=1.0)
+    plan, states = states_of(peers, 2)
+    met = TrackRecords()
+    met.committed(1, [(states[0].group.members[HOSTILE].peer_id, 1.0)], set())
+    state = RoundState(
+        states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
+    )
+    for part, contribution in plan.pushes(HOSTILE, 0):
+        state.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
+    lengths = [
+        rms(accumulator.differences[HOSTILE])
+        for accumulator in state._accumulators.values()
+        if HOSTILE in accumulator.differences
+    ]
+    assert lengths
+    assert max(lengths) <= 2 * CLIP * STEP * 1.05
+
+
+# Who is named.
+
+
+def named(plan: Plan, left: dict[int, float], new: set[int] | None = None) -> list[int]:
+    return [member for member, _ in blame.clipped(plan, left, new or set())]
+
+
+def test_a_clip_names_the_member_once() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    add_noise(peers[HOSTILE], 3 * STEP)
+    peers[HOSTILE].tokens = 2**47
+    plan, _ = states_of(peers)
+    ((member, error),) = blame.clipped(plan, {HOSTILE: 0.3}, set())
+    assert member == HOSTILE
+    assert error.kind == "clipped"
+    assert "\n" not in str(error)
+
+
+def test_newcomers_are_named_only_for_what_no_newcomer_does() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    add_noise(peers[HOSTILE], 2.8 * STEP)  # what a fresh AdamW was measured to do
+    plan, _ = states_of(peers)
+    assert named(plan, {HOSTILE: 0.4}) == [HOSTILE]
+    assert named(plan, {HOSTILE: 0.4}, {HOSTILE}) == []
+    add_noise(peers[HOSTILE], 20 * STEP)
+    plan, _ = states_of(peers)
+    assert named(plan, {}, {HOSTILE}) == [HOSTILE]
+
+
+def test_who_is_late_with_the_work_of_several_rounds_is_not_named() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    hold_round(peers, 1, part_elements=1024)
+    late = peers[HOSTILE]
+    for number in (2, 3, 4):
+        train(peers[:HOSTILE], seed=number)
+        hold_round(peers[:HOSTILE], number, part_elements=1024)
+    for number in (2, 3, 4, 5, 6):
+        train(peers if number == 6 else [*peers[:0], late], seed=number)
+    late.tokens = 5000
+    plan, _ = states_of(peers, 5)
+    assert plan.blocks[0].contributions[HOSTILE].form is Form.DELTA
+    assert HOSTILE not in plan.blocks[0].in_base
+    assert named(plan, {}) == []
+
+
+def test_missing_parts_name_their_reducer() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    plan, _ = states_of(peers)
+    lost = [part for part in plan.parts if part.reducer in (1, HOSTILE)]
+    faults = dict(blame.missing(plan, 0, lost, finished=set()))
+    assert faults.keys() == {1, HOSTILE}
+    assert all(error.kind == "missing" for error in faults.values())
+    assert str(sum(part.reducer == 1 for part in lost)) in str(faults[1])
+
+
+def test_parts_that_their_reducer_never_got_name_the_only_contributor() -> None:
+    """A member in client mode trains an expert; others reduce it, and have said that they are through."""
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    peers[HOSTILE].reachable = False
+    plan, _ = states_of(peers)
+    lost = [part for part in plan.parts if part.block == 5]
+    reducers = {part.reducer for part in lost}
+    assert HOSTILE not in reducers
+    assert [member for member, _ in blame.missing(plan, 0, lost, finished=reducers)] == [HOSTILE]
+    theirs = [part for part in lost if part.reducer != 0]
+    assert HOSTILE not in dict(blame.missing(plan, 0, theirs, finished=set()))  # they are to blame themselves
+    assert [member for member, _ in blame.missing(plan, HOSTILE, lost, finished=reducers)] == []
+
+
+# Weights.
+
+
+def test_what_most_members_vouch_for_weighs_more() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    peers[0].tokens = 100_000
+    train(peers)
+    alone, _ = states_of(peers)
+    assert alone.blocks[0].contributions[0].weight == 2 * 1000
+    fast = form(peers, 1).members[0].peer_id
+    tracks = TrackRecords()
+    for number in range(16):
+        tracks.committed(number, [(fast, 100.0)], {fast})
+    for who in peers[1:4]:
+        who.vouched = tracks.to_vouchers()
+    vouched, _ = states_of(peers)
+    assert vouched.blocks[0].contributions[0].weight == 4 * 1000
+    peers[3].vouched = b""
+    half, _ = states_of(peers)
+    assert half.blocks[0].contributions[0].weight == 2 * 1000
+
+
+def test_a_commit_tells_whose_claims_are_borne_out() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    for who in peers[:2]:
+        who.tokens = 8_000
+    train(peers)
+    peers[0].live_N += 3 * (peers[0].live_N - peers[0].reference.values_N)  # four times as far: eight times the steps
+    add_noise(peers[1], 8 * STEP)
+    _, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
+    tracks = TrackRecords()
+    for number in range(16):
+        states[2].tell(tracks)
+        assert tracks.rounds_since("nobody", number) is None
+    ids = [member.peer_id for member in states[2].group.members]
+    assert tracks.earned(ids[0]) == 4.0
+    assert tracks.earned(ids[1]) == 2.0
+
+
+# Healing.
+
+
+def test_a_block_that_was_healed_in_part_stays_behind() -> None:
+    """It has neither the old values nor the new ones. With its old version it is late: in the next round it is healed
+    whole, and contributes only its own work. With the new version it would pass for the other side of a split."""
+    layout = small_layout(2, shared=400)
+    peers = swarm(layout, [[0], [1], [0]])
+    late, others = peers[0], peers[1:]
+    hold_round(peers, 1)
+    for number in (2, 3):
+        train(others, seed=number)
+        hold_round(others, number)
+    train(peers, seed=4)
+    lost = iter([True, False] * 1000)
+    _, states = hold_round(peers, 4, lose_result=lambda receiver, frame: receiver == 0 and next(lost))
+    missed = {states[0].plan.parts[index].block for index in states[0].missing()}
+    assert 0 in missed
+    assert late.reports[-1].parts_missing > 0
+    behind, ahead = late.reference, others[0].reference
+    assert behind.digests[0] != ahead.digests[0]
+    assert behind.versions[0] < ahead.versions[0]
+    work_N = np.full(400, 0.25, np.float32)
+    late.live_N[:400] = behind.values_N[:400] + work_N
+    for who in others:
+        who.live_N[:400] = who.reference.values_N[:400]
+    expected_N = ahead.values_N[:400] + work_N / 3
+    plan, _ = hold_round(peers, 5)
+    assert plan.blocks[0].contributions[0].form is Form.DELTA
+    for who in peers:
+        np.testing.assert_allclose(who.reference.values_N[:400], expected_N, atol=1e-6)
+    assert len({who.reference.digest for who in peers}) == 1

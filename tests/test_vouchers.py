@@ -1,0 +1,80 @@
+"""Who may weigh more than twice the median: what commits bear out, what members say of it, and what that grants."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_swarm.track_record import NUM_FIRST_COMMITS, SPAN, TrackRecords
+from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, vouchers
+
+IDS = [f"peer{i}" for i in range(6)]
+
+
+def after(*ratios: float, in_order: bool = True) -> TrackRecords:
+    tracks = TrackRecords()
+    for number, ratio in enumerate(ratios):
+        tracks.committed(number, [("fast", ratio)], {"fast"} if in_order else set())
+    return tracks
+
+
+def test_a_ratio_is_earned_slowly_and_never_beyond_what_was_claimed() -> None:
+    assert after(*[10.0] * (SPAN - 1)).earned("fast") == 2
+    assert after(*[10.0] * SPAN).earned("fast") == 4
+    assert after(*[10.0] * (2 * SPAN)).earned("fast") == 8
+    assert after(*[10.0] * (9 * SPAN)).earned("fast") == 10
+    assert after(*[1e9] * (9 * SPAN)).earned("fast") == 16
+    assert after(*[3.0] * (9 * SPAN)).earned("fast") == 3
+
+
+def test_one_commit_out_of_order_or_without_need_begins_anew() -> None:
+    earned = after(*[10.0] * SPAN)
+    earned.committed(SPAN, [("fast", 10.0)], set())
+    assert earned.earned("fast") == 2
+    assert after(*[10.0] * (SPAN - 1), 1.0, 10.0).earned("fast") == 2
+    assert after(*[10.0] * (4 * SPAN), in_order=False).earned("fast") == 2
+
+
+def test_a_peer_that_leaves_out_rounds_keeps_what_it_has_earned() -> None:
+    tracks = after(*[10.0] * SPAN)
+    tracks.committed(SPAN, [("other", 1.0)], {"other"})
+    assert tracks.earned("fast") == 4
+
+
+def test_who_is_new_and_when_a_peer_was_last_met() -> None:
+    tracks = TrackRecords()
+    for number in range(NUM_FIRST_COMMITS):
+        assert tracks.is_new("fast")
+        tracks.committed(number + 3, [("fast", 1.0)], {"fast"})
+    assert not tracks.is_new("fast")
+    assert tracks.is_new("other")
+    assert tracks.rounds_since("fast", 10) == 10 - (NUM_FIRST_COMMITS + 2)
+    assert tracks.rounds_since("other", 10) is None
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(2.0, 16.0), max_size=50))
+def test_vouchers_are_bounded_and_name_those_above_the_cap(earned: dict[str, float]) -> None:
+    data = vouchers(earned)
+    named = list(data[VOUCHER_BYTES - 1 :: VOUCHER_BYTES])
+    expected = sorted((int(ratio) for ratio in earned.values() if int(ratio) > 2), reverse=True)
+    assert named == expected[:MAX_VOUCHED]
+
+
+@given(st.integers(2, 6), st.integers(0, 5))
+def test_more_than_half_of_the_other_members_decide(num_members: int, num_vouching: int) -> None:
+    num_vouching = min(num_vouching, num_members - 1)
+    said = [b""] + [vouchers({IDS[0]: 8.0}) if i <= num_vouching else b"" for i in range(1, num_members)]
+    granted = granted_ratios(IDS[:num_members], said)
+    assert granted == [8.0 if num_vouching > (num_members - 1) / 2 else 2.0] + [2.0] * (num_members - 1)
+
+
+def test_nobody_vouches_for_itself_and_nobody_votes_twice() -> None:
+    own = vouchers({IDS[0]: 16.0})
+    assert granted_ratios(IDS[:2], [own, b""]) == [2.0, 2.0]
+    assert granted_ratios(IDS[:4], [own, own * 3, b"", b""]) == [2.0] * 4
+
+
+def test_what_is_granted_is_what_a_majority_grants() -> None:
+    said = [b"", vouchers({IDS[0]: 16.0}), vouchers({IDS[0]: 4.0}), vouchers({IDS[0]: 8.0})]
+    assert granted_ratios(IDS[:4], said)[0] == 8.0  # two of three say at least that
+    assert granted_ratios(IDS[:3], [b"", b"x" * VOUCHER_BYTES * MAX_VOUCHED, b""]) == [2.0] * 3
