@@ -7,8 +7,10 @@ Whoever exceeds it is scaled down to it.
 
 More tokens make a longer difference. Within a round the length grows at most in proportion to the steps, so another
 member's RMS, times the ratio of tokens where that is above 1, predicts how far a member may have got. Tokens are a
-claim, too: they are believed up to what a round asks of every peer, up to twice the group's lower median, or up to what
-most of the other members vouch for because earlier commits have borne it out (see vouchers.py).
+claim, too: they are believed up to twice the group's lower median, or up to what most of the other members vouch for
+because earlier commits have borne it out (see track_record.py). A round that is called early finds most members after
+a step or two, and would cut short whoever has done more; so what the rounds before have usually come to is
+never too long.
 
 Lower medians throughout: with two members the larger claim is not its own measure.
 
@@ -58,23 +60,19 @@ class Stated:
     tokens: float
     shared_rms: float  # of its difference of the shared block
     expert_rms: Mapping[int, float]  # and of each held expert
+    usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert: what rounds have come to that it was part of
 
 
-def believed_tokens(claimed: Sequence[int], earned: Sequence[float], round_tokens: int) -> list[float]:
-    """Tokens as they count for limits, by member.
+def believed_tokens(claimed: Sequence[int], earned: Sequence[float]) -> list[float]:
+    """Tokens as they count for weights and limits, by member.
 
     Args:
         claimed: what each member says that it has trained on.
         earned: the multiple of the median that each member is granted, at least MAX_WEIGHT_RATIO.
-        round_tokens: what a round asks of every peer: nobody has to prove that much. Without it an old peer would be
-            cut short when the only other one has just joined.
     """
     positive = [tokens for tokens in claimed if tokens > 0]
     median = median_low(positive) if positive else 0
-    return [
-        min(float(tokens), max(ratio * median, float(round_tokens)))
-        for tokens, ratio in zip(claimed, earned, strict=True)
-    ]
+    return [min(float(tokens), ratio * median) for tokens, ratio in zip(claimed, earned, strict=True)]
 
 
 def limits(
@@ -100,9 +98,22 @@ def limits(
     known = [(rms, stated[i].tokens) for i, rms in measure.items() if rms > 0 and stated[i].tokens > 0]
     if not known:
         return dict.fromkeys(contributors, math.inf)
+    remembered = [u for s in stated if (u := s.usual_rms[0 if expert is None else 1]) > 0]
+    usual = median_low(remembered) if remembered else 0.0
     return {
-        i: clip * median_low([rms * max(1.0, stated[i].tokens / tokens) for rms, tokens in known]) for i in contributors
+        i: clip * max(usual, median_low([rms * max(1.0, stated[i].tokens / tokens) for rms, tokens in known]))
+        for i in contributors
     }
+
+
+def median_rms(stated: Sequence[Stated]) -> tuple[float, float]:
+    """How long the members' differences are, of the shared block and of experts: lower medians, 0 where there are none.
+
+    A member that alone holds most experts is still one voice.
+    """
+    shared = [s.shared_rms for s in stated if s.tokens > 0 and s.shared_rms > 0]
+    experts = [max(s.expert_rms.values()) for s in stated if s.tokens > 0 and any(s.expert_rms.values())]
+    return median_low(shared) if shared else 0.0, median_low(experts) if experts else 0.0
 
 
 def _block_rms(stated: Stated, expert: int | None) -> float:

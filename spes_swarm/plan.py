@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
 
-from spes_swarm.clipping import Stated, believed_tokens, limits, scale
+from spes_swarm.clipping import Stated, believed_tokens, limits, median_rms, scale
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.statement import Group, Member
@@ -31,6 +31,8 @@ MIN_PART_ELEMENTS = 1024
 PARTS_PER_MEMBER = 16
 # Nor is its bandwidth believed beyond this many times the median: one claim must not attract all the reducing.
 MAX_BANDWIDTH_RATIO = 8.0
+# Times the median's tokens that nobody can have trained on: steps differ by as much in a round that is called early.
+_ABSURD_RATIO = 1e4
 
 
 class Form(IntEnum):
@@ -117,6 +119,7 @@ class Plan:
     blocks: dict[int, BlockPlan]  # only the blocks that have parts
     parts: tuple[Part, ...]
     claims: tuple[Claim, ...] = ()  # of each member
+    median_rms: tuple[float, float] = (0.0, 0.0)  # see clipping.median_rms
 
     def block_of(self, part: Part) -> BlockPlan:
         """The plan of the part's block."""
@@ -139,9 +142,7 @@ class Plan:
         return [part for part in self.parts if self.block_of(part).receives(member)]
 
 
-def make_plan(
-    group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0, round_tokens: int = 0
-) -> Plan:
+def make_plan(group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0) -> Plan:
     """Derives the plan from the members' statements.
 
     Args:
@@ -149,11 +150,10 @@ def make_plan(
         layout: of the model.
         max_part_elements: of the run's configuration.
         clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
-        round_tokens: what a round asks of every peer, see `clipping.believed_tokens`.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
-    bounds = _Bounds(members, clip, round_tokens)
+    bounds = _Bounds(members, clip)
     block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
     load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
@@ -178,24 +178,26 @@ def make_plan(
             parts.append(Part(len(parts), block_index, start, size, reducer))
     blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
     claims = tuple(bounds.claim(i, blocks) for i in range(len(members)))
-    return Plan(group.round, len(members), blocks, tuple(parts), claims)
+    return Plan(group.round, len(members), blocks, tuple(parts), claims, median_rms(bounds.stated))
 
 
 class _Bounds:
     """What one member may weigh and move, from all members' statements."""
 
-    def __init__(self, members: Sequence[Member], clip: float, round_tokens: int) -> None:
+    def __init__(self, members: Sequence[Member], clip: float) -> None:
         statements = [member.statement for member in members]
         claimed = [statement.tokens for statement in statements]
         positive = [tokens for tokens in claimed if tokens > 0]
         self._median_tokens = median_low(positive) if positive else 1
         self._clip = clip
-        self._round_tokens = round_tokens
         self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
-        self.tokens = believed_tokens(claimed, self.ratios, round_tokens)
+        self.tokens = believed_tokens(claimed, self.ratios)
         self._claimed = claimed
         self._rms = [(s.rms[0], dict(zip(s.held, s.rms[1:], strict=True))) for s in statements]
-        self._stated = [Stated(tokens, *rms) for tokens, rms in zip(self.tokens, self._rms, strict=True)]
+        self.stated = [
+            Stated(tokens, shared, experts, (s.usual_rms[0], s.usual_rms[1]))
+            for tokens, (shared, experts), s in zip(self.tokens, self._rms, statements, strict=True)
+        ]
 
     def stated_rms(self, member: int, block: int) -> float:
         """What a member says of its difference."""
@@ -204,7 +206,7 @@ class _Bounds:
 
     def limits(self, contributors: Collection[int], block: int) -> dict[int, float]:
         """See clipping.limits."""
-        return limits(self._stated, contributors, None if block == SHARED_BLOCK else block - 1, self._clip)
+        return limits(self.stated, contributors, None if block == SHARED_BLOCK else block - 1, self._clip)
 
     def claim(self, member: int, blocks: Mapping[int, BlockPlan]) -> Claim:
         """What is to be said about a member."""
@@ -217,11 +219,12 @@ class _Bounds:
                 if contribution.member != member or contribution.form is not Form.DELTA:
                     continue
                 plausible = plausible and contribution.stated_rms <= contribution.limit_rms * more
-                # Who is late has done the work of several rounds: it is scaled down like everybody, but not told.
-                if member in block_plan.in_base and contribution.scale < (clipped[1] if clipped else 1.0):
+                if contribution.scale < (clipped[1] if clipped else 1.0):
                     clipped = index, contribution.scale
-        absurd = self._claimed[member] > MAX_EARNED_RATIO * max(self._median_tokens, self._round_tokens)
-        return Claim(ratio, absurd, plausible, clipped)
+        absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
+        # Who is late has done the work of several rounds: it is scaled down like everybody, but not told.
+        late = SHARED_BLOCK in blocks and member not in blocks[SHARED_BLOCK].in_base
+        return Claim(ratio, absurd, plausible, None if late else clipped)
 
 
 def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:

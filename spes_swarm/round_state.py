@@ -64,7 +64,7 @@ class _Accumulator:
     def add(self, member: int, weight: float, difference_N: FloatArray) -> None:
         self.differences[member] = difference_N
         self.weights[member] = weight
-        self.outtracks.discard(member)
+        self.outstanding.discard(member)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class RoundState:
         try:
             self._check_norm(difference_N)
         except ProtocolError as exc:
-            self._accumulators[part.index].outtracks.discard(self.me)
+            self._accumulators[part.index].outstanding.discard(self.me)
             self.own_faults.append(exc)
         else:
             self._add(part, contribution, difference_N)
@@ -221,7 +221,7 @@ class RoundState:
         except ProtocolError:
             # The member's word for this part is spent: the part completes without it.
             self.refused.add(member)
-            accumulator.outtracks.discard(member)
+            accumulator.outstanding.discard(member)
             self._complete_if_ready(frame.part)
             raise
         self.payload_bytes_received += len(frame.payload)
@@ -276,7 +276,7 @@ class RoundState:
         """Stops waiting for a contributor; returns for how many parts it was still awaited."""
         awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
         for index in awaited:
-            self._accumulators[index].outtracks.discard(member)
+            self._accumulators[index].outstanding.discard(member)
             self._complete_if_ready(index)
         return len(awaited)
 
@@ -337,7 +337,7 @@ class RoundState:
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
-        tracks.committed(self.plan.round, ratios, in_order)
+        tracks.committed(self.plan.round, ratios, in_order, self.plan.median_rms)
 
     # Results.
 

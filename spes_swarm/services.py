@@ -101,7 +101,6 @@ class RunServices:
             layout=settings.layout,
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
-            round_tokens=run.round.inner_steps * run.training.batch_size * run.training.sequence_length,
         )
         self.lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []

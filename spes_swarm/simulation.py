@@ -380,6 +380,7 @@ class Simulation:
                 tokens=tokens,
                 routed=[tokens // 8] * len(peer.held),
                 rms=[0.0] * (1 + len(peer.held)),
+                usual_rms=[0.0, 0.0],
                 vouched=b"",
                 bandwidth_mbps=peer.upload_mbps,
                 reachable=peer.reachable,

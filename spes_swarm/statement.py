@@ -26,6 +26,7 @@ _MAX_TOKENS = 1 << 48
 _MAX_EXPERTS = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
+_Length = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Round = Annotated[int, Field(ge=0, lt=MAX_ROUND)]
 
 
@@ -38,7 +39,9 @@ class Statement(SignedModel):
     routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
     # Root mean square of its differences to its own reference: of the shared block, then of each held expert. Everybody
     # derives from them how long a difference may be; see clipping.py.
-    rms: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    rms: list[_Length]
+    # How long differences of the shared block, and of experts, usually are in the rounds that it remembers; 0 if none.
+    usual_rms: Annotated[list[_Length], Field(min_length=2, max_length=2)]
     # Members whose tokens this one has seen borne out by earlier commits; see vouchers.py.
     vouched: Annotated[bytes, Field(max_length=MAX_VOUCHED * VOUCHER_BYTES)]
     # Upload speed; its share of the reducing follows it.

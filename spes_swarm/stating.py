@@ -51,6 +51,7 @@ def make_statement(
         tokens=work.tokens,
         routed=list(work.routed),
         rms=work.rms,
+        usual_rms=list(tracks.usual_rms),
         vouched=tracks.to_vouchers(),
         bandwidth_mbps=bandwidth_mbps,
         reachable=reachable,

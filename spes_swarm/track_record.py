@@ -15,25 +15,37 @@ SPAN = 16
 # A newcomer's optimiser has no moments: with AdamW its first round moved it 2.8 times as far as the others, its second
 # one 2.2 times.
 NUM_FIRST_COMMITS = 5
+# What a round comes to is remembered for some rounds, less each time: one that is called early says little.
+_FADING = 0.8
 
 
 class TrackRecords:
     """Counts the others' commits and remembers what they claimed."""
 
     def __init__(self) -> None:
+        self.usual_rms = (0.0, 0.0)  # how long differences of the shared block and of experts have been
         self._commits: dict[str, int] = {}  # that this peer has been part of together with each other one
         self._last_commit: dict[str, int] = {}
         self._claimed: dict[str, list[float]] = {}  # ratios above the cap, of the last commits without a break
         self._borne_out: dict[str, int] = {}  # of how many commits
 
-    def committed(self, round_number: int, ratios: Iterable[tuple[str, float]], in_order: Collection[str]) -> None:
+    def committed(
+        self,
+        round_number: int,
+        ratios: Iterable[tuple[str, float]],
+        in_order: Collection[str],
+        median_rms: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
         """Takes a commit into account.
 
         Args:
             round_number: of the commit.
+            median_rms: of the lengths that went into it, of the shared block and of experts.
             ratios: of each member, the tokens that it claims over the group's lower median.
             in_order: the members whose contributions are in the results and bear their claims out.
         """
+        shared, expert = (max(_FADING * usual, now) for usual, now in zip(self.usual_rms, median_rms, strict=True))
+        self.usual_rms = shared, expert
         for peer_id, ratio in ratios:
             self._last_commit[peer_id] = round_number
             self._commits[peer_id] = self._commits.get(peer_id, 0) + 1

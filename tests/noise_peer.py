@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,11 +104,17 @@ async def _take_part(
                     )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str]) -> int:
+    """Attacks until it is killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("maddr")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="measured")
     parser.add_argument("--size", type=float, default=3.0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     asyncio.run(attack(options.maddr, options.directory, options.kind, options.size))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

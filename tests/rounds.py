@@ -70,6 +70,7 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             tokens=p.tokens,
             routed=list(p.routed if p.routed is not None else [p.tokens] * len(p.held)),
             rms=difference_rms(p.reference, p.live_N, p.held),
+            usual_rms=[0.0, 0.0],
             vouched=p.vouched,
             bandwidth_mbps=p.bandwidth_mbps,
             reachable=p.reachable,

@@ -98,6 +98,7 @@ class Stranger:
             tokens=1,
             routed=[1],
             rms=[0.01, 0.01],
+            usual_rms=[0.0, 0.0],
             vouched=b"",
             bandwidth_mbps=1.0,
             reachable=True,
@@ -345,6 +346,7 @@ def test_rounds_commit_without_a_hostile_member(tmp_path: Path) -> None:
             "truncated",
             "malformed",
             "lost",
+            "missing",
             "pull",
         } <= kinds
         assert not accused(peers)

@@ -299,6 +299,7 @@ def statement(**changes: Any) -> Statement:
         "tokens": 100,
         "routed": [10, 20],
         "rms": [0.01, 0.02, 0.03],
+        "usual_rms": [0.0, 0.0],
         "vouched": b"",
         "bandwidth_mbps": 50.0,
         "reachable": True,

@@ -40,6 +40,7 @@ def member(name: str, layout: Layout, **changes: Any) -> Member:
         "tokens": 100,
         "routed": [10] * len(held),
         "rms": [0.01] * (1 + len(held)),
+        "usual_rms": [0.0, 0.0],
         "vouched": b"",
         "bandwidth_mbps": 100.0,
         "reachable": True,

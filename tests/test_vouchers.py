@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,3 +79,11 @@ def test_what_is_granted_is_what_a_majority_grants() -> None:
     said = [b"", vouchers({IDS[0]: 16.0}), vouchers({IDS[0]: 4.0}), vouchers({IDS[0]: 8.0})]
     assert granted_ratios(IDS[:4], said)[0] == 8.0  # two of three say at least that
     assert granted_ratios(IDS[:3], [b"", b"x" * VOUCHER_BYTES * MAX_VOUCHED, b""]) == [2.0] * 3
+
+
+def test_what_rounds_usually_come_to_fades() -> None:
+    tracks = TrackRecords()
+    assert tracks.usual_rms == (0.0, 0.0)
+    tracks.committed(1, [], set(), (0.01, 0.02))
+    tracks.committed(2, [], set(), (0.001, 0.03))
+    assert tracks.usual_rms == pytest.approx((0.008, 0.03))
