@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--learning-rate", type=float, help="override the configuration's")
     parser.add_argument("--merge-alpha", type=float, help="override the configuration's")
     parser.add_argument("--codec", help="override the configuration's")
+    parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds on contributions")
     parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only one of the three")
     parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
     options = parser.parse_args()
@@ -91,6 +92,8 @@ def main() -> int:
     run["round"]["inner_steps"] = options.inner_steps or run["round"]["inner_steps"]
     run["round"]["codec"] = options.codec or run["round"]["codec"]
     run["training"]["learning_rate"] = options.learning_rate or float(run["training"]["learning_rate"])
+    if options.clip is not None:
+        run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
     steps = options.rounds * run["round"]["inner_steps"]

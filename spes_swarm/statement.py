@@ -22,11 +22,12 @@ from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 KIND = "statement"
 DIGEST_BYTES = 32
 MAX_ROUND = 1 << 40
+MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow
 _MAX_TOKENS = 1 << 48
 _MAX_EXPERTS = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
-_Length = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Length = Annotated[float, Field(ge=0, le=MAX_RMS, allow_inf_nan=False)]
 _Round = Annotated[int, Field(ge=0, lt=MAX_ROUND)]
 
 

@@ -15,7 +15,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.leases import Leases
 from spes_swarm.lineage import Lineage
 from spes_swarm.reference import Reference
-from spes_swarm.statement import Statement
+from spes_swarm.statement import MAX_RMS, Statement
 from spes_swarm.track_record import TrackRecords
 
 _CHUNK = 1 << 20  # elements: the difference of a whole block would take as much memory as the block
@@ -82,4 +82,4 @@ def _rms(values_N: FloatArray, base_N: FloatArray) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
             difference_N = values_N[start : start + _CHUNK] - base_N[start : start + _CHUNK]
             energy += float(np.sum(np.square(difference_N, dtype=np.float64)))
-    return math.sqrt(energy / len(values_N)) if math.isfinite(energy) else 0.0
+    return min(math.sqrt(energy / len(values_N)), MAX_RMS) if math.isfinite(energy) else 0.0

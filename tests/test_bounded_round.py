@@ -17,6 +17,7 @@ from spes_swarm.layout import Layout
 from spes_swarm.plan import Form, Plan, make_plan
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.round_state import RoundState
+from spes_swarm.statement import MAX_RMS
 from spes_swarm.track_record import TrackRecords
 from spes_swarm.wire import Frame, FrameKind
 from tests.rounds import BOUNDED, FakePeer, form, hold_round, peer, small_layout
@@ -143,6 +144,17 @@ def test_more_than_was_stated_is_refused() -> None:
     # An honest one passes, all of it.
     for part, contribution in plan.pushes(1, 0):
         states[0].accept(1, states[1].push_frame(part, contribution))
+
+
+def test_a_statement_of_any_length_is_dealt_with() -> None:
+    """The largest that passes the schema must not make anybody's arithmetic overflow."""
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    peers[HOSTILE].live_N *= np.float32(1e31)
+    plan, states = states_of(peers)
+    assert plan.blocks[0].contributions[HOSTILE].stated_rms == MAX_RMS
+    for part, contribution in plan.pushes(HOSTILE, 0):
+        assert refusal(states[0], states[HOSTILE].push_frame(part, contribution)) in ("norm", "nonfinite")
 
 
 @pytest.mark.parametrize("length", [0.9, 10.0])

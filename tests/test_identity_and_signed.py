@@ -26,6 +26,7 @@ from spes_swarm.identity import Identity, verify
 from spes_swarm.lineage import MARK_BYTES
 from spes_swarm.signed import SignedModel, seal, unseal
 from spes_swarm.statement import Statement, form_group, open_statement, seal_statement
+from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 from tests.rounds import identity
 
 RUN = "run-1"
@@ -326,6 +327,14 @@ def statement(**changes: Any) -> Statement:
         {"routed": [10, -1]},
         {"tokens": -1},
         {"tokens": 1 << 49},
+        {"rms": [0.01, 0.02]},
+        {"rms": [0.01, 0.02, -0.01]},
+        {"rms": [0.01, 0.02, float("nan")]},
+        {"rms": [1e31, 0.02, 0.03]},
+        {"usual_rms": [0.01]},
+        {"usual_rms": [0.01, float("inf")]},
+        {"vouched": bytes(VOUCHER_BYTES - 1)},
+        {"vouched": bytes(VOUCHER_BYTES * (MAX_VOUCHED + 1))},
         {"bandwidth_mbps": 0.0},
         {"bandwidth_mbps": float("nan")},
         {"bandwidth_mbps": float("inf")},
