@@ -13,6 +13,9 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
+
 from spes_swarm.address import check_peer_address
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import AddressError
@@ -96,3 +99,13 @@ class Acquaintances:
 
         answers = await asyncio.gather(*(try_one(peer) for peer in peers))
         return [peer for peer in answers if peer is not None]
+
+    async def reunite(self, live: Collection[str], daemon: Daemon, node: DHTNode) -> None:
+        """Tries peers that are not among the live ones; a node that answers is in touch with this one again."""
+        for peer_id in await self.dial(daemon, self.due(live)):
+            peer = PeerID.from_base58(peer_id)
+            # With this both nodes know each other in the DHT, and records pass between the two parts again.
+            if await node.protocol.call_ping(peer) is None:
+                await daemon.disconnect(peer_id)  # what looked connected was not: see Rpc.on_silence
+            else:
+                node.blacklist.register_success(peer)

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from spes_swarm.codec import get_codec
-from spes_swarm.config import ExpertsWanted, PeerConfig, RunConfig, parse_experts
+from spes_swarm.config import PeerConfig, RunConfig
 from spes_swarm.errors import CapacityError, ConfigError
+from spes_swarm.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.host_memory import free_host_bytes
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.model import build_model, layout_of

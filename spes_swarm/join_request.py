@@ -12,10 +12,10 @@ from spes_swarm.config import (
     RunConfig,
     default_config_path,
     override,
-    parse_experts,
     read_config_file,
 )
 from spes_swarm.errors import ConfigError
+from spes_swarm.experts_wanted import parse_experts
 from spes_swarm.hub.location import parse_location
 from spes_swarm.model_size import MAX_EXPERTS
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hivemind.dht import DHTNode
-from hivemind.p2p import PeerID
 
 from spes_swarm.acquaintances import Acquaintances
 from spes_swarm.announcer import Announcer
@@ -49,7 +48,7 @@ from spes_swarm.service_messages import (
     SwarmView,
     TokenCounts,
 )
-from spes_swarm.shared_vector import attach_of
+from spes_swarm.shared_vector import attach_from
 from spes_swarm.standing import Neighbour, Standing
 from spes_swarm.statement import Group
 from spes_swarm.stating import Work, difference_rms, make_statement
@@ -76,9 +75,9 @@ class RunServices:
         self._run_id = settings.manifest.run_id
         num_elements = settings.layout.num_elements
         self.reference = Reference(
-            settings.layout, attach_of(settings.trainer_pid, settings.reference_fd, num_elements)
+            settings.layout, attach_from(settings.trainer_pid, settings.reference_fd, num_elements)
         )
-        self._contribution_N = attach_of(settings.trainer_pid, settings.contribution_fd, num_elements)
+        self._contribution_N = attach_from(settings.trainer_pid, settings.contribution_fd, num_elements)
         self._codec = get_codec(run.round.codec)
         self._limits = ExchangeLimits.of(run.round)
         told = {maddr.rsplit("/", 1)[-1] for maddr in settings.initial_peers} - {identity.peer_id}
@@ -278,16 +277,9 @@ class RunServices:
         self._listener.on_view(self.view())
 
     async def _reunite(self) -> None:
-        """Tries peers that were live once; see acquaintances.py."""
         assert self._node is not None
         live = {self._identity.peer_id, *(view.peer_id for view in self._roster.present())}
-        for peer_id in await self._acquaintances.dial(self._daemon, self._acquaintances.due(live)):
-            peer = PeerID.from_base58(peer_id)
-            # With this both nodes know each other in the DHT, and records pass between the two parts again.
-            if await self._node.protocol.call_ping(peer) is None:
-                await self._daemon.disconnect(peer_id)  # what looked connected was not: see Rpc.on_silence
-            else:
-                self._node.blacklist.register_success(peer)
+        await self._acquaintances.reunite(live, self._daemon, self._node)
 
     async def _keep_time(self) -> None:
         await asyncio.sleep(self._timekeeper.until_check_s())
@@ -385,7 +377,7 @@ class RunServices:
 
     def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
         """See network.NetworkProcess.offer_moments."""
-        memory = attach_of(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
+        memory = attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
         self._moments.offer(round_number, step, slices(memory, experts, self._settings.layout))
 
     async def fetch_moments(
@@ -393,7 +385,7 @@ class RunServices:
     ) -> dict[int, Received]:
         """See network.NetworkProcess.fetch_moments."""
         experts = tuple(sources)
-        memory = attach_of(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
+        memory = attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
         return await self._moments.fetch(round_number, sources, slices(memory, experts, self._settings.layout))
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:

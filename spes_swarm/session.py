@@ -18,7 +18,7 @@ from blake3 import blake3
 from spes_swarm.address import best_first
 from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
-from spes_swarm.config import ExpertsWanted, RunConfig, parse_experts
+from spes_swarm.config import RunConfig
 from spes_swarm.daemon import listen_again, with_port
 from spes_swarm.errors import (
     LeftEarlyError,
@@ -26,6 +26,7 @@ from spes_swarm.errors import (
     NetworkProcessError,
     UserError,
 )
+from spes_swarm.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.identity import Identity
 from spes_swarm.join_command import join_command, join_note
 from spes_swarm.join_request import JoinRequest

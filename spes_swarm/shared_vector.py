@@ -44,7 +44,7 @@ class SharedVector:
         os.close(self.fd)
 
 
-def attach_of(pid: int, fd: int, num_elements: int) -> FloatArray:
+def attach_from(pid: int, fd: int, num_elements: int) -> FloatArray:
     """Maps memory that another process created after this one was forked: its descriptor is reachable through /proc."""
     vector = SharedVector.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), num_elements)
     vector.close()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.config import PeerConfig, override, parse_experts
+from spes_swarm.config import PeerConfig, override
 from spes_swarm.errors import ConfigError
+from spes_swarm.experts_wanted import parse_experts
 
 
 def test_override_applies_the_flags_that_were_given() -> None:
