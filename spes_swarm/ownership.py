@@ -164,10 +164,10 @@ def reassign(
     beyond = math.inf
     while beyond > 0:
         before = moves.beyond_limit
-        moves.shed_beyond_limit()
+        shed = moves.shed_beyond_limit()
         while any(rule() for rule in rules_in_order):
             pass
-        moves.give_back()
+        moves.give_back(shed)
         # What adopters have taken makes other experts ones that can be given up.
         beyond = moves.beyond_limit if moves.beyond_limit < before else 0
     moves.adopt_beyond_limit()
@@ -208,7 +208,6 @@ class _Moves:
         reserved = {expert for expert in reserved if not self._count[expert]}
         self._experts = [expert for expert in range(num_experts) if expert not in reserved]
         self._gained: set[tuple[str, int]] = set()
-        self._shed: dict[int, list[str]] = {}  # what was given up for the limit, and by whom
 
     @cached_property
     def _turn(self) -> dict[str, int]:
@@ -238,7 +237,6 @@ class _Moves:
         self.held[peer].discard(expert)
         self._movable[expert].discard(peer)
         self._count[expert] -= 1
-        self._gained.discard((peer, expert))
 
     def shed_room(self) -> None:
         """Who holds more than it has room for gives up what is held most."""
@@ -253,18 +251,22 @@ class _Moves:
         """Experts that members hold beyond the limit, all together."""
         return sum(max(0, len(experts) - self._limit) for experts in self.held.values())
 
-    def shed_beyond_limit(self) -> None:
-        """Who holds more than the limit offers what is held most to the others, named experts before anybody's."""
-        self._shed = {}
+    def shed_beyond_limit(self) -> dict[int, list[str]]:
+        """Who holds more than the limit offers what is held most to the others; returns which experts, and by whom.
+
+        Those whose users have named their experts begin, so that the others keep what both hold.
+        """
+        shed: dict[int, list[str]] = {}
         for peer in sorted(self.held, key=lambda peer: (peer in self._room, self._turn[peer])):
             while len(self.held[peer]) > self._limit:
                 expert = max(self.held[peer], key=self._spare)
                 self._drop(peer, expert)
-                self._shed.setdefault(expert, []).append(peer)
+                shed.setdefault(expert, []).append(peer)
+        return shed
 
-    def give_back(self) -> None:
+    def give_back(self, shed: Mapping[int, list[str]]) -> None:
         """What nobody took returns to who held it, to one member if several did."""
-        for expert, peers in sorted(self._shed.items()):
+        for expert, peers in sorted(shed.items()):
             movable = [peer for peer in peers if peer in self._room]
             # A claim of named experts does not relieve anybody else of an expert.
             if self._movable[expert] or not (movable or not self._count[expert]):

@@ -58,6 +58,17 @@ def test_a_commit_that_the_swarm_has_just_thinned_out_is_late_and_not_elsewhere(
         assert other.leads_to(swarm) == (1 not in swarm.marks)
 
 
+def test_one_other_commit_is_noticed_however_long_the_history() -> None:
+    common = commit(Lineage({}), [1] * 60)
+    one, other = commit(common, [1]), commit(common, [2, 1, 1])
+    for seen in (other, Lineage.from_lists(*other.to_lists())):
+        assert not one.leads_to(seen)
+
+
+def test_the_initial_weights_come_before_all_commits() -> None:
+    assert Lineage({}).head == (-1, b"")
+
+
 def test_a_first_commit_is_not_the_initial_weights() -> None:
     assert not Lineage({0: b"\1" * 8}).leads_to(Lineage({1: b"\2" * 8}))
     assert Lineage({}).leads_to(Lineage({1: b"\2" * 8}))

@@ -41,6 +41,7 @@ def test_a_newcomer_takes_what_the_others_hold_least(given_table: tuple[int, Tab
     num_experts, table = given_table
     chosen = choose_experts(table, "newcomer", num_experts, want)
     assert len(chosen) == min(want, num_experts) == len(set(chosen))
+    assert list(chosen) == sorted(chosen)
     left = set(range(num_experts)) - set(chosen)
     counts = Counter(e for held in table.values() for e in held)
     for taken in chosen:

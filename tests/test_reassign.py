@@ -315,8 +315,16 @@ def test_named_experts_and_the_limit_cost_no_replicas_that_the_others_have_room_
     assert replicas_wanted(case) >= reachable_replicas(without)
 
 
+# One of the two has to leave expert 1 to the other: for expert 0, and not in addition to it.
+ONE_OF_TWO = Case({"a": Holding((1,), 2), "b": Holding((1,), 1)}, 2, 34, (1, 29), rules=Rules(replicas=1))
+# Everybody has everything, and two of three are enough.
+ONE_TOO_MANY = Case({name: Holding((0, 1, 2), 3) for name in "abc"}, 3, 34, (1, 2, 3), rules=Rules(replicas=2))
+
+
 @thoroughly
 @given(targeted)
+@example(ONE_OF_TWO)
+@example(ONE_TOO_MANY)
 def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: Case) -> None:
     assert case.rules.replicas is not None
     outcome = decide(case)
@@ -352,8 +360,33 @@ def test_beyond_the_limit_a_member_holds_only_what_nobody_else_can(case: Case) -
             assert len(outcome[peer]) >= min(holding.room, case.limit)
 
 
+# Where what others adopt at first makes other experts ones that can be given up.
+IN_TWO_TURNS = Case(
+    {"a": Holding((0, 1, 2), 4), "b": Holding((), 4), "c": Holding((1,), 3, fixed=True), "d": Holding((), 4)},
+    3,
+    41,
+    (0, 38, 9),
+    rules=Rules(most_each=1),
+)
+NAMED_IN_TWO_TURNS = Case(
+    {
+        "a": Holding((0, 3, 4, 6), 4, fixed=True),
+        "b": Holding((), 1),
+        "c": Holding((3, 5, 6), 3, fixed=True),
+        "d": Holding((0,), 4, fixed=True),
+        "e": Holding((4, 5), 6, fixed=True),
+    },
+    7,
+    2,
+    (0, 0, 2, 0, 1, 2, 2),
+    rules=Rules(rotate_every_rounds=3, most_each=1),
+)
+
+
 @thoroughly
 @given(cases())
+@example(IN_TWO_TURNS)
+@example(NAMED_IN_TWO_TURNS)
 def test_beyond_the_limit_nobody_keeps_a_replica(case: Case) -> None:
     outcome = decide(case)
     own, holds = counts({peer: outcome[peer] for peer in case.movable}), counts(outcome)
@@ -406,6 +439,17 @@ def test_of_several_with_more_than_the_limit_none_keeps_what_another_one_has() -
     outcome = decide(Case(table, 8, 11, (10,) * 8, rules=Rules(most_each=3)))
     assert sorted(outcome["a"] + outcome["b"]) == list(range(8))
     assert {len(experts) for experts in outcome.values()} == {4}
+
+
+def test_what_a_lone_peer_holds_beyond_the_limit_takes_turns_like_all_else() -> None:
+    rules = Rules(rotate_every_rounds=10, most_each=1)
+    for held, waiting in (((0, 1, 2, 3), (4, 5, 6, 7)), ((4, 5, 6, 7), (0, 1, 2, 3))):
+        assert decide(Case({"a": Holding(held, 4)}, 8, 20, (20,) * 8, rules=rules)) == {"a": waiting}
+
+
+def test_beyond_the_limit_the_longest_untrained_is_adopted_first() -> None:
+    for trained_in, expected in (((9, 8, 7, 6, 5), (3, 4)), ((5, 6, 7, 8, 9), (0, 1)), ((5, 9, 8, 6, 9), (0, 3))):
+        assert decide(Case({"a": Holding((), 2)}, 5, 11, trained_in, rules=Rules(most_each=1))) == {"a": expected}
 
 
 def test_whoever_has_the_most_room_adopts_beyond_the_limit() -> None:
