@@ -6,7 +6,7 @@ statement carries the RMS of its writer's differences, and the plan derives from
 Whoever exceeds it is scaled down to it.
 
 More tokens make a longer difference. Within a round the length grows at most in proportion to the steps, so another
-member's RMS, times the ratio of tokens where that is above 1, predicts how far a member may have got. Tokens are a
+member's RMS, times the ratio of tokens where that is above `clip`, predicts how far a member may have got. Tokens are a
 claim, too: they are believed up to twice the group's lower median, or up to what most of the other members vouch for
 because earlier commits have borne it out (see track_record.py). A round that is called early finds most members after
 a step or two, and would cut short whoever has done more; so what the rounds before have usually come to is
@@ -84,7 +84,7 @@ def limits(
         stated: of all members, with believed tokens.
         contributors: those of the block.
         expert: whose block it is, None for the shared one.
-        clip: how many times what is predicted from the lower median member is allowed; 0 for no limits.
+        clip: how many times as long as the lower median a difference may be, for as many tokens; 0 for no limits.
     """
     if clip == 0:
         return dict.fromkeys(contributors, math.inf)
@@ -101,7 +101,7 @@ def limits(
     remembered = [u for s in stated if (u := s.usual_rms[0 if expert is None else 1]) > 0]
     usual = median_low(remembered) if remembered else 0.0
     return {
-        i: clip * max(usual, median_low([rms * max(1.0, stated[i].tokens / tokens) for rms, tokens in known]))
+        i: max(clip * usual, median_low([rms * max(clip, stated[i].tokens / tokens) for rms, tokens in known]))
         for i in contributors
     }
 

@@ -4,7 +4,7 @@
 that it was part of. Killing it ends the attack. In all but its weights it does what an honest peer does.
 
 Kinds: `loud`, just below the absolute bound `max_update_rms`. `measured`, `--size` times as long as what the last round
-moved, which is about what an honest peer moves: at 3 the longest that counts of one that claims twice the tokens.
+moved, which is about what an honest peer moves: at 2 the longest that counts of one that claims twice the tokens.
 `understated`, the same, stated as a tenth of it. `reducer`, `measured`, and noise as long as the honest mean in place
 of the results of all parts that it reduces.
 """

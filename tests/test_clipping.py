@@ -77,7 +77,7 @@ def test_no_claim_gets_further_than_the_honest_spread_allows(honest: list[float]
         if len(honest) > 2 or loud >= rms or loud == 0 or tokens == 0:
             assert scale(rms, limit_of[i]) == 1.0
     liar = limit_of[len(honest)]
-    assert min(loud, liar) <= CLIP * 2 * max(honest) * (1 + 1e-9)
+    assert min(loud, liar) <= 2 * max(honest) * (1 + 1e-9)  # with twice the tokens
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=7), st.randoms())
@@ -94,7 +94,7 @@ def test_a_fast_member_may_have_gone_further_and_a_slow_one_less_far(num_others:
     tokens = [100.0] * num_others + [200.0, 20.0]
     stated = [Stated(t, 0.01 * (t / 100) ** exponent, {}) for t in tokens]
     limit_of = shared_limits(stated)
-    assert all(scale(s.shared_rms, limit_of[i]) == 1.0 for i, s in enumerate(stated))
+    assert all(scale(s.shared_rms, limit_of[i]) == pytest.approx(1.0) for i, s in enumerate(stated))
 
 
 @pytest.mark.parametrize("zeros", [1, 2, 3])
