@@ -11,12 +11,14 @@ from collections.abc import Collection, Mapping
 from spes_swarm.errors import ProtocolError
 from spes_swarm.plan import Part, Plan
 
-# A clip below this factor is told. An honest member whose work was left out of a round brings that of two to the next.
-MATERIAL_SCALE = 0.5
+# A difference so many times as long as its writer's tokens explain is told. An honest member whose work was left out of
+# a round brings that of two to the next. One that has done more steps than others is scaled down, and not accused.
+MATERIAL_EXCESS = 2.0
 # The same for what lies beside the direction of all; honest members' factors are 0.99 and more on average.
 MATERIAL_DEVIATION = 0.75
 # Newcomers move too far until their optimisers have moments. Further than this they do not.
-GROSS = 0.25
+GROSS_EXCESS = 4.0
+GROSS_DEVIATION = 0.25
 
 
 def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[int]) -> list[tuple[int, ProtocolError]]:
@@ -32,7 +34,7 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
         reasons = []
         is_new = member in new
         left = deviations_left.get(member, 1.0)
-        if claim.clipped is not None and claim.clipped[1] < (GROSS if is_new else MATERIAL_SCALE):
+        if claim.clipped is not None and claim.excess > (GROSS_EXCESS if is_new else MATERIAL_EXCESS):
             block, scale = claim.clipped
             stated = next(c for c in plan.blocks[block].contributions if c.member == member)
             reasons.append(
@@ -41,7 +43,7 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
             )
         if claim.absurd:
             reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median's tokens")
-        if left < (GROSS if is_new else MATERIAL_DEVIATION):
+        if left < (GROSS_DEVIATION if is_new else MATERIAL_DEVIATION):
             reasons.append(f"{1 - left:.0%} of what it does beside the direction of all was cut off")
         if reasons:
             faults.append((member, ProtocolError("clipped", "; ".join(reasons))))

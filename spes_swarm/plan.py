@@ -106,7 +106,7 @@ class Claim:
 
     tokens_ratio: float  # claimed tokens over the lower median
     absurd: bool  # more tokens than anybody could have earned to be believed
-    plausible: bool  # its differences would be within bounds if the tokens were true
+    excess: float  # how far its longest difference exceeds its limit, if the tokens were true; at most 1: within bounds
     clipped: tuple[int, float] | None  # the block where it is scaled down most, and by what; None where nowhere
 
 
@@ -213,18 +213,19 @@ class _Bounds:
         ratio = self._claimed[member] / self._median_tokens
         believed = self.tokens[member] / self._median_tokens
         more = max(1.0, min(ratio, MAX_EARNED_RATIO) / max(believed, 1.0))
-        plausible, clipped = True, None
+        excess, clipped = 0.0, None
         for index, block_plan in blocks.items():
             for contribution in block_plan.contributions:
                 if contribution.member != member or contribution.form is not Form.DELTA:
                     continue
-                plausible = plausible and contribution.stated_rms <= contribution.limit_rms * more
+                if contribution.stated_rms > 0:
+                    excess = max(excess, contribution.stated_rms / (contribution.limit_rms * more))
                 if contribution.scale < (clipped[1] if clipped else 1.0):
                     clipped = index, contribution.scale
         absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
         # Who is late has done the work of several rounds: it is scaled down like everybody, but not told.
         late = SHARED_BLOCK in blocks and member not in blocks[SHARED_BLOCK].in_base
-        return Claim(ratio, absurd, plausible, None if late else clipped)
+        return Claim(ratio, absurd, excess, None if late else clipped)
 
 
 def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:

@@ -333,7 +333,9 @@ class RoundState:
         """Adds this round's commit to what is known of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
         aside = {member for member, left in self._deviations_left().items() if left < blame.MATERIAL_DEVIATION}
-        honoured = {i for i, claim in enumerate(self.plan.claims) if i in seen and claim.plausible and not claim.absurd}
+        honoured = {
+            i for i, claim in enumerate(self.plan.claims) if i in seen and claim.excess <= 1 and not claim.absurd
+        }
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]

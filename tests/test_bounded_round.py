@@ -279,6 +279,21 @@ def test_the_work_of_two_rounds_at_once_is_not_told() -> None:
     assert named(plan, {}) == []
 
 
+def test_who_has_done_more_steps_is_scaled_down_and_not_named() -> None:
+    """On a busy machine one peer does thirty steps while the others do four."""
+    peers = swarm(LARGE, HOLDINGS)
+    train(peers)
+    fast = peers[0]
+    fast.tokens *= 8
+    fast.live_N += 7 * (fast.live_N - fast.reference.values_N)
+    plan, _ = states_of(peers)
+    assert plan.blocks[0].contributions[0].scale < 0.5
+    assert named(plan, {}) == []
+    fast.tokens //= 8  # the same length with nobody's tokens to explain it
+    plan, _ = states_of(peers)
+    assert named(plan, {}) == [0]
+
+
 def test_newcomers_are_named_only_for_what_no_newcomer_does() -> None:
     peers = swarm(LARGE, HOLDINGS)
     train(peers)

@@ -26,6 +26,9 @@ def statement_fields() -> dict[str, object]:
         "held": [1],
         "tokens": 10,
         "routed": [10],
+        "rms": [0.01, 0.01],
+        "usual_rms": [0.0, 0.0],
+        "vouched": b"",
         "bandwidth_mbps": 1.0,
         "reachable": True,
         "versions": [0, 1, 2],
@@ -46,6 +49,13 @@ def statement_fields() -> dict[str, object]:
         ("bandwidth_mbps", math.inf),
         ("bandwidth_mbps", 0.0),
         ("bandwidth_mbps", -1.0),
+        ("rms", [0.01]),
+        ("rms", [0.01, -1.0]),
+        ("rms", [math.nan, 0.01]),
+        ("rms", [math.inf, 0.01]),
+        ("usual_rms", [0.0]),
+        ("usual_rms", [0.0, math.nan]),
+        ("vouched", b"short"),
         ("tokens", -1),
         ("tokens", 2**60),
         ("tokens", True),
@@ -295,7 +305,7 @@ def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -
 
 def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting: Meeting) -> None:
     me, who = meeting.peers[0], meeting.honest[0]
-    older = Statement.model_validate({**meeting.statement().model_dump(), "held": [], "routed": []})
+    older = Statement.model_validate({**meeting.statement().model_dump(), "held": [], "routed": [], "rms": [0.01]})
 
     async def join() -> None:
         await me.start()
