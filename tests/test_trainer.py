@@ -134,3 +134,28 @@ def test_the_loss_is_measured_every_so_many_rounds_and_at_both_ends(make: Make) 
     assert list(measured) == [1, 3, 6, 8]
     assert all(error > 0 for error in measured.values())
     assert peer.setup.status.eval_loss_stderr == measured[8]
+
+
+def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
+    """After beginning again a peer's weight in a round is what it has done since, and nothing is told of the rest."""
+    peer = make()
+    contributed: list[tuple[int, int]] = []
+    hold = peer.network._run_round
+
+    def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
+        contributed.append((tokens, sum(routed)))
+        return hold(tokens, routed, leaving)
+
+    peer.network._run_round = note  # type: ignore[method-assign]
+    for _ in range(7):
+        peer.trainer._train_step()
+    peer.trainer._begin_again()
+    peer.trainer._train_step()
+    assert peer.trainer._begin_round()
+    peer.trainer._end_round()
+    one_step = 2 * 64  # sequences times tokens
+    ((tokens, routed),) = contributed
+    assert tokens == one_step
+    # Top 2 of two layers: no more choices than that, whichever of the experts are held.
+    assert routed <= 2 * 2 * one_step
+    assert peer.trainer.step == 8  # what was done is no secret, but it is not work for a round
