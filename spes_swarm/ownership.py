@@ -432,7 +432,7 @@ class _Moves:
     def rotate(self) -> None:
         """What has no holder takes the places of others, what has waited for longest first.
 
-        Somebody moves anyway: of experts that members hold whose users have named them nobody is missed.
+        A rotation moves somebody anyway; experts that are also held by name do not miss the member that leaves.
         """
         if self._round % self._rules.rotate_every_rounds:
             return

@@ -149,7 +149,7 @@ class Publishing:
             return output.read().decode(errors="replace").strip().splitlines()
 
     def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
-        """Publishes the round that a run ends with, of which a checkpoint has been written; whether it is due or not.
+        """Publishes the last round of a run even if it is not due; its checkpoint has been written.
 
         Volunteers take their turns as always: who is not the first in line waits until those before have gone, and
         then finds the round published. A failure is told, and tried again until `timeout_s` have passed.

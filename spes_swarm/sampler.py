@@ -292,8 +292,8 @@ class Sampler:
         """Moves the cursor to a saved one.
 
         Returns:
-            Whether it continues there; False: it was saved with other tokens, and the walk begins anew. Whether a peer
-            may change its data is decided elsewhere (run_data.py).
+            True if the sampler continues there. False if the cursor was saved with other tokens: the order restarts.
+            Whether a peer may change its data is decided in run_data.py.
 
         Raises:
             DataError: it was saved with another sequence length, split or seed, or it is damaged; the cursor has not

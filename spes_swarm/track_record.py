@@ -1,6 +1,6 @@
 """What this peer has seen of the others in the commits that it shared with them.
 
-Kept in memory only: who comes back after a restart begins anew.
+The record is kept in memory only: a peer that restarts starts with an empty one.
 """
 
 from __future__ import annotations
