@@ -1,10 +1,12 @@
-"""What one member that contributes noise costs the others: eval loss, pace, recovery, and whether it is named.
+"""What attackers cost four honest peers: eval loss, pace, recovery, and whether somebody is named.
 
-    .venv/bin/python scripts/attack.py --rounds 20 --kinds loud measured
+    .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
 
-For each kind of attack (see tests/noise_peer.py) four honest peers train with the attacker as a fifth member from the
-first round on; it is killed after round --rounds, and the honest ones go on for two rounds more. One run without an
-attacker is the measure. All peers are real processes on this machine. Prints a table and writes JSON.
+Noise comes from a fifth member from the first round on (see tests/noise_peer.py), and so do claims of all experts
+(`claimant`, otherwise honest). Strangers who never take part (`clock`, `ghosts`; see tests/strangers.py) come after
+the first commit of all four. The attacker is killed after round --rounds, and the honest ones go on for two rounds
+more. One run without an attacker is the measure, with each seed. All peers are real processes on this machine. Prints a
+line for each run and the means over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ ROOT = Path(__file__).parent.parent
 NUM_HONEST = 4
 RECOVERY_ROUNDS = 2
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-KINDS = ("loud", "measured", "understated", "reducer")
+NOISE = ("loud", "measured", "understated", "reducer")
+STRANGERS = ("clock", "ghosts")
+KINDS = (*NOISE, "claimant", *STRANGERS)
+ALL_EXPERTS = "0,1,2,3,4,5,6,7"
 PATIENCE_S = 600.0
 
 
@@ -40,9 +45,9 @@ class Outcome:
 
     kind: str
     seed: int
-    eval_losses: dict[int, float]  # by round
+    losses: tuple[float, float]  # eval loss in the last round of the attack, and RECOVERY_ROUNDS later
     seconds_per_round: float  # median
-    rounds_attacked: int  # of those counted, how many had the attacker as a member
+    steps: float  # of an honest peer until the attack ended, on average
     named_by: dict[str, int]  # honest peers' `fault` events about the attacker, by kind
     accused: dict[str, int]  # and about honest peers, other than lost connections
     parts_missing: int
@@ -50,7 +55,8 @@ class Outcome:
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
     """Four honest peers, and an attacker unless `kind` is "none"."""
-    common = [*LOOPBACK, "--wait-for-peers", str(NUM_HONEST + (kind != "none"))]
+    is_member = kind in (*NOISE, "claimant")
+    common = [*LOOPBACK, "--wait-for-peers", str(NUM_HONEST + is_member)]
     last = options.rounds + RECOVERY_ROUNDS
     with ExitStack() as stack:
         peers: list[LocalPeer] = []
@@ -63,12 +69,15 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
             hostile = directory / "attacker"
             hostile.mkdir()
             attacker = Identity.load_or_create(hostile / "identity.key").peer_id
-            command = [sys.executable, "-m", "tests.noise_peer", peers[0].address(), str(hostile), "--kind", kind]
-            with (hostile / "console.log").open("wb") as log:
-                process = subprocess.Popen(
-                    [*command, "--size", str(options.size)], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
-                )
+            if kind in STRANGERS:
+                for peer in peers:
+                    peer.wait_for("round", lambda event: event["peers"] == NUM_HONEST)
+            process = start_attacker(hostile, kind, [peer.address() for peer in peers], options.size)
             stack.callback(process.kill)
+        begun = 1
+        if kind in STRANGERS:
+            while not (directory / "attacker" / "console.log").stat().st_size:
+                begun = peers[0].wait_for_round(begun + 1, PATIENCE_S)["round"]
         for number in range(1, last + 1):
             peers[0].wait_for_round(number, PATIENCE_S)
             if process is not None and number == options.rounds:
@@ -86,18 +95,33 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
                     named[fault["kind"]] = named.get(fault["kind"], 0) + 1
                 elif fault["peer"] in honest:
                     accused[fault["kind"]] = accused.get(fault["kind"], 0) + 1
-        counted = [event for event in events if 2 <= event["round"] <= options.rounds]
+        # Rounds before strangers have come say nothing about them.
+        counted = [event for event in events if begun < event["round"] <= options.rounds]
         times = [event["time"] for event in counted]
         return Outcome(
             kind=kind,
             seed=seed,
-            eval_losses={event["round"]: event["eval_loss"] for event in events if event["eval_loss"] is not None},
+            losses=(peers[0].rounds()[options.rounds]["eval_loss"], peers[0].rounds()[last]["eval_loss"]),
             seconds_per_round=statistics.median(b - a for a, b in pairwise(times)),
-            rounds_attacked=sum(event["peers"] > NUM_HONEST for event in counted),
+            steps=sum(e["round"] < options.rounds for peer in peers for e in peer.events("step")) / NUM_HONEST,
             named_by=named,
             accused=accused,
             parts_missing=sum(event["parts_missing"] for event in events),
         )
+
+
+def start_attacker(directory: Path, kind: str, addresses: list[str], size: float) -> subprocess.Popen[bytes]:
+    """Starts the process that does the harm."""
+    module = [sys.executable, "-m"]
+    if kind in NOISE:
+        command = [*module, "tests.noise_peer", addresses[0], str(directory), "--kind", kind, "--size", str(size)]
+    elif kind in STRANGERS:
+        command = [*module, "tests.strangers", *addresses, "--kind", kind]
+    else:
+        joining = ["--initial-peers", addresses[0], "--experts", ALL_EXPERTS, "--output-dir", str(directory)]
+        command = [*module, "spes_swarm.join", *LOOPBACK, *joining]
+    with (directory / "console.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 def main() -> int:
@@ -132,25 +156,49 @@ def main() -> int:
                 outcome = run_swarm(Path(name) / f"{kind}-{seed}", config, kind, options, seed)
                 honest = honest or outcome
                 outcomes.append(outcome)
-                print(describe(outcome, honest, options.rounds), flush=True)
+                print(describe(outcome, honest), flush=True)
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 content = {"run": run, "outcomes": [asdict(o) for o in outcomes]}
                 options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    print(table(outcomes))
     return 0
 
 
-def describe(outcome: Outcome, honest: Outcome, rounds: int) -> str:
+def describe(outcome: Outcome, honest: Outcome) -> str:
     """One line."""
-    loss, recovered = (outcome.eval_losses[number] for number in (rounds, rounds + RECOVERY_ROUNDS))
-    change = loss / honest.eval_losses[rounds] - 1
-    after = recovered / honest.eval_losses[rounds + RECOVERY_ROUNDS] - 1
+    loss, recovered = outcome.losses
+    change, after = (loss / base - 1 for loss, base in zip(outcome.losses, honest.losses, strict=True))
     pace = outcome.seconds_per_round / honest.seconds_per_round
     return (
-        f"seed {outcome.seed}, {outcome.kind}: eval loss {loss:.3f} ({change:+.1%}), two rounds after the attack "
-        f"{recovered:.3f} ({after:+.1%}), {outcome.seconds_per_round:.1f} s a round ({pace:.2f} x), attacked in "
-        f"{outcome.rounds_attacked} rounds, named {outcome.named_by or 'never'}, honest peers accused "
+        f"seed {outcome.seed}, {outcome.kind}: eval loss {loss:.3f} ({change:+.1%}), two rounds after the "
+        f"attack {recovered:.3f} ({after:+.1%}), {outcome.seconds_per_round:.1f} s a round ({pace:.2f} x), "
+        f"{outcome.steps:.0f} steps a peer, named {outcome.named_by or 'never'}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
     )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Means over the seeds, with the least and the largest."""
+
+    def spread(values: list[float], form: str) -> str:
+        return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+    def of(kind: str) -> list[Outcome]:
+        return [outcome for outcome in outcomes if outcome.kind == kind]
+
+    def mean(kind: str, which: int) -> float:
+        return statistics.fmean(outcome.losses[which] for outcome in of(kind))
+
+    pace = statistics.fmean(outcome.seconds_per_round for outcome in of("none"))
+    lines = [
+        f"| {kind} | {spread([o.losses[0] for o in of(kind)], '.3f')} | {mean(kind, 0) / mean('none', 0) - 1:+.1%} "
+        f"| {mean(kind, 1) / mean('none', 1) - 1:+.1%} | "
+        f"{spread([o.seconds_per_round / pace for o in of(kind)], '.2f')} | "
+        f"{statistics.fmean(o.steps for o in of(kind)):.0f} |"
+        for kind in dict.fromkeys(outcome.kind for outcome in outcomes)
+    ]
+    head = "| attack | eval loss | beside the honest mean | two rounds after | pace | steps a peer |"
+    return "\n".join(["", head, "|" + "---|" * 6, *lines])
 
 
 if __name__ == "__main__":

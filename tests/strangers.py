@@ -1,10 +1,21 @@
-"""Strangers for tests and measurements: daemons with keys of their own that are connected, and take part in nothing."""
+"""Strangers for tests and measurements: daemons with keys of their own that are connected, and take part in nothing.
+
+`python -m tests.strangers MADDR... --kind KIND` goes on until it is killed. Kinds: `clock`, four peers that say that it
+is 10^6 s later, then right again, earlier, and right, for some seconds each. `ghosts`, fifty records with absurd claims
+of rounds, steps and speeds, and four peers that answer calls, say that they train and come to no round.
+"""
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from hivemind.dht import DHTNode
@@ -14,6 +25,15 @@ from spes_swarm.records import Progress, Records
 from tests.hostile_peer import joined
 
 GHOST_LIFE_S = 600.0
+CLAIMS: list[dict[str, Any]] = [
+    {"round": 1000},
+    {"round": 2**60},
+    {"round": 0},
+    {"tokens_per_step": 2**50},
+    {"tokens_per_second": 1e300},
+]
+NUM_CONNECTED, NUM_GHOSTS = 4, 50
+LIE_S = 5.0
 
 
 class Strangers:
@@ -78,3 +98,36 @@ async def haunt(maddr: str, own: Identity, ghosts: Sequence[Identity], claims: S
         finally:
             await node.shutdown()
     return stored
+
+
+async def attack(maddrs: Sequence[str], kind: str, directory: Path) -> None:
+    """Goes on until it is killed."""
+    numbers = itertools.count()
+
+    def identities(count: int) -> list[Identity]:
+        return [Identity.load_or_create(directory / f"{next(numbers)}.key") for _ in range(count)]
+
+    connected = identities(NUM_CONNECTED)
+    async with connected_strangers(maddrs, connected) as strangers:
+        if kind == "ghosts":
+            ghosts = [*connected, *identities(NUM_GHOSTS)]
+            print("records stored:", await haunt(maddrs[0], identities(1)[0], ghosts, CLAIMS), flush=True)
+            await asyncio.Event().wait()
+        print("connected", flush=True)
+        for strangers.ahead_s in itertools.cycle((1e6, 0.0, -1e6, 0.0)):
+            await asyncio.sleep(LIE_S)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Attacks until it is killed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("maddrs", nargs="+", metavar="MADDR")
+    parser.add_argument("--kind", choices=("clock", "ghosts"), required=True)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="strangers-") as directory:
+        asyncio.run(attack(options.maddrs, options.kind, Path(directory)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,20 +13,13 @@ from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
 from spes_swarm.local_peer import LocalPeer
 from tests.rounds import identity
-from tests.strangers import connected_strangers, haunt
+from tests.strangers import CLAIMS, connected_strangers, haunt
 from tests.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
 CHECK_EVERY_S = 3.0
 GHOSTS = 12
-CLAIMS: list[dict[str, Any]] = [
-    {"round": 1000},
-    {"round": 2**60},
-    {"round": 0},
-    {"tokens_per_step": 2**50},
-    {"tokens_per_second": 1e300},
-]
 
 
 def _main(arguments: list[str]) -> int:
