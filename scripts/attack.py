@@ -3,10 +3,11 @@
     .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
 
 Noise comes from a fifth member from the first round on (see tests/noise_peer.py), and so do claims of all experts
-(`claimant`, otherwise honest). Strangers who never take part (`clock`, `ghosts`; see tests/strangers.py) come after
-the first commit of all four. The attacker is killed after round --rounds, and the honest ones go on for two rounds
-more. One run without an attacker is the measure, with each seed. All peers are real processes on this machine. Prints a
-line for each run and the means over the seeds, and writes JSON.
+(`claimant`, otherwise honest; `fifth` is wholly honest, and shows what a fifth process on the same cores costs).
+Strangers who never take part (`clock`, `ghosts`; see tests/strangers.py) come after the first commit of all four. The
+attacker is killed after round --rounds, and the honest ones go on for two rounds more. One run without an attacker is
+the measure, with each seed. All peers are real processes on this machine. Prints a line for each run and the means over
+the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ RECOVERY_ROUNDS = 2
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
 NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
-KINDS = (*NOISE, "claimant", *STRANGERS)
-ALL_EXPERTS = "0,1,2,3,4,5,6,7"
+EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"}
+KINDS = (*NOISE, *EXPERTS, *STRANGERS)
 PATIENCE_S = 600.0
 
 
@@ -55,7 +56,7 @@ class Outcome:
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
     """Four honest peers, and an attacker unless `kind` is "none"."""
-    is_member = kind in (*NOISE, "claimant")
+    is_member = kind in (*NOISE, *EXPERTS)
     common = [*LOOPBACK, "--wait-for-peers", str(NUM_HONEST + is_member)]
     last = options.rounds + RECOVERY_ROUNDS
     with ExitStack() as stack:
@@ -118,7 +119,7 @@ def start_attacker(directory: Path, kind: str, addresses: list[str], size: float
     elif kind in STRANGERS:
         command = [*module, "tests.strangers", *addresses, "--kind", kind]
     else:
-        joining = ["--initial-peers", addresses[0], "--experts", ALL_EXPERTS, "--output-dir", str(directory)]
+        joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
         command = [*module, "spes_swarm.join", *LOOPBACK, *joining]
     with (directory / "console.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)

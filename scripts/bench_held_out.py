@@ -86,7 +86,8 @@ def main() -> int:
         losses += cross_entropy_of_sequences(model, torch.from_numpy(batch_BS)).tolist()
     cpu_s = (time.process_time() - begun) / len(losses)
     whole = held_out_loss(losses)
-    print(f"{len(losses)} sequences: {whole.mean:.3f} +- {whole.stderr:.3f}, each other by {statistics.stdev(losses):.3f}")
+    apart = statistics.stdev(losses)
+    print(f"{len(losses)} sequences: {whole.mean:.3f} +- {whole.stderr:.3f}; they differ by {apart:.3f}")
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     print(f"{'sequences':>9} {'scatter':>8} {'told':>6} {'CPU-s':>6}")
