@@ -98,12 +98,17 @@ def limits(
     known = [(rms, stated[i].tokens) for i, rms in measure.items() if rms > 0 and stated[i].tokens > 0]
     if not known:
         return dict.fromkeys(contributors, math.inf)
-    remembered = [u for s in stated if (u := s.usual_rms[0 if expert is None else 1]) > 0]
-    usual = median_low(remembered) if remembered else 0.0
+    usual = usual_rms(stated, expert)
     return {
         i: max(clip * usual, median_low([rms * max(clip, stated[i].tokens / tokens) for rms, tokens in known]))
         for i in contributors
     }
+
+
+def usual_rms(stated: Sequence[Stated], expert: int | None) -> float:
+    """How long differences of a block usually are, by what most members remember of earlier rounds; 0: of none."""
+    remembered = [rms for s in stated if (rms := s.usual_rms[0 if expert is None else 1]) > 0]
+    return median_low(remembered) if remembered else 0.0
 
 
 def median_rms(stated: Sequence[Stated]) -> tuple[float, float]:
@@ -171,7 +176,9 @@ class Agreement:
     factors_M: NDArray[np.float64]
 
     @classmethod
-    def of(cls, differences_MN: FloatArray, weights_M: Sequence[float], free_rms: float) -> Agreement:
+    def of(
+        cls, differences_MN: FloatArray, weights_M: Sequence[float], free_rms: float, stretch: float = 1.0
+    ) -> Agreement:
         """Weighs the contributions of one part.
 
         Only inner products are needed, so the cost is that of a small matrix product, whatever N is.
@@ -180,6 +187,8 @@ class Agreement:
             differences_MN: finite.
             weights_M: positive.
             free_rms: RMS of a deviation that is never shortened.
+            stretch: how many times as long as the median one contributions usually are, at least 1. Where most have
+                only begun when a round is called, whoever has not deviates from them by more than they do.
         """
         num_members, num_elements = differences_MN.shape
         weights = np.asarray(weights_M, dtype=np.float64)
@@ -199,14 +208,15 @@ class Agreement:
         length_M = np.maximum(1.0, along_M)
         allowed = MAX_DEVIATION * median_low((deviation_M / length_M).tolist())
         allowed = max(allowed, free_rms / peak * math.sqrt(num_elements))
-        # Who pulls aside has not done more of the same, whatever its length along the centre says: what exceeds 1 of it
-        # is shortened by the same factor f, and the deviation may be `allowed` for each unit of what is left of the
-        # length, f * deviation = allowed * (1 + (length - 1) * f). Where the deviation is within bounds, f is 1.
-        beyond_M = deviation_M - allowed * (length_M - 1.0)
+        # Who pulls aside has not done more of the same, whatever its length along the centre says: what exceeds
+        # `stretch` of it is shortened by the same factor f, and the deviation may be `allowed` for each unit of what is
+        # left: f * deviation = allowed * (stretch + (length - stretch) * f). Where it is within bounds, f is 1.
+        length_M = np.maximum(stretch, along_M)
+        beyond_M = deviation_M - allowed * (length_M - stretch)
         factors_M = ones_M.copy()
-        aside_M = beyond_M > allowed
-        factors_M[aside_M] = allowed / beyond_M[aside_M]
-        kept_M = np.minimum(along_M, 1.0 + (length_M - 1.0) * factors_M)
+        aside_M = beyond_M > allowed * stretch
+        factors_M[aside_M] = allowed * stretch / beyond_M[aside_M]
+        kept_M = np.minimum(along_M, stretch + (length_M - stretch) * factors_M)
         coefficients_M = weights * factors_M + (weights @ (kept_M - factors_M * along_M)) * centre_M
         return cls(coefficients_M, factors_M)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
 
-from spes_swarm.clipping import Stated, believed_tokens, limits, median_rms, scale
+from spes_swarm.clipping import Stated, believed_tokens, limits, median_rms, scale, usual_rms
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.statement import Group, Member
@@ -75,6 +75,12 @@ class BlockPlan:
     in_base: frozenset[int]  # members that hold the base
     contributions: tuple[Contribution, ...]
     median_rms: float = 0.0  # the lower median of how long the contributions are
+    usual_rms: float = 0.0  # see clipping.usual_rms
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as here contributions usually are, at least 1."""
+        return max(1.0, self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
 
     def receives(self, member: int) -> bool:
         """Whether a member wants this block's results: when it changes, or when the member has another base."""
@@ -208,6 +214,10 @@ class _Bounds:
         """See clipping.limits."""
         return limits(self.stated, contributors, None if block == SHARED_BLOCK else block - 1, self._clip)
 
+    def usual_rms(self, block: int) -> float:
+        """See clipping.usual_rms."""
+        return usual_rms(self.stated, None if block == SHARED_BLOCK else block - 1)
+
     def claim(self, member: int, blocks: Mapping[int, BlockPlan]) -> Claim:
         """What is to be said about a member."""
         ratio = self._claimed[member] / self._median_tokens
@@ -283,7 +293,8 @@ def _plan_block(
     if not contributions and len(in_base) == len(members):
         return None
     lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
-    return BlockPlan(block, version, digest, in_base, contributions, median_low(lengths) if lengths else 0.0)
+    median = median_low(lengths) if lengths else 0.0
+    return BlockPlan(block, version, digest, in_base, contributions, median, bounds.usual_rms(block))
 
 
 def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:

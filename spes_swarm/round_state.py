@@ -127,7 +127,7 @@ class RoundState:
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self._tracks = tracks or TrackRecords()
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
-        self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the shared parts reduced here
+        self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the parts reduced here
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
@@ -308,9 +308,10 @@ class RoundState:
         weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
         coefficients = weights / weights.sum()
         if self.limits.bounded:
-            free_rms = FREE_DEVIATION * self.plan.block_of(part).median_rms
+            block_plan = self.plan.block_of(part)
+            free_rms = FREE_DEVIATION * block_plan.median_rms
             differences_MN = np.stack([accumulator.differences[member] for member in members])
-            agreement = Agreement.of(differences_MN, weights.tolist(), free_rms)
+            agreement = Agreement.of(differences_MN, weights.tolist(), free_rms, block_plan.stretch)
             coefficients = agreement.coefficients_M
             for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
                 self._deviations.setdefault(member, []).append(factor)

@@ -50,6 +50,7 @@ class FakePeer:
     reachable: bool = True
     bandwidth_mbps: float = 100.0
     vouched: bytes = b""
+    usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert
     room: int | None = None  # as many as it holds
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     reports: list[CommitReport] = field(default_factory=list)
@@ -70,7 +71,7 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             tokens=p.tokens,
             routed=list(p.routed if p.routed is not None else [p.tokens] * len(p.held)),
             rms=difference_rms(p.reference, p.live_N, p.held),
-            usual_rms=[0.0, 0.0],
+            usual_rms=list(p.usual_rms),
             vouched=p.vouched,
             bandwidth_mbps=p.bandwidth_mbps,
             reachable=p.reachable,

@@ -14,7 +14,7 @@ from spes_swarm.clipping import MAX_ROUNDS_APART
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
-from spes_swarm.plan import Form, Plan, make_plan
+from spes_swarm.plan import BlockPlan, Form, Plan, make_plan
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.round_state import RoundState
 from spes_swarm.statement import MAX_RMS
@@ -105,6 +105,48 @@ def test_honest_members_do_not_notice_the_bounds(codec: str) -> None:
             assert not any(state.clipped() for state in states)
         references.append(peers[0].reference.values_N)
     np.testing.assert_allclose(references[1], references[0], atol=1e-7)
+
+
+def begin(peers: list[FakePeer], usual_rms: float) -> None:
+    """A round that is called early: one peer has done its usual work, the others a step or two.
+
+    First steps go almost the same way for all; what comes of many steps has little to do with it.
+    """
+    for number, who in enumerate(peers):
+        who.usual_rms = usual_rms, usual_rms
+        for block in trained(who):
+            common_N = np.random.default_rng(block.index).normal(0, 1, block.size)
+            own_N = np.random.default_rng((1 + number, 7 + block.index)).normal(0, 1, block.size)
+            learnt_N = STEP * (0.2 * common_N + 0.98 * own_N) if number == 0 else STEP / 10 * (common_N + own_N) / 1.4
+            who.live_N[block.start : block.stop] += learnt_N.astype(np.float32)
+
+
+def test_whoever_has_worked_while_the_others_have_only_begun_counts_whole() -> None:
+    peers = swarm(LARGE, HOLDINGS[:4])
+    peers[0].tokens = 10_000
+    begin(peers, usual_rms=STEP)
+    plan, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
+    assert plan.blocks[0].stretch == pytest.approx(10, rel=0.1)
+    assert not any(state.clipped() for state in states)
+
+
+def test_measured_by_those_who_have_only_begun_it_would_be_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above is one of what is remembered."""
+    monkeypatch.setattr(BlockPlan, "stretch", 1.0)
+    peers = swarm(LARGE, HOLDINGS[:4])
+    peers[0].tokens = 10_000
+    begin(peers, usual_rms=STEP)
+    _, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
+    assert any(state.clipped() for state in states[1:])
+
+
+def test_noise_is_shortened_although_the_others_have_only_begun() -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    before_N = peers[0].reference.values_N.copy()
+    begin(peers[1:HOSTILE], usual_rms=STEP)
+    add_noise(peers[HOSTILE], 0.9)
+    hold_round([*peers[1:HOSTILE], peers[HOSTILE]], 1, part_elements=1024, clip=CLIP)
+    assert moved(before_N, peers[1], 0) <= STEP
 
 
 def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:

@@ -227,6 +227,17 @@ def test_a_member_that_has_done_more_of_the_same_counts_whole() -> None:
     assert (Agreement.of(differences_MN, [1.0] * 5, 0.0).factors_M == 1).all()
 
 
+def test_where_most_have_only_begun_deviations_are_held_to_what_is_usual() -> None:
+    """A long contribution beside short ones that go more in one direction than it does."""
+    differences_MN = contributions(6, 4, common=0.7, own=0.7)
+    rng = np.random.default_rng(7)
+    differences_MN[0] = 8 * (0.2 * differences_MN[1:].mean(axis=0) + 0.98 * rng.normal(size=differences_MN.shape[1]))
+    assert Agreement.of(differences_MN, [1.0] * 4, 0.0).factors_M[0] < 0.5
+    assert Agreement.of(differences_MN, [1.0] * 4, 0.0, stretch=8.0).factors_M[0] == 1
+    differences_MN[0] = 24 * rng.normal(size=differences_MN.shape[1])
+    assert Agreement.of(differences_MN, [1.0] * 4, 0.0, stretch=8.0).factors_M[0] < 0.5
+
+
 def test_rows_that_only_one_member_has_touched_are_learnt() -> None:
     """An embedding's rows of rare tokens: the others have not moved them at all."""
     differences_MN = np.zeros((4, 4096), np.float32)
