@@ -79,8 +79,8 @@ class BlockPlan:
 
     @property
     def stretch(self) -> float:
-        """How many times as long as here contributions usually are, at least 1."""
-        return max(1.0, self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
+        """How many times as long as here contributions usually are, at least 1; differences of a fifth are chance."""
+        return max(1.0, 0.8 * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
 
     def receives(self, member: int) -> bool:
         """Whether a member wants this block's results: when it changes, or when the member has another base."""

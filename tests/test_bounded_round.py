@@ -126,8 +126,18 @@ def test_whoever_has_worked_while_the_others_have_only_begun_counts_whole() -> N
     peers[0].tokens = 10_000
     begin(peers, usual_rms=STEP)
     plan, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
-    assert plan.blocks[0].stretch == pytest.approx(10, rel=0.1)
+    assert plan.blocks[0].stretch == pytest.approx(8, rel=0.1)
     assert not any(state.clipped() for state in states)
+
+
+@pytest.mark.parametrize(("usual_rms", "stretch"), [(0.0, 1.0), (STEP, 1.0), (1.2 * STEP, 1.0), (4 * STEP, 3.2)])
+def test_a_round_that_is_hardly_shorter_than_usual_is_a_usual_one(usual_rms: float, stretch: float) -> None:
+    peers = swarm(LARGE, HOLDINGS[:4])
+    train(peers)
+    for who in peers:
+        who.usual_rms = usual_rms, usual_rms
+    plan, _ = states_of(peers)
+    assert plan.blocks[0].stretch == pytest.approx(stretch, rel=0.1)
 
 
 def test_measured_by_those_who_have_only_begun_it_would_be_shortened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from spes_swarm import links
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.forked_peer import ForkServer
+from spes_swarm.join import main
 from spes_swarm.local_network import LAN_HOST, LocalNetwork, enter_namespace, unavailable_reason
 from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.reach import tcp_endpoint
@@ -29,6 +31,13 @@ needs_namespaces = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def _main(arguments: list[str]) -> int:
+    # Attempts to do better are rare, since they cost others something; here they are only to be seen.
+    links._CLIENT_PAUSE_S = 4.0
+    links._MIN_RETURN_S = 8.0
+    return main(arguments)
 
 
 def complete_rounds(peers: Sequence[LocalPeer], first: int, count: int, timeout_s: float = PATIENCE_S) -> None:
@@ -222,7 +231,7 @@ class Hosts:
         peer = LocalPeer(
             self._swarm.directory / (name or f"host{host}"),
             ["--num-threads", "1", *map(str, arguments)],
-            ForkServer(self._network.namespace(host)),
+            ForkServer(self._network.namespace(host), main=_main),
         )
         self._swarm.peers.append(peer)
         return peer

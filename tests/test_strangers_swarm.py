@@ -18,7 +18,7 @@ from tests.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
-CHECK_EVERY_S = 3.0
+CHECK_EVERY_S = 2.0
 GHOSTS = 12
 
 
