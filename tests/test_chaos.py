@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_swarm.chaos.peer import ChaosPeer
 from spes_swarm.chaos.report import (
     PROBLEMS,
     Attempt,
@@ -41,6 +43,7 @@ from spes_swarm.chaos.schedule import (
     draw_schedule,
     split_in_two,
 )
+from spes_swarm.local_peer import Event, LocalPeer, PeerProcess
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "chaos.py"
 
@@ -294,6 +297,36 @@ def test_tables_are_markdown() -> None:
     table = totals_table(totals(outcomes, GOOD, PACE))
     assert "| faults injected " in table
     assert "11" in table
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "accuses"),
+    [
+        ("clipped", "it claims too many tokens", True),
+        ("norm", "part 3 is longer than stated", True),
+        ("lost", "was too slow; 4 parts are averaged without it", True),
+        ("lost", "is gone; 4 parts are averaged without it", False),
+        ("pull", "could not pull results: connection lost", False),
+    ],
+)
+def test_only_what_names_a_liar_or_a_laggard_is_an_accusation(
+    tmp_path: Path, kind: str, detail: str, accuses: bool
+) -> None:
+    fault = {"event": "fault", "time": 1.0, "peer_id": "A", "kind": kind, "peer": "B", "detail": detail}
+
+    class Quiet(LocalPeer):
+        def new_events(self) -> list[Event]:
+            return [fault]
+
+    with Quiet(tmp_path, [], launch=launch_nothing) as process:
+        peer = ChaosPeer("peer0", process, 0)
+        assert peer.read() == []
+    assert peer.accusations == ([f"of B: {kind}: {detail}"] if accuses else [])
+
+
+def launch_nothing(arguments: Sequence[str], log: Path) -> PeerProcess:
+    del arguments, log
+    return subprocess.Popen([sys.executable, "-c", ""])
 
 
 # The real thing.

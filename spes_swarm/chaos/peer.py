@@ -10,6 +10,8 @@ import psutil
 from spes_swarm.chaos.report import Attempt
 from spes_swarm.local_peer import Event, LocalPeer
 
+# What only a member that lies can be named for; that a connection was lost may happen to anybody.
+_LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weight"})
 _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
 
@@ -20,6 +22,7 @@ class ChaosPeer:
         rounds: the `round` events by number.
         commits: when it committed each of them (Unix time).
         groups: when the newest group of a round formed.
+        accusations: faults since they were last looked at that name a liar or a laggard; all peers here are honest.
         steps: local steps since its last commit.
         told_to_end: nobody may be surprised when it ends.
         over: it has ended, and all that it wrote was read.
@@ -35,6 +38,7 @@ class ChaosPeer:
         self.rounds: dict[int, Event] = {}
         self.commits: dict[int, float] = {}
         self.groups: dict[int, float] = {}
+        self.accusations: list[str] = []
         self.steps = 0
         self.synced_at: float | None = None
         self.told_to_end = False
@@ -95,6 +99,8 @@ class ChaosPeer:
                     self.run_id, self.peer_id = event["run_id"], event["peer_id"]
                 case "sync":
                     self.synced_at = event["time"]
+                case "fault" if event["kind"] in _LIES or "too slow" in event["detail"]:
+                    self.accusations.append(f"of {event['peer']}: {event['kind']}: {event['detail']}")
         return rounds
 
     def attempts(self) -> list[Attempt]:

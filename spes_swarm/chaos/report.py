@@ -130,6 +130,7 @@ PROBLEMS = {
     "hang": "hangs",
     "crash": "crashes of peers that nobody touched",
     "end": "victims that did not end as they should",
+    "accusation": "honest peers named for a lie, or for being slow",
     "orphan": "orphan processes",
     "socket": "leftover socket directories",
 }

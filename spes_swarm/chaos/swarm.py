@@ -176,6 +176,8 @@ class ChaosSwarm:
                 if not self._is_cut and peer.commits[event["round"]] > self._healed_at:
                     peer.side = ""
             self.reports.append(Report(peer.name, event["round"], event["digest"], side))
+        self._problems += [Problem("accusation", f"{peer.name}'s {text}") for text in peer.accusations]
+        peer.accusations.clear()
         if peer.is_complete:
             self._processes.update(peer.processes())
         if peer.over and not peer.told_to_end:
