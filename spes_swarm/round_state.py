@@ -325,15 +325,16 @@ class RoundState:
         if not self.limits.bounded:
             return []
         new = {i for i, member in enumerate(self.group.members) if self._tracks.is_new(member.peer_id)}
-        return blame.clipped(self.plan, self._deviations_left(), new)
+        return blame.clipped(self.plan, self.deviations_left(), new)
 
-    def _deviations_left(self) -> dict[int, float]:
+    def deviations_left(self) -> dict[int, float]:
+        """What was left of each member's deviations in the parts reduced here, on average."""
         return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
 
     def tell(self, tracks: TrackRecords) -> None:
         """Adds this round's commit to what is known of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
-        aside = {member for member, left in self._deviations_left().items() if left < blame.MATERIAL_DEVIATION}
+        aside = {member for member, left in self.deviations_left().items() if left < blame.MATERIAL_DEVIATION}
         honoured = {
             i for i, claim in enumerate(self.plan.claims) if i in seen and claim.excess <= 1 and not claim.absurd
         }
