@@ -87,25 +87,26 @@ class LocalPeer:
     def _metrics_path(self) -> Path:
         return self.output_dir / "metrics.jsonl"
 
+    def _written_since(self, position: int) -> bytes:
+        """The whole lines of its metrics from a position on."""
+        if not self._metrics_path.exists():
+            return b""
+        with self._metrics_path.open("rb") as file:
+            file.seek(position)
+            # In one piece: read line by line, a line that is being written would come as two.
+            written = file.read()
+        return written[: written.rfind(b"\n") + 1]
+
     def events(self, kind: str | None = None) -> list[Event]:
         """What this process has written to its metrics so far."""
-        if not self._metrics_path.exists():
-            return []
-        with self._metrics_path.open(encoding="utf-8") as file:
-            file.seek(self._metrics_start)
-            lines = [line for line in file if line.endswith("\n")]
-        events = [json.loads(line) for line in lines]
+        events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines()]
         return events if kind is None else [event for event in events if event["event"] == kind]
 
     def new_events(self) -> list[Event]:
         """What this process has written to its metrics since the last call: for those who follow it for hours."""
-        if not self._metrics_path.exists():
-            return []
-        with self._metrics_path.open("rb") as file:
-            file.seek(self._metrics_read)
-            lines = [line for line in file if line.endswith(b"\n")]
-        self._metrics_read += sum(map(len, lines))
-        return [json.loads(line) for line in lines]
+        written = self._written_since(self._metrics_read)
+        self._metrics_read += len(written)
+        return [json.loads(line) for line in written.splitlines()]
 
     def rounds(self) -> dict[int, Event]:
         """Committed rounds by number."""

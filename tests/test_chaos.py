@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,8 @@ from spes_swarm.chaos.schedule import (
     draw_schedule,
     split_in_two,
 )
-from spes_swarm.local_peer import Event, LocalPeer, PeerProcess
+from spes_swarm.local_peer import Event, LocalPeer
+from tests.test_local_peer import launch_nothing
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "chaos.py"
 
@@ -322,11 +322,6 @@ def test_only_what_names_a_liar_or_a_laggard_is_an_accusation(
         peer = ChaosPeer("peer0", process, 0)
         assert peer.read() == []
     assert peer.accusations == ([f"of B: {kind}: {detail}"] if accuses else [])
-
-
-def launch_nothing(arguments: Sequence[str], log: Path) -> PeerProcess:
-    del arguments, log
-    return subprocess.Popen([sys.executable, "-c", ""])
 
 
 # The real thing.
