@@ -88,7 +88,7 @@ class LocalPeer:
         return self.output_dir / "metrics.jsonl"
 
     def _written_since(self, position: int) -> bytes:
-        """The whole lines of its metrics from a position on."""
+        """The whole lines of its metrics from a position on; an empty one ends what an earlier process left."""
         if not self._metrics_path.exists():
             return b""
         with self._metrics_path.open("rb") as file:
@@ -99,14 +99,14 @@ class LocalPeer:
 
     def events(self, kind: str | None = None) -> list[Event]:
         """What this process has written to its metrics so far."""
-        events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines()]
+        events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines() if line]
         return events if kind is None else [event for event in events if event["event"] == kind]
 
     def new_events(self) -> list[Event]:
         """What this process has written to its metrics since the last call: for those who follow it for hours."""
         written = self._written_since(self._metrics_read)
         self._metrics_read += len(written)
-        return [json.loads(line) for line in written.splitlines()]
+        return [json.loads(line) for line in written.splitlines() if line]
 
     def rounds(self) -> dict[int, Event]:
         """Committed rounds by number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from contextlib import suppress
@@ -26,6 +27,8 @@ class Metrics:
         self._lock = threading.Lock()
         try:
             self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
+            if _ends_in_half_a_line(path):  # an earlier stay was killed, or its disk was full
+                self._file.write("\n")
         except OSError as exc:
             raise UserError(f"{path} cannot be written: {exc.strerror}") from exc
 
@@ -52,6 +55,14 @@ class Metrics:
         """Ends the file. Lines that a full disk has refused are given up: whoever wrote them was told."""
         with self._lock, suppress(OSError):
             self._file.close()
+
+
+def _ends_in_half_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:
