@@ -148,7 +148,9 @@ class Plan:
         return [part for part in self.parts if self.block_of(part).receives(member)]
 
 
-def make_plan(group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0) -> Plan:
+def make_plan(
+    group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0, warmup_rounds: int = 0
+) -> Plan:
     """Derives the plan from the members' statements.
 
     Args:
@@ -156,10 +158,11 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int, *, clip: flo
         layout: of the model.
         max_part_elements: of the run's configuration.
         clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
+        warmup_rounds: in which the learning rate rises, so that lengths grow with the square of the steps.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
-    bounds = _Bounds(members, clip)
+    bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
     block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
     load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
@@ -190,12 +193,13 @@ def make_plan(group: Group, layout: Layout, max_part_elements: int, *, clip: flo
 class _Bounds:
     """What one member may weigh and move, from all members' statements."""
 
-    def __init__(self, members: Sequence[Member], clip: float) -> None:
+    def __init__(self, members: Sequence[Member], clip: float, growth: int) -> None:
         statements = [member.statement for member in members]
         claimed = [statement.tokens for statement in statements]
         positive = [tokens for tokens in claimed if tokens > 0]
         self._median_tokens = median_low(positive) if positive else 1
         self._clip = clip
+        self._growth = growth  # power of the steps with which differences grow at most
         self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
         self.tokens = believed_tokens(claimed, self.ratios)
         self._claimed = claimed
@@ -222,7 +226,7 @@ class _Bounds:
         """What is to be said about a member."""
         ratio = self._claimed[member] / self._median_tokens
         believed = self.tokens[member] / self._median_tokens
-        more = max(1.0, min(ratio, MAX_EARNED_RATIO) / max(believed, 1.0))
+        more = max(1.0, min(ratio, MAX_EARNED_RATIO) ** self._growth / max(believed, 1.0))
         excess, clipped = 0.0, None
         for index, block_plan in blocks.items():
             for contribution in block_plan.contributions:

@@ -6,6 +6,7 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -100,6 +101,7 @@ class RunServices:
             layout=settings.layout,
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
+            warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
         )
         self.lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []

@@ -159,6 +159,19 @@ def test_noise_is_shortened_although_the_others_have_only_begun() -> None:
     assert moved(before_N, peers[1], 0) <= STEP
 
 
+@pytest.mark.parametrize(("warmup_rounds", "named"), [(0, True), (1, False)])
+def test_while_the_rate_rises_ten_steps_are_a_hundred_times_as_long_as_one(warmup_rounds: int, named: bool) -> None:
+    peers = swarm(LARGE, HOLDINGS[:4])
+    train(peers[1:])
+    for block in trained(peers[0]):
+        where = slice(block.start, block.stop)
+        peers[0].live_N[where] += 100 * (peers[1].live_N - peers[1].reference.values_N)[where]
+    peers[0].tokens = 10_000
+    group = form(peers, 1)
+    plan = make_plan(group, LARGE, 1024, clip=CLIP, warmup_rounds=warmup_rounds)
+    assert bool(blame.clipped(plan, {}, new={0, 1, 2, 3})) == named
+
+
 def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:
     """Its only holder goes on from what counted, not from its own weights."""
     peers = swarm(LARGE, HOLDINGS)
