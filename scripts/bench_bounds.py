@@ -1,12 +1,12 @@
-"""What the bounds of a round cost an honest swarm: the same training with them and without, to the last bit alike.
+"""What the bounds of a round cost an honest swarm: the same training with and without them.
 
     .venv/bin/python scripts/bench_bounds.py --rounds 60 --seeds 3
 
-Real swarms of one seed differ by one or two per cent, since nobody knows when a round comes. Here four peers train in
-turn in one process, with the quickstart's model, schedule and data, and hold their rounds through the real statements,
-plan and bookkeeping. How many steps each does before a round is drawn with the seed: about the inner steps, and in
-every tenth round, as in one that is called early, three peers have only begun while one has done three times its share.
-Both runs of a seed are given the same steps on the same data. Prints a table and writes JSON.
+Real swarms of one seed differ by a few per cent, because rounds come at different steps each time. Here four peers
+train in turn in one process, with the quickstart's model, schedule and data, and hold their rounds through the real
+statements, plan and bookkeeping. How many steps each does before a round is drawn with the seed: about the inner steps,
+and in every tenth round, as in one that is called early, three peers have only begun while one has done three times its
+share. Both runs of a seed are given the same steps on the same data. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
