@@ -57,9 +57,13 @@ class Pace:
         # Records are seconds old, and speeds vary: before a round is called, the others are asked directly.
         if self._count is not None and self._count.done():
             counts, self._count = self._count.result(), None
+            if counts.called:
+                return True
+            # What a peer that is behind has done belongs to rounds that the others have held without it.
+            counted = min(tokens, own) if counts.behind else tokens
             # Each of the others is in the middle of a step, which it will finish before it comes.
-            done = tokens + counts.tokens + view.tokens_per_step
-            median_steps = median([tokens / self._tokens_per_step, *(steps + 1 for steps in counts.steps)])
+            done = counted + counts.tokens + view.tokens_per_step
+            median_steps = median([counted / self._tokens_per_step, *(steps + 1 for steps in counts.steps)])
             missing_s = (wanted - done) / (view.tokens_per_second + tokens_per_second + 1.0)
             # The median cannot be put off by much longer than this peer takes for a quarter of its own steps.
             missing_s = min(missing_s, own / 4 / (tokens_per_second + 1.0))

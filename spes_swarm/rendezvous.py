@@ -115,6 +115,11 @@ class Rendezvous:
         self._closed: Group | None = None  # the newest closed group known here
         self._spent = b""  # id of the last group whose exchange failed
 
+    @property
+    def gathering(self) -> bool:
+        """Returns True while this peer waits for the group of a round."""
+        return self._following is not None
+
     async def start(self) -> None:
         """Registers the handlers."""
         await self._rpc.serve("gather", self._serve_gather)

@@ -15,6 +15,8 @@ from statistics import median_low
 from spes_swarm.records import Progress
 from spes_swarm.standing import Neighbour, Standing
 
+# Records are written and read about once a second; what a peer has answered since is newer for so long.
+_ANSWER_NEWER_S = 4.0
 # An H200 and a laptop differ by about as much in what they do in one step.
 MAX_STEP_RATIO = 64
 _MAX_GONE = 1024
@@ -51,6 +53,7 @@ class Roster:
     committed_at: float = field(default_factory=time.monotonic)
     _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
     _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
+    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> round it answered with, and until when
     _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have ended
 
     def update(self, records: Mapping[str, Progress]) -> list[str]:
@@ -72,6 +75,7 @@ class Roster:
             self._gone.pop(peer_id, None)
         new = [peer_id for peer_id in views if peer_id not in self.peers]
         self.peers = views
+        self._heard = {p: heard for p, heard in self._heard.items() if heard[1] > now}
         self._lost = {p: expires for p, expires in self._lost.items() if p in views}
         return new
 
@@ -87,6 +91,10 @@ class Roster:
             view = self._gone.pop(peer_id, None)  # its record may have ended while the round was held
             if view is not None and view.progress.state != "leaving":
                 self.peers.setdefault(peer_id, view)
+
+    def hear_round(self, peer_id: str, round_number: int) -> None:
+        """Notes the round that a peer, asked just now, says it has committed: its record may not say so yet."""
+        self._heard[peer_id] = round_number, time.monotonic() + _ANSWER_NEWER_S
 
     def lose(self, peer_id: str) -> None:
         """Notes that a peer did not answer: it is not live until it writes a newer record."""
@@ -150,7 +158,10 @@ class Roster:
 
         Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
         """
-        rounds = sorted([own_round, *(view.progress.round for view in self.voices())], reverse=True)
+        now = time.monotonic()
+        heard = {peer: number for peer, (number, until) in self._heard.items() if until > now}
+        rounds = [max(view.progress.round, heard.get(view.peer_id, 0)) for view in self.voices()]
+        rounds = sorted([own_round, *rounds], reverse=True)
         return rounds[(len(rounds) - 1) // 2]
 
     def swarm_round(self, own_round: int) -> int:

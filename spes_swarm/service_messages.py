@@ -62,6 +62,8 @@ class TokenCounts:
 
     tokens: int  # together
     steps: tuple[float, ...]  # each of them
+    behind: bool = False  # most of them have committed a round that this peer has not
+    called: bool = False  # this peer is a newcomer, and one that it was told to join is on its way to a round
 
 
 @dataclass(frozen=True)

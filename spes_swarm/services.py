@@ -155,7 +155,13 @@ class RunServices:
             self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh, run
         )
         self._token_count = TokenCount(
-            rpc, self.reference, self._roster, self._announcer, run.round.inner_steps, lambda: self.reachable
+            rpc,
+            self.reference,
+            self._roster,
+            self._announcer,
+            run.round.inner_steps,
+            reachable=lambda: self.reachable,
+            gathering=lambda: self._rendezvous.gathering,
         )
         self._records: Records | None = None
         self._node: DHTNode | None = None

@@ -1,10 +1,13 @@
-"""How many tokens the swarm has processed since the last commit, asked of each peer: decides that a round is due."""
+"""How many tokens the swarm has processed since its last commit, asked of each peer: decides that a round is due.
+
+Answers are newer than records by seconds, so they also tell a peer that has fallen behind where the swarm is now.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 from spes_swarm.announcer import Announcer
 from spes_swarm.errors import ProtocolError
@@ -26,6 +29,7 @@ class TokenCount:
         announcer: knows what this peer's trainer has done.
         inner_steps: of a round.
         reachable: whether others can open connections to this peer.
+        gathering: whether this peer is on its way to a round whose group is not closed.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class TokenCount:
         announcer: Announcer,
         inner_steps: int,
         reachable: Callable[[], bool],
+        gathering: Callable[[], bool],
     ) -> None:
         self._rpc = rpc
         self._reference = reference
@@ -43,6 +48,7 @@ class TokenCount:
         self._announcer = announcer
         self._inner_steps = inner_steps
         self._reachable = reachable
+        self._gathering = gathering
 
     async def start(self) -> None:
         """Registers the handler."""
@@ -51,18 +57,27 @@ class TokenCount:
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
         presence = self._announcer.presence
-        return {"round": self._reference.round, "tokens": presence.tokens if presence else 0}
+        return {
+            "round": self._reference.round,
+            "tokens": presence.tokens if presence else 0,
+            "gathering": self._gathering(),
+        }
 
     async def others(self) -> TokenCounts:
         """Asks the others whose word counts; who does not answer counts with its last record."""
         largest_step = self._roster.largest_step(self._announcer.tokens_per_step)
         limit = 4 * self._inner_steps * largest_step
+        called = False
 
         def bounded(tokens: object, number: object) -> int:
-            # Counts since another commit say nothing, and nobody's word may bring a round about on its own.
-            return max(0, min(tokens, limit)) if isinstance(tokens, int) and number == self._reference.round else 0
+            # Counts since an earlier commit say nothing. Those since a later one are the swarm's, where this peer has
+            # fallen behind. Nobody's word may bring a round about on its own.
+            if not (_is_integer(tokens) and _is_integer(number)) or number < self._reference.round:
+                return 0
+            return max(0, min(tokens, limit))
 
         async def ask(view: PeerView) -> int:
+            nonlocal called
             stale = bounded(view.progress.tokens, view.progress.round)
             if not (self._reachable() or view.progress.reachable):  # between two clients there may be no connection
                 return stale
@@ -70,10 +85,24 @@ class TokenCount:
                 answer = await self._rpc.call(view.peer_id, "tokens", {}, _TIMEOUT_S)
             except (OSError, ProtocolError):
                 return stale
-            return bounded(answer.get("tokens"), answer.get("round"))
+            number = answer.get("round")
+            if _is_integer(number) and number >= self._reference.round:
+                self._roster.hear_round(view.peer_id, number)
+                # Of those that call peers to a round, a newcomer heeds only the ones that it was told to join.
+                called = called or (self._roster.defers and answer.get("gathering") is True)
+            return bounded(answer.get("tokens"), number)
 
         views = self._roster.voices()
         counts = await asyncio.gather(*(ask(view) for view in views))
         sizes = [max(1, min(view.progress.tokens_per_step, largest_step)) for view in views]
         steps = tuple(count / size for count, size in zip(counts, sizes, strict=True))
-        return TokenCounts(tokens=sum(counts), steps=steps)
+        return TokenCounts(
+            tokens=sum(counts),
+            steps=steps,
+            behind=self._roster.swarm_round(self._reference.round) > self._reference.round,
+            called=called,
+        )
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return type(value) is int  # a bool is an int, too

@@ -28,6 +28,7 @@ class Others:
         self.claimed_step = claimed_step
         self.steps = steps
         self.estimate = estimate
+        self.behind = self.called = False
 
     @property
     def view(self) -> SwarmView:
@@ -47,7 +48,8 @@ class Others:
         assert command == "count_tokens"
         self.num_counts += 1
         answer: Future[TokenCounts] = Future()
-        answer.set_result(TokenCounts(tokens=int(sum(self.steps) * STEP), steps=self.steps))
+        tokens = int(sum(self.steps) * STEP)
+        answer.set_result(TokenCounts(tokens, self.steps, behind=self.behind, called=self.called))
         return answer
 
 
@@ -120,3 +122,20 @@ def test_a_count_that_was_too_low_is_repeated_in_time(clock: SimpleNamespace) ->
             break
     assert INNER_STEPS - 1 <= second <= INNER_STEPS + 1
     assert others.num_counts < INNER_STEPS / 2
+
+
+def test_what_a_peer_that_is_behind_did_in_earlier_rounds_calls_none_for_the_others() -> None:
+    """Its counter went on through rounds that the others held without it; of theirs, a quarter is done."""
+    others = Others(*[INNER_STEPS / 4] * 3)
+    assert is_due(10.0 * INNER_STEPS, others)
+    others.behind = True
+    assert not is_due(10.0 * INNER_STEPS, others)
+    others.steps = (INNER_STEPS,) * 3
+    assert is_due(10.0 * INNER_STEPS, others)
+
+
+def test_a_newcomer_comes_when_it_hears_that_a_round_is_gathered() -> None:
+    others = Others(1.0, 1.0, 1.0)
+    assert not is_due(INNER_STEPS, others)
+    others.called = True
+    assert is_due(INNER_STEPS, others)

@@ -294,3 +294,20 @@ def test_a_record_that_is_not_renewed_is_stale_however_long_it_claims_to_live(cl
         roster.update({"a": progress(1e6), "b": progress(clock.now)})
         clock.now += 6.0
     assert names(roster.present()) == {"b"}
+
+
+def test_a_round_that_was_answered_counts_until_the_records_say_it_too(clock: Clock) -> None:
+    roster = acquainted()
+    roster.update({"a": progress(round=5), "b": progress(round=5), "c": progress(round=5)})
+    for peer_id in ("a", "b"):
+        roster.hear_round(peer_id, 7)
+    assert roster.swarm_round(5) == 7
+    clock.now += 60.0
+    assert roster.swarm_round(5) == 5  # whatever it was, the records are newer now
+
+
+def test_the_answer_of_one_peer_does_not_move_the_swarm() -> None:
+    roster = acquainted()
+    roster.update({"a": progress(round=5), "b": progress(round=5), "c": progress(round=5)})
+    roster.hear_round("a", 1 << 40)
+    assert roster.swarm_round(5) == 5

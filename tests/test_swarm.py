@@ -13,6 +13,7 @@ from spes_swarm.layout import Layout
 from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import PARTS_PER_MEMBER
+from tests.slow_join import launch_slow
 from tests.swarm import TINY_RUN, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -144,6 +145,7 @@ def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
 
 def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
+        running.launch = launch_slow(0.2)  # rounds that last longer than it takes to read a newcomer's record
         # Donors so slow that one of them cannot have sent everything before the next is asked.
         peers = running.start_all(3, "--experts", 2, "--upload-mbps", 2)
         peers[0].wait_for_round(3)
