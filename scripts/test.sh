@@ -6,5 +6,5 @@ bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-# Tests of several peers mostly wait, so two files at a time, these first (tests/conftest.py); -n 0 runs one after another.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+# Tests of several peers mostly wait, so three files at a time, these first (tests/conftest.py); -n 0 runs one after another.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
