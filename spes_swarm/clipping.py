@@ -48,6 +48,8 @@ MAX_DEVIATION = 1.5
 # Deviations below this share of the block's median RMS are never shortened, however well the others agree: rows of an
 # embedding that only one member's tokens have touched are not agreed on by anybody.
 FREE_DEVIATION = 0.5
+# A round whose contributions have this share of the usual length is a usual one: what is missing is chance.
+USUAL_SHARE = 0.8
 # Fewer contributions have no majority.
 MIN_TO_AGREE = 3
 _WEISZFELD_STEPS = 8

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
 
-from spes_swarm.clipping import Stated, believed_tokens, limits, median_rms, scale, usual_rms
+from spes_swarm.clipping import USUAL_SHARE, Stated, believed_tokens, limits, median_rms, scale, usual_rms
 from spes_swarm.layout import SHARED_BLOCK, Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.statement import Group, Member
@@ -79,8 +79,8 @@ class BlockPlan:
 
     @property
     def stretch(self) -> float:
-        """How many times as long as here contributions usually are, at least 1; differences of a fifth are chance."""
-        return max(1.0, 0.8 * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
+        """How many times as long as here contributions usually are, at least 1; see clipping.USUAL_SHARE."""
+        return max(1.0, USUAL_SHARE * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
 
     def receives(self, member: int) -> bool:
         """Whether a member wants this block's results: when it changes, or when the member has another base."""

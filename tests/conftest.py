@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,13 +18,13 @@ settings.load_profile("explore")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that start several peers first.
+    """Puts the files that start several peers first, those with the most such tests before the others.
 
     They take longest and mostly wait. With files handed out to processes in this order, none of them is left for the
     end, when one process would wait for it alone.
     """
-    slow: set[Path] = {item.path for item in items if item.get_closest_marker("swarm") is not None}
-    items.sort(key=lambda item: item.path not in slow)
+    swarms = Counter(item.path for item in items if item.get_closest_marker("swarm") is not None)
+    items.sort(key=lambda item: -swarms[item.path])
 
 
 @pytest.fixture(autouse=True)
