@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 # Of the rounds since a member was first seen, so many are remembered, and so many of these it may miss.
 _REMEMBERED_ROUNDS = 8
 _TOLERATED_MISSES = 1
-_MAX_PEERS = 4096  # remembered; those heard of longest ago make room
+MAX_PEERS = 4096  # remembered; those heard of longest ago make room
 # Shares of a round's length: what a round waits for whoever has missed rounds lately, and for newcomers.
 GRACE_SHARE = 0.1
 NEWCOMER_SHARE = 0.5
@@ -136,7 +136,7 @@ class Standing:
             member.missed.append(False)
             self._members.move_to_end(peer_id)
             self._awaited.pop(peer_id, None)
-        while len(self._members) > _MAX_PEERS:
+        while len(self._members) > MAX_PEERS:
             self._members.popitem(last=False)
 
     def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
@@ -162,5 +162,5 @@ class Standing:
 def _remember(peers: OrderedDict[str, None], peer_id: str) -> None:
     peers[peer_id] = None
     peers.move_to_end(peer_id)
-    while len(peers) > _MAX_PEERS:
+    while len(peers) > MAX_PEERS:
         peers.popitem(last=False)

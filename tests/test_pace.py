@@ -71,7 +71,9 @@ def is_due(own_steps: float, others: Others) -> bool:
 
 def test_a_lone_peer_does_its_inner_steps() -> None:
     assert not is_due(INNER_STEPS - 1, Others())
-    assert is_due(INNER_STEPS, Others())
+    alone = Others()
+    assert is_due(INNER_STEPS, alone)
+    assert alone.num_counts == 0  # there is nobody to ask
 
 
 @pytest.mark.parametrize("num_others", [1, 2, 3, 7])
@@ -139,3 +141,50 @@ def test_a_newcomer_comes_when_it_hears_that_a_round_is_gathered() -> None:
     assert not is_due(INNER_STEPS, others)
     others.called = True
     assert is_due(INNER_STEPS, others)
+
+
+def test_how_far_a_round_is_follows_from_records_carried_forward(clock: SimpleNamespace) -> None:
+    config: Any = SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0)
+    alone: Any = Others()
+    pace = Pace(alone, config, STEP)
+    progress = []
+    for steps in (INNER_STEPS // 2, 2 * INNER_STEPS):
+        pace.due(steps * STEP, 0.0)
+        progress.append(pace.progress)
+    assert progress == [0.5, 1.0]
+    others: Any = Others(0.0, 0.0, estimate=INNER_STEPS / 4)  # each of them does a step in a second
+    pace = Pace(others, config, STEP)
+    for later_s, expected in ((0.0, 1 / 4), (5.0, 1 / 3), (1000.0, 3 / 4)):
+        clock.now = others.now + later_s
+        pace.due(INNER_STEPS * STEP // 4, 0.0)
+        assert pace.progress == pytest.approx(expected)
+    pace.due(9 * INNER_STEPS * STEP, 0.0)
+    assert pace.progress == 1.0
+
+
+def test_the_others_are_asked_as_soon_as_records_say_that_all_is_done() -> None:
+    assert is_due(INNER_STEPS, Others(INNER_STEPS - 1.0, estimate=INNER_STEPS))
+
+
+def test_an_eighth_of_the_steps_of_the_median_peer_is_enough_and_less_is_not() -> None:
+    eighth = INNER_STEPS // 8
+    assert is_due(1.0, Others(1000.0 * INNER_STEPS, eighth - 1.0, eighth - 1.0))
+    assert not is_due(1.0, Others(1000.0 * INNER_STEPS, eighth - 2.0, eighth - 2.0))
+
+
+def test_five_quarters_of_the_steps_of_the_median_peer_are_enough_exactly() -> None:
+    steps = 1.25 * INNER_STEPS
+    assert is_due(steps, Others(0.0, *[steps - 1.0] * 3, claimed_step=2**40))
+
+
+def test_huge_claims_do_not_put_off_the_next_look(clock: SimpleNamespace) -> None:
+    """The others are asked again when this peer may have done a quarter of its own steps more."""
+    others: Any = Others(0.0, *[INNER_STEPS / 4] * 3, claimed_step=2**40)
+    pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
+    quarter_s = 0.7 * INNER_STEPS / 4  # at a step a second, with a margin
+    looks = []
+    for later_s in (0.0, 0.0, 0.9 * quarter_s, 1.01 * quarter_s):
+        clock.now = others.now + later_s
+        pace.due(int(1.25 * INNER_STEPS) * STEP, STEP)
+        looks.append(others.num_counts)
+    assert looks == [1, 1, 1, 2]

@@ -11,7 +11,7 @@ import pytest
 from spes_swarm import roster as roster_module
 from spes_swarm.records import Progress
 from spes_swarm.roster import Roster
-from spes_swarm.standing import Standing
+from spes_swarm.standing import GRACE_SHARE, Standing
 
 
 class Clock:
@@ -111,7 +111,7 @@ def test_who_has_just_committed_is_live_although_its_record_ended_meanwhile(cloc
     roster.update({"a": progress(), "b": progress(), "c": progress(state="leaving")})
     roster.update({})
     roster.vouch(["a", "c"], for_s=10.0)
-    assert names(roster.training()) == {"a"}
+    assert names(roster.present()) == {"a"}  # not who has said goodbye
     clock.now += 9.0
     assert roster.update({}) == []
     assert names(roster.training()) == {"a"}
@@ -302,7 +302,10 @@ def test_a_round_that_was_answered_counts_until_the_records_say_it_too(clock: Cl
     for peer_id in ("a", "b"):
         roster.hear_round(peer_id, 7)
     assert roster.swarm_round(5) == 7
+    roster.update({"a": progress(2.0, round=5), "b": progress(2.0, round=6), "c": progress(2.0, round=5)})
+    assert roster.swarm_round(5) == 7  # these were written before the answers
     clock.now += 60.0
+    roster.update({"a": progress(3.0, round=5), "b": progress(3.0, round=5), "c": progress(3.0, round=5)})
     assert roster.swarm_round(5) == 5  # whatever it was, the records are newer now
 
 
@@ -311,3 +314,78 @@ def test_the_answer_of_one_peer_does_not_move_the_swarm() -> None:
     roster.update({"a": progress(round=5), "b": progress(round=5), "c": progress(round=5)})
     roster.hear_round("a", 1 << 40)
     assert roster.swarm_round(5) == 5
+
+
+def test_before_the_first_commit_of_all_the_swarm_is_at_round_zero() -> None:
+    roster = acquainted()
+    roster.update({"a": progress(round=0), "b": progress(round=0)})
+    assert roster.swarm_round(0) == 0
+
+
+def test_who_was_in_a_round_is_a_member_and_this_peer_is_not(clock: Clock) -> None:
+    roster = Roster("me")
+    roster.update({"a": progress(), "b": progress()})
+    clock.now = 2000.0
+    roster.committed(["me", "a"])  # all others were there
+    assert [roster.standing.is_member(peer) for peer in ("a", "b", "me")] == [True, False, False]
+    assert roster.standing.clock_voices(["a"], 2000.0) == {"a"}
+    roster.committed()  # a reference was fetched: no round was held
+    assert roster.standing.patience(["a"], 10.0) == {"a": 10.0}
+    for _ in range(2):
+        roster.committed(["me"], ["a", "me"])  # nobody came
+    assert roster.standing.patience(["a"], 10.0)["a"] < 10.0
+
+
+def test_a_round_knows_of_each_neighbour_how_to_meet_it(clock: Clock) -> None:
+    roster = Roster("me")
+    roster.update({"open": progress(), "client": progress(reachable=False)})
+    for _ in range(3):
+        roster.committed(["open", "client"])
+        clock.now += 5.0
+    for _ in range(2):
+        roster.committed(["open"], ["client"])
+        clock.now += 5.0
+    by_id = {neighbour.peer_id: neighbour for neighbour in roster.neighbours(20.0)}
+    assert by_id["open"].reachable
+    assert not by_id["client"].reachable
+    assert by_id["open"].patience_s == 20.0
+    assert by_id["client"].patience_s == pytest.approx(GRACE_SHARE * 5.0)
+
+
+def test_records_behind_which_nobody_answers_are_not_answering() -> None:
+    roster = acquainted()
+    roster.update({"a": progress(), "ghost": progress()})
+    assert names(roster.answering()) == {"a"}
+
+
+def test_of_the_many_that_are_gone_the_newest_are_remembered() -> None:
+    roster = acquainted()
+    crowd = {f"x{i:04}": progress() for i in range(1500)}
+    roster.update(crowd)
+    roster.update({})
+    roster.update({"x1499": progress(2.0)})
+    roster.vouch(list(crowd), for_s=10.0)
+    back = names(roster.present())
+    assert {"x1498", "x1499"} <= back
+    assert "x0000" not in back
+    assert len(back) <= 1025
+
+
+def test_the_swarms_tokens_are_what_most_members_at_this_round_say() -> None:
+    roster = acquainted()
+    said = {"a": (5, 700), "b": (5, 700), "c": (5, 10**15), "late": (4, 600), "ghost": (5, 1)}
+    roster.update({peer: progress(round=number, swarm_tokens=tokens) for peer, (number, tokens) in said.items()})
+    assert roster.swarm_tokens(5) == 700
+    assert roster.swarm_tokens(4) == 600
+    assert roster.swarm_tokens(6) == 0
+    roster.update({"a": progress(2.0, round=5, swarm_tokens=0), "b": progress(2.0, round=5, swarm_tokens=700)})
+    assert roster.swarm_tokens(5) == 700  # who does not know yet does not say
+
+
+def test_a_step_is_measured_by_those_that_say_how_long_theirs_are() -> None:
+    roster = acquainted()
+    assert roster.largest_step(0) == 64
+    roster.update({"a": progress(tokens_per_step=0), "b": progress(tokens_per_step=0), "c": progress()})
+    assert roster.largest_step(0) == 64 * 128
+    roster.update({"a": progress(2.0, tokens_per_step=1), "b": progress(2.0)})
+    assert roster.largest_step(1) == 64

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.standing import CLOCK_MEMORY_S, GRACE_SHARE, MAX_NEWCOMERS, NEWCOMER_SHARE, Standing
+from spes_swarm.standing import CLOCK_MEMORY_S, GRACE_SHARE, MAX_NEWCOMERS, MAX_PEERS, NEWCOMER_SHARE, Standing
 
 WINDOW_S = 10.0
 ROUND_S = 4.0
@@ -100,6 +100,25 @@ def test_in_what_time_it_is_only_recent_members_have_a_say() -> None:
     assert standing.clock_voices(["b", "stranger"], CLOCK_MEMORY_S + 1.0) == {"b"}  # better than nobody
 
 
+def test_the_time_is_the_members_and_no_longer_that_of_those_it_was_told_to_join() -> None:
+    standing = newcomer("told")
+    standing.committed(0.0, ["member"], [])
+    assert standing.clock_voices(["told", "member"], 0.0) == {"member"}
+
+
+def test_those_heard_of_longest_ago_are_forgotten_first() -> None:
+    standing = Standing()
+    standing.committed(0.0, [f"m{i}" for i in range(MAX_PEERS)], [])
+    for i in range(MAX_PEERS):
+        standing.note_answer(f"a{i}")
+    assert standing.is_member("m0")
+    assert standing.has_answered("a0")
+    standing.committed(1.0, ["new"], [])
+    standing.note_answer("newer")
+    assert [standing.is_member(peer) for peer in ("m0", "m1", "new")] == [False, True, True]
+    assert [standing.has_answered(peer) for peer in ("a0", "a1", "newer")] == [False, True, True]
+
+
 # Patience.
 
 
@@ -141,6 +160,33 @@ def test_a_newcomer_is_waited_for_once() -> None:
         assert standing.patience(["new"], WINDOW_S) == {"new": pytest.approx(GRACE_SHARE * ROUND_S)}
     standing.committed(30 * ROUND_S, ["a", "new"], [])
     assert standing.patience(["new"], WINDOW_S) == {"new": WINDOW_S}
+
+
+def test_who_came_in_vain_is_not_waited_for_anew_after_a_while() -> None:
+    standing = after_rounds(9, "a")
+    standing.note_answer("new")
+    standing.committed(ROUND_S, ["a"], ["new"])
+    for i in range(2, 12):
+        standing.committed(i * ROUND_S, ["a"], [])
+    assert standing.patience(["new"], WINDOW_S) == {"new": pytest.approx(GRACE_SHARE * ROUND_S)}
+
+
+def test_after_one_that_was_waited_for_in_vain_the_next_newcomer_is_eight_rounds_later() -> None:
+    standing = after_rounds(9, "a")
+    standing.note_answer("ghost")
+    standing.committed(ROUND_S, ["a"], ["ghost"])
+    standing.note_answer("new")
+    waits = []
+    for i in range(2, 12):
+        waits.append(standing.patience(["new"], WINDOW_S)["new"] > GRACE_SHARE * ROUND_S)
+        standing.committed(i * ROUND_S, ["a"], [])
+    assert waits == [False] * 8 + [True] * 2
+
+
+def test_before_there_are_members_a_round_waits_for_all_however_short_the_rounds_alone_were() -> None:
+    standing = after_rounds(2)
+    standing.note_answer("first")
+    assert standing.patience(["first"], WINDOW_S) == {"first": WINDOW_S}
 
 
 def test_only_so_many_newcomers_are_waited_for_at_a_time() -> None:
