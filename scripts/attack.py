@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from spes_swarm.chaos.peer import accuses
 from spes_swarm.identity import Identity
 from spes_swarm.local_peer import LocalPeer
 
@@ -50,7 +51,7 @@ class Outcome:
     seconds_per_round: float  # median
     steps: float  # of an honest peer until the attack ended, on average
     named_by: dict[str, int]  # honest peers' `fault` events about the attacker, by kind
-    accused: dict[str, int]  # and about honest peers, other than lost connections
+    accused: dict[str, int]  # and about honest peers, as liars or laggards
     parts_missing: int
 
 
@@ -94,7 +95,7 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
             for fault in peer.events("fault"):
                 if fault["peer"] == attacker:
                     named[fault["kind"]] = named.get(fault["kind"], 0) + 1
-                elif fault["peer"] in honest:
+                elif fault["peer"] in honest and accuses(fault):
                     accused[fault["kind"]] = accused.get(fault["kind"], 0) + 1
         # Rounds before strangers have come say nothing about them.
         counted = [event for event in events if begun < event["round"] <= options.rounds]
@@ -135,7 +136,7 @@ def main() -> int:
     parser.add_argument(
         "--size", type=float, default=3.0, help="length of the noise over that of the last round's move"
     )
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all begin with the same weights")
     parser.add_argument("--sequences", type=int, default=128, help="held-out sequences of an evaluation")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds")
     parser.add_argument("--experts-per-peer", type=int, help="override the configuration's")
@@ -149,9 +150,9 @@ def main() -> int:
     run["experts_per_peer"] = options.experts_per_peer or run["experts_per_peer"]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
+        config = Path(name) / "run.yaml"
+        config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
         for seed in range(options.seeds):
-            config = Path(name) / f"{seed}.yaml"
-            config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
             honest: Outcome | None = None
             for kind in ["none", *options.kinds]:
                 outcome = run_swarm(Path(name) / f"{kind}-{seed}", config, kind, options, seed)

@@ -173,7 +173,7 @@ def hold_round(peers: list[Peer], number: int) -> tuple[int, int]:
         report = state.commit()
         if report.parts_missing:
             raise SystemExit(f"round {number}: {report.parts_missing} parts are missing")
-        state.tell(p.tracks)
+        state.record_commit(p.tracks)
         p.lineage = lineage
         p.live.follow(report.changed_blocks)
         p.live.merge_if_due(number)

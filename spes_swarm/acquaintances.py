@@ -16,7 +16,7 @@ from typing import Any
 from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
-from spes_swarm.address import check_peer_address
+from spes_swarm.address import check_peer_address, peer_id_of
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import AddressError
 
@@ -49,7 +49,7 @@ class Acquaintances:
         self._next: dict[str, float] = {}
         self._interval: dict[str, float] = {}
         for maddr in initial:
-            self.note(maddr.rsplit("/p2p/", 1)[-1], [maddr])
+            self.note(peer_id_of(maddr), [maddr])
 
     def note(self, peer_id: str, maddrs: Sequence[str]) -> None:
         """Remembers where a peer can be reached; the ones met longest ago make room."""

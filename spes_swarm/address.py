@@ -39,6 +39,11 @@ def check_peer_address(text: str) -> str:
     return text
 
 
+def peer_id_of(maddr: str) -> str:
+    """The peer id at the end of an address that `check_peer_address` accepts."""
+    return maddr.rsplit("/", 1)[-1]
+
+
 def check_listen_address(text: str, *, announced: bool = False) -> str:
     """Checks an address to listen on, or to announce to others.
 

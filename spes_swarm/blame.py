@@ -11,12 +11,14 @@ from collections.abc import Collection, Mapping
 from spes_swarm.errors import ProtocolError
 from spes_swarm.plan import Part, Plan
 
-# A difference so many times as long as its writer's tokens explain is told. An honest member whose work was left out of
-# a round brings that of two to the next. One that has done more steps than others is scaled down, and not accused.
+# A difference more than this many times as long as its writer's tokens explain is reported. An honest member whose work
+# was left out of a round brings that of two to the next. One that has done more steps than others is scaled down, and
+# not accused.
 MATERIAL_EXCESS = 2.0
-# The same for what lies beside the direction of all; honest members' factors are 0.99 and more on average.
+# What clipping leaves of a deviation from the common direction: less than this is reported; honest members' factors are
+# 0.99 and more on average.
 MATERIAL_DEVIATION = 0.75
-# Newcomers move too far until their optimisers have moments. Further than this they do not.
+# Newcomers move too far until their optimisers have moments. Beyond this, even a newcomer is named.
 GROSS_EXCESS = 4.0
 GROSS_DEVIATION = 0.25
 
@@ -38,13 +40,13 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
             block, scale = claim.clipped
             stated = next(c for c in plan.blocks[block].contributions if c.member == member)
             reasons.append(
-                f"its difference of {_name(block)} has RMS {stated.stated_rms:.3g}, at most {stated.limit_rms:.3g} "
-                f"counts: scaled by {scale:.2g}"
+                f"its difference for {_name(block)} has RMS {stated.stated_rms:.3g}, above the limit of "
+                f"{stated.limit_rms:.3g}: scaled by {scale:.2g}"
             )
         if claim.absurd:
             reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median's tokens")
         if left < (GROSS_DEVIATION if is_new else MATERIAL_DEVIATION):
-            reasons.append(f"{1 - left:.0%} of what it does beside the direction of all was cut off")
+            reasons.append(f"{1 - left:.0%} of its deviation from the common direction was clipped")
         if reasons:
             faults.append((member, ProtocolError("clipped", "; ".join(reasons))))
     return faults
@@ -70,10 +72,14 @@ def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[i
         else:
             counts[part.reducer, False] += 1
     return [
-        (member, ProtocolError("missing", f"{count} parts that it {'trains' if trains else 'reduces'} did not come"))
+        (member, ProtocolError("missing", f"{_parts(count)} that it {'trains' if trains else 'reduces'} did not come"))
         for (member, trains), count in sorted(counts.items())
         if member != me
     ]
+
+
+def _parts(count: int) -> str:
+    return f"{count} part" if count == 1 else f"{count} parts"
 
 
 def _name(block: int) -> str:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -104,7 +106,10 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch
         f"training {num_experts} expert{'s' if num_experts > 1 else ''} in batches of {batch_size} needs "
         f"{_gigabytes(needed)} of {where}, and {_gigabytes(free)} are free: "
         + next(
-            _what_would_fit(fits, num_experts, batch_size),
+            chain(
+                _what_would_fit(fits, num_experts, batch_size),
+                _what_would_fit(partial(fits, fraction=1.0), num_experts, batch_size),
+            ),
             f"one expert and one sequence at a time still need {_gigabytes(least)}; use a machine with more memory, or "
             "found a run with a smaller model",
         )
@@ -138,11 +143,11 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
     """How many experts this peer is going to train, found out before anything large is opened or built.
 
     Raises:
-        ConfigError: it asks for experts that the model does not have.
+        ConfigError: it asks for experts that the model does not have, or for too large a batch.
         CapacityError: see `experts_that_fit`.
     """
     wanted = parse_experts(peer.experts, run.model.num_experts)
-    batch_size = peer.batch_size or run.training.batch_size
+    batch_size = run.training.batch_size_of(peer.batch_size)
     return experts_that_fit(Workload.of(run, device), wanted, run.experts_per_peer, batch_size)
 
 

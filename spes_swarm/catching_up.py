@@ -113,9 +113,10 @@ class CatchingUp:
         )
 
     def _run_has_ended(self) -> bool:
-        """Whether at least half of the peers, this one included, have committed the run's last round, and it has not.
+        """Whether at least half of the peers have committed the run's last round, and this one has not.
 
-        Those that have only wait, so that the roster's median, of peers that train, does not count them.
+        This one counts among them. Peers that have committed that round only wait, and the roster's median counts only
+        peers that train.
         """
         own, last = self._reference.round, self._last_round
         if last is None or own >= last:

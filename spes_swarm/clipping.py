@@ -108,7 +108,7 @@ def limits(
 
 
 def usual_rms(stated: Sequence[Stated], expert: int | None) -> float:
-    """How long differences of a block usually are, by what most members remember of earlier rounds; 0: of none."""
+    """How long differences of a block usually are, as most members remember them; 0 if nobody remembers any."""
     remembered = [rms for s in stated if (rms := s.usual_rms[0 if expert is None else 1]) > 0]
     return median_low(remembered) if remembered else 0.0
 

@@ -291,7 +291,7 @@ class EvaluationConfig(Section):
     """Loss on text that nobody trains on."""
 
     holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # of every data source
-    every_rounds: CountOrNone = 5  # rounds between evaluations, which all peers hold alike; 0 = never
+    every_rounds: CountOrNone = 5  # rounds between evaluations; all peers evaluate the same rounds; 0 = never
     sequences: Count = 128  # sequences per evaluation, spread over all that is held out
 
     def _check(self) -> None:

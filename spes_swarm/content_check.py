@@ -23,7 +23,7 @@ def check_contents_once(
     cache_dir: Path,
     say: Callable[[str], None] = lambda text: None,
     pause: Callable[[], None] = lambda: None,
-) -> int:
+) -> None:
     """Compares the tokens of files with the digests in their sidecars, unless that was done before.
 
     Args:
@@ -31,9 +31,6 @@ def check_contents_once(
         cache_dir: where receipts are kept, in a subdirectory.
         say: tells a person before it takes long.
         pause: called before each file; may raise to give up.
-
-    Returns:
-        The bytes that were read.
 
     Raises:
         DataError: a file is corrupt.
@@ -49,7 +46,6 @@ def check_contents_once(
         with suppress(OSError):
             receipts.mkdir(parents=True, exist_ok=True)
             receipt.touch()
-    return num_bytes
 
 
 def _receipt_name(file: TokenFile) -> str:

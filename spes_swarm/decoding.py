@@ -139,7 +139,7 @@ def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
 def check_json(data: bytes, *, max_elements: int) -> None:
     """Counts the values of a JSON text without making any.
 
-    Every value but the first follows one of `[ { , :`; those inside of texts count, too.
+    Every value but the first follows one of `[ { , :`; those inside strings count, too.
 
     Raises:
         ProtocolError: (`oversized`) it may have more values than `max_elements`.

@@ -70,15 +70,16 @@ class Exchange:
                 await self._transfer(state)
         except TimeoutError:
             in_time = False
-        self._name(state, state.refuse_excessive())
-        self._name(state, state.clipped())
+        self._report(state, state.refuse_excessive())
+        self._report(state, state.clipped())
         missing = state.missing()
-        self._name(state, blame.missing(state.plan, state.me, [state.wanted[i] for i in missing], state.ended))
+        did_not_come = [state.wanted[i] for i in missing if i not in state.dropped]
+        self._report(state, blame.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
             raise RoundError(f"{len(missing)} parts are missing after {self._limits.timeout_s:.0f} s")
         return state.commit()
 
-    def _name(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
+    def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
         for member, error in faults:
             self._on_fault(state.group.members[member].peer_id, error)
 

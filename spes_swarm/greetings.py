@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -49,10 +50,12 @@ class Greetings:
     def greet_soon(self, new: Collection[str]) -> None:
         """Greets these peers, and again those that have not answered; does not wait, since some may be frozen."""
         now = time.monotonic()
-        present = [view.peer_id for view in self._roster.present()]
+        present = {view.peer_id for view in self._roster.present()}
         self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in present}
-        silent = [peer for peer in present if not self._roster.standing.has_answered(peer)]
-        due = [peer for peer in silent if now - self._tried_at.get(peer, -_RETRY_S) >= _RETRY_S]
+        silent = {peer for peer in present if not self._roster.standing.has_answered(peer)}
+        due = [peer for peer in silent if now - self._tried_at.get(peer, -math.inf) >= _RETRY_S]
+        # Silent records cost nothing: however many there are, who has waited longest is next.
+        due.sort(key=lambda peer: self._tried_at.get(peer, -math.inf))
         for peer_id in dict.fromkeys([*(peer for peer in new if peer not in silent), *due]):
             if len(self._under_way) >= _MAX_UNDER_WAY:
                 return

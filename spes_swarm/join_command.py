@@ -40,7 +40,8 @@ def describe_data(data: DataConfig) -> str:
     if data.kind == "own":
         return "data of each peer's own"
     if data.kind == "corpus":
-        return f"{data.name or 'a corpus'!r}" + (f" (digest {data.digest[:12]})" if data.digest else "")
+        name = repr(data.name) if data.name else "a corpus"
+        return name + (f" (digest {data.digest[:12]})" if data.digest else "")
     return "data that its description does not name"
 
 

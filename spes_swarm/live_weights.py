@@ -94,7 +94,7 @@ class LiveWeights:
         """
         step = round_number * self._inner_steps
         previous = previous_step if previous_step is not None else max(0, step - self._inner_steps)
-        if round_number == 0 or not merge_due(previous, step, self._merge.interval):
+        if not merge_due(previous, step, self._merge.interval):
             return None
         alpha = merge_alpha(step, self._merge.alpha, self._merge.steps)
         if alpha == 0:

@@ -22,7 +22,7 @@ from spes_swarm.network import run_network_process
 from spes_swarm.service_messages import SwarmView
 
 _BEAT_S = 1.0
-_MAX_UNSENT = 4096  # commands that a process which takes none may owe; a trainer gives some ten a second
+_MAX_UNSENT = 4096  # commands that may wait for a process that reads none; a trainer sends about ten a second
 EventHandler = Callable[[str, dict[str, Any]], None]
 
 
@@ -116,7 +116,7 @@ class NetworkClient:
         """Sends a command, without ever waiting; the future carries its result or exception.
 
         Raises:
-            NetworkProcessError: the process is not there any more, or has taken no command for long.
+            NetworkProcessError: the process is not there any more, or has read no command for long.
         """
         future: Future[Any] = Future()
         number = next(self._numbers)
@@ -125,7 +125,7 @@ class NetworkClient:
             if self._dead:
                 raise NetworkProcessError("the network process has ended")
             if self._unsent.qsize() >= _MAX_UNSENT:
-                raise NetworkProcessError("the network process takes no commands")
+                raise NetworkProcessError("the network process does not read its commands")
             self._pending[number] = future
             self._unsent.put(message)
         return future

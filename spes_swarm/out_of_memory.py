@@ -33,7 +33,8 @@ def as_user_error(when: str) -> Iterator[None]:
 class StepMemory:
     """Ends training as if the user had asked for it when a step does not fit into memory.
 
-    The weights are then those before the step, and a last round and a checkpoint take less memory than a step.
+    A last round and a checkpoint take less memory than a step. The weights are then those before the step, or, where
+    the optimiser's own allocations failed, have moved in part.
 
     Args:
         when: completes "out of memory ...".
@@ -50,12 +51,16 @@ class StepMemory:
     @contextmanager
     def guard(self, optimiser: torch.optim.Optimizer) -> Iterator[None]:
         """Around a step: a failed allocation is remembered and gradients are given up; other errors pass."""
+        known = set(optimiser.state)
         try:
             with as_user_error(self._when):
                 yield
         except CapacityError as exc:
             self._error = CapacityError(str(exc))  # a new one: the old one keeps the step's activations
             optimiser.zero_grad(set_to_none=True)
+            # Optimisers allocate a parameter's state piece by piece, and take half of one for all of it ever after.
+            for parameter in optimiser.state.keys() - known:
+                del optimiser.state[parameter]
             self._warn("memory", str(exc))
             self._stop()
 

@@ -276,7 +276,7 @@ class _Moves:
             self._gained.discard((peer, expert))
 
     def adopt_beyond_limit(self) -> None:
-        """What would have no holder for the limit's sake goes to whoever has the most room beyond it."""
+        """An expert that the limit would leave without a holder goes to the member with the most room beyond it."""
         for *_, expert in sorted(self._need(expert) for expert in self._experts if not self._count[expert]):
             free = [peer for peer, room in self._whole_room.items() if len(self.held[peer]) < room]
             if not free:

@@ -65,7 +65,8 @@ class Pace:
             done = counted + counts.tokens + view.tokens_per_step
             median_steps = median([counted / self._tokens_per_step, *(steps + 1 for steps in counts.steps)])
             missing_s = (wanted - done) / (view.tokens_per_second + tokens_per_second + 1.0)
-            # The median cannot be put off by much longer than this peer takes for a quarter of its own steps.
+            # Ask again at the latest after this peer's next quarter of its inner steps: the median may make the round
+            # due before the sum does.
             missing_s = min(missing_s, own / 4 / (tokens_per_second + 1.0))
             self._count_at = now + max(_MIN_COUNT_INTERVAL_S, 0.7 * missing_s)
             enough = done >= wanted and median_steps >= _MIN_MEDIAN_SHARE * inner_steps

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median_low
@@ -108,7 +108,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a member's statement comes to, beside the others'."""
+    """How a member's statement compares with the others'."""
 
     tokens_ratio: float  # claimed tokens over the lower median
     absurd: bool  # more tokens than anybody could have earned to be believed
@@ -186,7 +186,11 @@ def make_plan(
         for start, size, reducer in pieces[block_index]:
             parts.append(Part(len(parts), block_index, start, size, reducer))
     blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
-    claims = tuple(bounds.claim(i, blocks) for i in range(len(members)))
+    made: defaultdict[int, list[tuple[int, Contribution]]] = defaultdict(list)
+    for index, block_plan in blocks.items():
+        for contribution in block_plan.contributions:
+            made[contribution.member].append((index, contribution))
+    claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
     return Plan(group.round, len(members), blocks, tuple(parts), claims, median_rms(bounds.stated))
 
 
@@ -222,23 +226,22 @@ class _Bounds:
         """See clipping.usual_rms."""
         return usual_rms(self.stated, None if block == SHARED_BLOCK else block - 1)
 
-    def claim(self, member: int, blocks: Mapping[int, BlockPlan]) -> Claim:
-        """What is to be said about a member."""
+    def claim(self, member: int, made: Sequence[tuple[int, Contribution]], shared: BlockPlan | None) -> Claim:
+        """A member's claims, measured against the others'."""
         ratio = self._claimed[member] / self._median_tokens
         believed = self.tokens[member] / self._median_tokens
         more = max(1.0, min(ratio, MAX_EARNED_RATIO) ** self._growth / max(believed, 1.0))
         excess, clipped = 0.0, None
-        for index, block_plan in blocks.items():
-            for contribution in block_plan.contributions:
-                if contribution.member != member or contribution.form is not Form.DELTA:
-                    continue
-                if contribution.stated_rms > 0:
-                    excess = max(excess, contribution.stated_rms / (contribution.limit_rms * more))
-                if contribution.scale < (clipped[1] if clipped else 1.0):
-                    clipped = index, contribution.scale
+        for block, contribution in made:
+            if contribution.form is not Form.DELTA:
+                continue
+            if contribution.stated_rms > 0:
+                excess = max(excess, contribution.stated_rms / (contribution.limit_rms * more))
+            if contribution.scale < (clipped[1] if clipped else 1.0):
+                clipped = block, contribution.scale
         absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
-        # Who is late has done the work of several rounds: it is scaled down like everybody, but not told.
-        late = SHARED_BLOCK in blocks and member not in blocks[SHARED_BLOCK].in_base
+        # A late member brings the work of several rounds: it is scaled down like everybody, but not named.
+        late = shared is not None and member not in shared.in_base
         return Claim(ratio, absurd, excess, None if late else clipped)
 
 

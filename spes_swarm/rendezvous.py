@@ -341,6 +341,7 @@ class Rendezvous:
                 if time.monotonic() > patience:
                     failed.add(leader)
                     raise RoundError(f"the others have not begun round {round_number}")
+                await _hold(asked)
                 continue
             redirect = answer.get("leader")
             if redirect == self._identity.peer_id:
@@ -355,8 +356,8 @@ class Rendezvous:
                 redirects += 1
                 patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
                 leader = redirect
-            elif time.monotonic() - asked < _POLL_S / 4:  # an honest leader holds the question for a while
-                await asyncio.sleep(_POLL_S / 4)
+            else:
+                await _hold(asked)
         return None
 
     def _may_lead(self, peer_id: str) -> bool:
@@ -477,3 +478,9 @@ class Rendezvous:
             await asyncio.wait_for(event.wait(), timeout_s)
         except TimeoutError:
             return
+
+
+async def _hold(asked: float) -> None:
+    """Waits where a question of that time was answered at once: an honest leader holds it for a while."""
+    if time.monotonic() - asked < _POLL_S / 4:
+        await asyncio.sleep(_POLL_S / 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,6 +114,7 @@ class RoundState:
         self.codec = codec
         self.limits = limits
         self.results: dict[int, Result] = {}
+        self.dropped: set[int] = set()  # parts whose results have come, and were refused
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
         self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
         self.ended: set[int] = set()  # reducers that have said that they are through
@@ -126,6 +128,11 @@ class RoundState:
         self.last_heard = dict.fromkeys(range(plan.num_members), time.monotonic())
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self._tracks = tracks or TrackRecords()
+        self._block_sizes: Counter[int] = Counter()  # elements of each block, and of those the ones reduced here
+        self._reduced_sizes: Counter[int] = Counter()
+        for part in plan.parts:
+            self._block_sizes[part.block] += part.size
+            self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
         self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the parts reduced here
         self._accumulators: dict[int, _Accumulator] = {}
@@ -237,8 +244,10 @@ class RoundState:
         if not self.limits.bounded or not math.isfinite(contribution.limit_rms):
             return difference_N
         peer_id = self.group.members[contribution.member].peer_id
-        apart = self._tracks.rounds_since(peer_id, self.plan.round) or MAX_ROUNDS_APART
-        limit = contribution.limit_rms * (1 + min(apart, MAX_ROUNDS_APART))
+        since = self._tracks.rounds_since(peer_id, self.plan.round)
+        # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
+        apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
+        limit = contribution.limit_rms * (1 + apart)
         rms = math.sqrt(_energy(difference_N) / len(difference_N))
         return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
@@ -249,7 +258,7 @@ class RoundState:
         key = contribution.member, part.block
         budget = self._budgets.get(key)
         if budget is None:
-            budget = self._budget(part.block, self.me, contribution.stated_rms)
+            budget = self._budget(part.block, contribution.stated_rms)
             self._budgets[key] = budget
         energy = _energy(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
@@ -257,10 +266,8 @@ class RoundState:
                 "norm", f"part {part.index} is longer than the RMS {contribution.stated_rms:.3g} stated"
             )
 
-    def _budget(self, block: int, reducer: int, rms: float) -> EnergyBudget:
-        sizes = [part.size for part in self.plan.parts if part.block == block]
-        seen = [part.size for part in self.plan.parts if part.block == block and part.reducer == reducer]
-        return EnergyBudget(rms, sum(sizes), sum(seen))
+    def _budget(self, block: int, rms: float) -> EnergyBudget:
+        return EnergyBudget(rms, self._block_sizes[block], self._reduced_sizes[block])
 
     def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
         base_N = self.reference.values_N[part.start : part.start + part.size]
@@ -331,7 +338,7 @@ class RoundState:
         """What was left of each member's deviations in the parts reduced here, on average."""
         return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
 
-    def tell(self, tracks: TrackRecords) -> None:
+    def record_commit(self, tracks: TrackRecords) -> None:
         """Adds this round's commit to what is known of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
         aside = {member for member, left in self.deviations_left().items() if left < blame.MATERIAL_DEVIATION}
@@ -408,6 +415,7 @@ class RoundState:
         known = {index: (result.included, result.energy) for index, result in self.results.items()}
         errors = []
         for excess in excessive_results(self.plan, self.me, known):
+            self.dropped.update(excess.parts)
             for index in excess.parts:
                 del self.results[index]
             what = (

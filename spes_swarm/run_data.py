@@ -169,8 +169,12 @@ class PeerData:
 
 
 def same_run_data(given: DataConfig, run: DataConfig) -> bool:
-    """Whether a configuration file describes a run's data; the founder has completed it."""
-    return all(value is None or value == getattr(run, key) for key, value in dataclasses.asdict(given).items())
+    """Whether a configuration file describes a run's data; the founder has completed it.
+
+    The Python version does not count: the founder wrote down its own.
+    """
+    stated = {key: value for key, value in dataclasses.asdict(given).items() if key != "python_version"}
+    return all(value is None or value == getattr(run, key) for key, value in stated.items())
 
 
 def name_of(source: str) -> str:

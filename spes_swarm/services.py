@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hivemind.dht import DHTNode
 
 from spes_swarm.acquaintances import Acquaintances
+from spes_swarm.address import peer_id_of
 from spes_swarm.announcer import Announcer
 from spes_swarm.catching_up import CatchingUp
 from spes_swarm.clock import Timekeeper, give_to_hivemind
@@ -81,7 +82,7 @@ class RunServices:
         self._contribution_N = attach_from(settings.trainer_pid, settings.contribution_fd, num_elements)
         self._codec = get_codec(run.round.codec)
         self._limits = ExchangeLimits.of(run.round)
-        told = {maddr.rsplit("/", 1)[-1] for maddr in settings.initial_peers} - {identity.peer_id}
+        told = set(map(peer_id_of, settings.initial_peers)) - {identity.peer_id}
         self._roster = Roster(identity.peer_id, run.round.progress_ttl_s, Standing(told))
         self._told = told
         rpc.on_contact = self._roster.standing.note_answer
@@ -470,7 +471,7 @@ class RunServices:
         delivered = {group.members[i].peer_id for result in state.results.values() for i in result.included}
         idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
         self._roster.committed(delivered, absent | idle)
-        state.tell(self._tracks)
+        state.record_commit(self._tracks)
         self._roster.vouch(
             [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
         )

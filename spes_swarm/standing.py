@@ -18,6 +18,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 # Of the rounds since a member was first seen, so many are remembered, and so many of these it may miss.
 _REMEMBERED_ROUNDS = 8
@@ -64,11 +65,6 @@ class Standing:
         self._rounds_since_vain = _REMEMBERED_ROUNDS
         self._committed_at: float | None = None
         self._round_s = math.inf  # between the last two commits
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Returns True until this peer has committed a round with anybody else."""
-        return not self._members
 
     def defers(self, peers: Iterable[str]) -> bool:
         """Returns True if this peer follows those that it was told to join, and some of `peers` are these."""
@@ -122,14 +118,13 @@ class Standing:
         if self._committed_at is not None:
             self._round_s = now - self._committed_at
         self._committed_at = now
-        in_vain = False
+        in_vain = self._newcomers_awaited(absent)
+        for peer_id in in_vain:
+            _remember(self._awaited, peer_id)
+        self._rounds_since_vain = 0 if in_vain else self._rounds_since_vain + 1
         for peer_id in absent:
             if peer_id in self._members:
                 self._members[peer_id].missed.append(True)
-            elif peer_id in self._answered:
-                in_vain = in_vain or peer_id not in self._awaited
-                _remember(self._awaited, peer_id)
-        self._rounds_since_vain = 0 if in_vain else self._rounds_since_vain + 1
         for peer_id in took_part:
             member = self._members.setdefault(peer_id, _Member(now))
             member.last_commit = now
@@ -141,13 +136,18 @@ class Standing:
 
     def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
         """How long a round waits for each of these live peers, in seconds; `window_s` at most."""
-        newcomers = [peer for peer in self._answered if peer not in self._members and peer not in self._awaited]
-        if self._members and self._rounds_since_vain < _REMEMBERED_ROUNDS:
-            newcomers = []
         peers = set(peers)
-        awaited = set([peer for peer in newcomers if peer in peers][:MAX_NEWCOMERS])
+        awaited = self._newcomers_awaited(peers)
         shares = {peer: self._share(peer, awaited) for peer in peers}
         return {peer: min(window_s, share * self._round_s) if share else 0.0 for peer, share in shares.items()}
+
+    def _newcomers_awaited(self, peers: Collection[str]) -> set[str]:
+        """Those of `peers` that a round waits for although they have never taken part in one."""
+        if self._members and self._rounds_since_vain < _REMEMBERED_ROUNDS:
+            return set()
+        peers = set(peers)
+        new = (p for p in self._answered if p in peers and p not in self._members and p not in self._awaited)
+        return set(islice(new, MAX_NEWCOMERS))
 
     def _share(self, peer_id: str, newcomers: Collection[str]) -> float:
         """The share of a round's length that a peer is waited for."""

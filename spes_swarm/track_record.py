@@ -15,6 +15,8 @@ SPAN = 16
 # A newcomer's optimiser has no moments: with AdamW its first round moved it 2.8 times as far as the others, its second
 # one 2.2 times.
 NUM_FIRST_COMMITS = 5
+_MAX_DOUBLINGS = 3  # to MAX_EARNED_RATIO
+_FORGET_ROUNDS = 256  # after which a peer that has been in none of them is as unknown as a new one
 # What a round comes to is remembered for some rounds, less each time: one that is called early says little.
 _FADING = 0.8
 
@@ -40,9 +42,9 @@ class TrackRecords:
 
         Args:
             round_number: of the commit.
-            median_rms: of the lengths that went into it, of the shared block and of experts.
             ratios: of each member, the tokens that it claims over the group's lower median.
             in_order: the members whose contributions are in the results and bear their claims out.
+            median_rms: lower medians of the lengths that went into it: of the shared block, and of experts.
         """
         shared, expert = (max(_FADING * usual, now) for usual, now in zip(self.usual_rms, median_rms, strict=True))
         self.usual_rms = shared, expert
@@ -55,6 +57,10 @@ class TrackRecords:
             else:
                 self._borne_out.pop(peer_id, None)
                 self._claimed.pop(peer_id, None)
+        for peer_id in [peer for peer, last in self._last_commit.items() if round_number - last > _FORGET_ROUNDS]:
+            del self._commits[peer_id], self._last_commit[peer_id]
+            self._borne_out.pop(peer_id, None)
+            self._claimed.pop(peer_id, None)
 
     def is_new(self, peer_id: str) -> bool:
         """Whether a peer may still be finding its pace."""
@@ -67,7 +73,7 @@ class TrackRecords:
 
     def earned(self, peer_id: str) -> float:
         """The ratio that a peer's commits have borne out: it doubles with every SPAN of them."""
-        doublings = self._borne_out.get(peer_id, 0) // SPAN
+        doublings = min(self._borne_out.get(peer_id, 0) // SPAN, _MAX_DOUBLINGS)
         if doublings == 0:
             return MAX_WEIGHT_RATIO
         return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *self._claimed[peer_id])

@@ -30,10 +30,6 @@ class VerifiedRecords(Generic[Message]):
         self._known: OrderedDict[bytes, tuple[str, Message, int]] = OrderedDict()
         self._held_bytes = 0
 
-    def __len__(self) -> int:
-        """Messages that are remembered."""
-        return len(self._known)
-
     def open(
         self, sealed: bytes, kind: str, run_id: str, verify: Callable[[], tuple[str, Message]]
     ) -> tuple[str, Message]:

@@ -46,8 +46,9 @@ class StubSampler:
         """See Sampler."""
         return {"epoch": 0, "position": 0, "identity": 0}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, int]) -> bool:
         """See Sampler."""
+        return True
 
 
 @dataclass

@@ -19,7 +19,7 @@ def launch_slow(seconds: float, environment: Mapping[str, str] | None = None) ->
 
     For tests that wait for something else than rounds, which peers would hold as fast as the machine can meanwhile.
     """
-    return ForkServer(main=partial(_sleeping_main, seconds), environment=environment)
+    return ForkServer(main=partial(sleeping_main, seconds), environment=environment)
 
 
 def launch_slower_than(metrics: Path, steps: int) -> ForkServer:
@@ -30,7 +30,8 @@ def launch_slower_than(metrics: Path, steps: int) -> ForkServer:
     return ForkServer(main=partial(_following_main, metrics, steps))
 
 
-def _sleeping_main(seconds: float, arguments: list[str]) -> int:
+def sleeping_main(seconds: float, arguments: list[str]) -> int:
+    """See launch_slow; for processes that change more than that."""
     _before_each_step(lambda trainer: time.sleep(seconds))
     return main(arguments)
 

@@ -61,7 +61,7 @@ async def connected_strangers(maddrs: Sequence[str], identities: Sequence[Identi
             daemon, rpc, _ = await stack.enter_async_context(joined(maddrs[0], own))
             await rpc.serve("clock", strangers.tell_time)
             for maddr in maddrs[1:]:
-                await daemon.connect(maddr, 20.0)
+                await daemon.connect(maddr, 60.0)
         yield strangers
 
 
@@ -110,9 +110,10 @@ async def attack(maddrs: Sequence[str], kind: str, directory: Path) -> None:
     connected = identities(NUM_CONNECTED)
     async with connected_strangers(maddrs, connected) as strangers:
         if kind == "ghosts":
-            ghosts = [*connected, *identities(NUM_GHOSTS)]
-            print("records stored:", await haunt(maddrs[0], identities(1)[0], ghosts, CLAIMS), flush=True)
-            await asyncio.Event().wait()
+            ghosts, own = [*connected, *identities(NUM_GHOSTS)], identities(1)[0]
+            while True:  # a record that is not renewed is stale, however long it claims to live
+                print("records stored:", await haunt(maddrs[0], own, ghosts, CLAIMS), flush=True)
+                await asyncio.sleep(LIE_S)
         print("connected", flush=True)
         for strangers.ahead_s in itertools.cycle((1e6, 0.0, -1e6, 0.0)):
             await asyncio.sleep(LIE_S)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.address import best_first, check_listen_address, check_peer_address
+from spes_swarm.address import best_first, check_listen_address, check_peer_address, peer_id_of
 from spes_swarm.errors import AddressError
 
 # Written out, so that the tests have the same names in every process that collects them.
@@ -26,6 +26,7 @@ RELAY = "QmTFHvAKDCj4WxYhTX6EFACrG9sriDHcXAvtboMyB31LCA"
 )
 def test_addresses_to_dial(text: str) -> None:
     assert check_peer_address(text) == text
+    assert peer_id_of(text) == PEER
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_results_longer_than_their_contributions_are_dropped_by_all(length: floa
     dropped = [theirs - state.results.keys() for state in receivers]
     assert all(who == HOSTILE and error.kind == "norm" for found in faults for who, error in found)
     assert all(same == dropped[0] for same in dropped)
+    assert all(state.dropped == same for state, same in zip(receivers, dropped, strict=True))
     if length < 1.0:
         assert not dropped[0]
         assert not any(faults)
@@ -294,23 +295,42 @@ def test_full_values_are_bounded_by_the_rounds_that_a_split_may_last() -> None:
     assert moved(before_N, peers[0], 0) <= CLIP * (1 + MAX_ROUNDS_APART) * STEP / 5 + STEP
 
 
-def test_who_has_just_committed_with_us_cannot_come_from_far_away() -> None:
+def accepted_from_afar(last_commit: int | None) -> list[tuple[FloatArray, FloatArray]]:
+    """What a member with another base pushes to peer 0 in round 2, and what counts of it.
+
+    Args:
+        last_commit: the round of the last commit with it.
+    """
     peers = forked(apart=1.0)
     plan, states = states_of(peers, 2)
     met = TrackRecords()
-    met.committed(1, [(states[0].group.members[HOSTILE].peer_id, 1.0)], set())
+    if last_commit is not None:
+        met.committed(last_commit, [(states[0].group.members[HOSTILE].peer_id, 1.0)], set())
     state = RoundState(
         states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
     )
+    counted = []
     for part, contribution in plan.pushes(HOSTILE, 0):
         state.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
-    lengths = [
-        rms(accumulator.differences[HOSTILE])
-        for accumulator in state._accumulators.values()
-        if HOSTILE in accumulator.differences
-    ]
-    assert lengths
-    assert max(lengths) <= 2 * CLIP * STEP * 1.05
+        where = slice(part.start, part.start + part.size)
+        sent_N = peers[HOSTILE].live_N[where] - peers[0].reference.values_N[where]
+        differences = state._accumulators[part.index].differences if part.index in state._accumulators else {}
+        if HOSTILE in differences:
+            counted.append((sent_N, differences[HOSTILE]))
+    assert counted
+    return counted
+
+
+def test_who_has_just_committed_with_us_cannot_come_from_far_away() -> None:
+    assert max(rms(counts_N) for _, counts_N in accepted_from_afar(1)) <= 2 * CLIP * STEP * 1.05
+
+
+@pytest.mark.parametrize("last_commit", [None, 2, 9, 1000])
+def test_of_who_has_committed_none_or_a_later_round_with_us_the_direction_counts(last_commit: int | None) -> None:
+    """After a split has healed, the swarm may be at an earlier round than the last one that the two have committed."""
+    for sent_N, counts_N in accepted_from_afar(last_commit):
+        assert 0 < rms(counts_N) <= (1 + MAX_ROUNDS_APART) * CLIP * STEP * 1.05
+        assert float(sent_N @ counts_N) > 0
 
 
 # Who is named.
@@ -380,7 +400,7 @@ def test_who_is_late_with_the_work_of_several_rounds_is_not_named() -> None:
         train(peers[:HOSTILE], seed=number)
         hold_round(peers[:HOSTILE], number, part_elements=1024)
     for number in (2, 3, 4, 5, 6):
-        train(peers if number == 6 else [*peers[:0], late], seed=number)
+        train(peers if number == 6 else [late], seed=number)
     late.tokens = 5000
     plan, _ = states_of(peers, 5)
     assert plan.blocks[0].contributions[HOSTILE].form is Form.DELTA
@@ -446,7 +466,7 @@ def test_a_commit_tells_whose_claims_are_borne_out() -> None:
     _, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
     tracks = TrackRecords()
     for number in range(16):
-        states[2].tell(tracks)
+        states[2].record_commit(tracks)
         assert tracks.rounds_since("nobody", number) is None
     ids = [member.peer_id for member in states[2].group.members]
     assert tracks.earned(ids[0]) == 4.0

@@ -100,6 +100,7 @@ def refusal(load: Workload, wanted: int | tuple[int, ...], batch_size: int) -> s
         (2.10, 8, 2, "--experts 3 would fit"),  # 1,016 + 3 * 144 MB are less than 70 % of it
         (2.15, 4, 8, "--batch-size 1 would fit"),  # 1,392 + 100 MB
         (2.00, 4, 8, "--experts 1 --batch-size 4 would fit"),  # 960 + 400 MB
+        (1.10, 4, 8, "--experts 1 --batch-size 1 would fit"),  # 960 + 100 MB, with nothing left
         (1.00, 4, 8, "one expert and one sequence at a time still need 1.1 GB; use a machine with more memory"),
     ],
 )
@@ -173,9 +174,7 @@ def test_the_memory_of_this_machine() -> None:
 def group(path: Path, **files: object) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (path / name.replace("_in_", "-in-").replace("memory_", "memory.").replace("-in-", "_in_")).write_text(
-            f"{content}\n", encoding="ascii"
-        )
+        (path / name.replace("memory_", "memory.", 1)).write_text(f"{content}\n", encoding="ascii")
 
 
 def test_every_control_group_above_a_process_counts(tmp_path: Path) -> None:

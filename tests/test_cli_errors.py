@@ -134,14 +134,6 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The tokenised corpus lies outside the user's own cache."""
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        yield
-
-
 # Before anything starts.
 
 
@@ -320,7 +312,7 @@ def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def founder(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> Iterator[LocalPeer]:
+def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeer]:
     """One small run that goes on during all the tests that need one."""
     with swarm(tmp_path_factory.mktemp("live")) as running:
         running.launch = launch_slow(0.1)  # it leaves the processor to those who come and fail

@@ -22,11 +22,6 @@ from tests.skewed_join import launch_skewed
 from tests.swarm import TINY_RUN, Swarm, equal_digests
 
 
-@pytest.fixture
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 class SkewedSwarm(Swarm):
     """A swarm of peers whose clocks are wrong by given seconds, in the order of their start."""
 
@@ -75,7 +70,6 @@ async def watch_a_record_expire(peers: Sequence[LocalPeer], victim: LocalPeer, o
 
 
 @pytest.mark.swarm
-@pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
     "skews", [pytest.param((0.0, 300.0, -300.0), id="joiners"), pytest.param((300.0, 0.0, -300.0), id="founder")]
 )

@@ -46,7 +46,7 @@ def run(tmp_path: Path, module: str, *arguments: Any) -> tuple[int, str, str]:
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     outcome = json.loads(report.read_text(encoding="utf-8"))
@@ -113,6 +113,12 @@ def test_a_run_section_with_a_mistake(tmp_path: Path, run_section: dict[str, Any
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"run": merged(TINY_RUN, run_section)}), encoding="utf-8")
     assert why in refusal(tmp_path, "--config", path)
+
+
+def test_a_peer_section_with_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "peer.yaml"
+    path.write_text(yaml.safe_dump({"peer": {"devise": "cpu"}}), encoding="utf-8")
+    assert "peer.devise: unknown key" in refusal(tmp_path, "--config", path)
 
 
 def test_a_configuration_that_is_no_yaml(tmp_path: Path) -> None:

@@ -353,9 +353,3 @@ def test_rounds_commit_without_a_hostile_member(tmp_path: Path) -> None:
         } <= kinds
         assert not accused(peers)
         assert peers[0].rounds()[last]["eval_loss"] < peers[0].rounds()[1]["eval_loss"]
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All peers of a session share one tokenised corpus, outside the user's own cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -20,7 +20,7 @@ from tests.swarm import swarm
 
 pytestmark = pytest.mark.swarm
 ROOT = Path(__file__).parent.parent
-OBEYS_S = 60.0  # measured: 1 s, with a stuck network process 13 s; this is for a machine that is busy
+OBEYS_S = 180.0  # measured: 1 s, with a stuck network process 13 s; this is for a machine that is busy
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -45,8 +45,8 @@ def test_a_phase_that_never_ends_is_interrupted(
         wait_until((tmp_path / "peer" / MARK).exists)
         tree = peer.tree()
         assert peer.terminate(OBEYS_S) == 0, peer.tail()
-        psutil.wait_procs(tree, timeout=5)
-        assert not any(process.is_running() for process in tree)
+        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
+        assert not alive
 
 
 def test_a_stuck_network_process_keeps_nobody(tmp_path: Path) -> None:
@@ -58,8 +58,7 @@ def test_a_stuck_network_process_keeps_nobody(tmp_path: Path) -> None:
         assert len(network) == 1
         network[0].send_signal(signal.SIGSTOP)
         assert peer.terminate(OBEYS_S) == 0, peer.tail()
-        gone, alive = psutil.wait_procs(network, timeout=5)
-        assert gone
+        _, alive = psutil.wait_procs(network, timeout=PATIENCE_S)
         assert not alive
 
 

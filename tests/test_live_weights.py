@@ -11,7 +11,7 @@ import yaml
 from spes_swarm.config import RunConfig, load_config
 from spes_swarm.live_weights import LiveWeights
 from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
-from tests.swarm import TINY_RUN
+from tests.swarm import TINY_RUN, merged
 
 HELD = (1, 4)
 
@@ -48,9 +48,12 @@ class Peer:
         return mask_N
 
 
-def run_config(tmp_path_factory: pytest.TempPathFactory, *, overlap: bool) -> RunConfig:
+def run_config(
+    tmp_path_factory: pytest.TempPathFactory, *, overlap: bool = False, merge_interval: int = 20
+) -> RunConfig:
     path = tmp_path_factory.mktemp("config") / "run.yaml"
-    path.write_text(yaml.safe_dump({"run": {**TINY_RUN, "round": {**TINY_RUN["round"], "overlap": overlap}}}))
+    changes = {"round": {"overlap": overlap}, "merge": {"interval": merge_interval}}
+    path.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes)}))
     run, _ = load_config(path)
     assert run is not None
     return run
@@ -114,3 +117,28 @@ def test_blocks_that_are_put_back_are_the_reference_bit_by_bit(peer: Peer) -> No
     assert not np.array_equal(peer.read(), peer.reference_N)
     peer.live.put_back()
     assert np.array_equal(peer.read(), peer.reference_N)
+
+
+@pytest.mark.parametrize(
+    ("interval", "rounds"), [(10, [1, 2, 3, 4, 5, 6]), (20, [2, 4, 6]), (25, [3, 5]), (30, [3, 6]), (0, [])]
+)
+def test_experts_merge_after_the_rounds_whose_steps_reach_a_multiple_of_the_interval(
+    tmp_path_factory: pytest.TempPathFactory, interval: int, rounds: list[int]
+) -> None:
+    """A round has 10 steps."""
+    peer = Peer(run_config(tmp_path_factory, merge_interval=interval))
+    assert [number for number in range(7) if peer.live.merge_if_due(number) is not None] == rounds
+
+
+def test_a_merge_whose_round_was_missed_is_applied_once_caught_up(tmp_path_factory: pytest.TempPathFactory) -> None:
+    peer = Peer(run_config(tmp_path_factory))
+    assert peer.live.merge_if_due(5) is None
+    assert peer.live.merge_if_due(5, previous_step=30) is not None
+    assert not np.array_equal(peer.read(), peer.reference_N)
+    assert peer.live.merge_if_due(5, previous_step=40) is None
+
+
+def test_no_merge_is_reported_once_alpha_has_decayed_to_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    peer = Peer(run_config(tmp_path_factory))
+    assert peer.live.merge_if_due(38) == pytest.approx(0.1 * 20 / 400)
+    assert peer.live.merge_if_due(40) is None

@@ -63,7 +63,7 @@ FIELDS = msgpack.unpackb(msgpack.packb(progress().model_dump()))
     ("record", "kind"),
     [
         (stored(owner=identity(1).peer_id), "forged"),
-        (changed(value=GOOD.value[:-1] + b"\0"), "forged"),
+        (changed(value=GOOD.value[:-1] + bytes([GOOD.value[-1] ^ 1])), "forged"),
         (changed(subkey=DHTProtocol.IS_REGULAR_VALUE), "forged"),
         (stored(run="run-2"), "forged"),  # a true record of another run
         (changed(key=DHTID.generate(source=record_key(RUN, "leases")).to_bytes()), "forged"),  # of another kind
@@ -123,7 +123,7 @@ def test_whether_a_record_lives_too_long_is_asked_of_the_clock_each_time() -> No
     assert (checker.num_verified, checker.refused) == (1, {"far_future": 1})
     for _ in range(3):
         checker.forget()
-    assert checker._too_long == checker._too_long_before == {}
+    assert checker._too_long == checker._too_long_before == set()
 
 
 def test_what_hivemind_hands_out_is_opened_without_another_check() -> None:

@@ -52,6 +52,21 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
         memory.raise_if_exhausted()
 
 
+def test_a_parameter_whose_state_was_half_allocated_begins_with_none() -> None:
+    """AdamW takes a state that has a step count for whole, and the next step would fail for want of its moments."""
+    known, new = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimiser = torch.optim.AdamW([known, new])
+    known.grad = torch.ones(2)
+    optimiser.step()
+    memory = StepMemory("in a step", lambda kind, text: None, lambda: None)
+    with memory.guard(optimiser):
+        optimiser.state[new]["step"] = torch.tensor(0.0)
+        bytearray(TOO_MUCH)
+    assert list(optimiser.state) == [known]
+    known.grad, new.grad = torch.ones(2), torch.ones(2)
+    optimiser.step()
+
+
 def launch_starved(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.starved_join", "25", *arguments]
     with log.open("ab") as output:
@@ -77,6 +92,7 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
             (left,) = peer.events("leave")
             # 24 steps at 10 steps a round: the work of the last ones is in a round that was held for leaving.
             assert left["round"] == max(peer.rounds())
+            assert peer.events("step")[-1]["round"] < left["round"]
             assert list((tmp_path / "starved" / "checkpoints").iterdir())
-            founder.wait_for_round(left["round"] + 2)
+            assert founder.wait_for_round(left["round"] + 2)["experts_held"] == list(range(8))
         assert founder.process.poll() is None

@@ -28,11 +28,6 @@ _REASON = unavailable_reason()
 needs_namespaces = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
 def _main(arguments: list[str]) -> int:
     # Attempts to do better are rare, since they cost others something; here they are only to be seen.
     links._CLIENT_PAUSE_S = 4.0

@@ -74,14 +74,13 @@ def test_after_a_common_round_only_members_have_a_voice() -> None:
     standing.committed(0.0, ["member"], [])
     standing.note_answer("stranger")
     assert standing.voices(["told", "stranger", "member"]) == {"member"}
-    assert not standing.is_newcomer
     assert not standing.defers(["told"])
 
 
 def test_a_round_that_was_held_alone_makes_no_members() -> None:
     standing = newcomer("told")
     standing.committed(0.0, [], ["told"])
-    assert standing.is_newcomer
+    assert standing.defers(["told"])
     assert standing.voices(["told"]) == {"told"}
 
 
@@ -181,6 +180,22 @@ def test_after_one_that_was_waited_for_in_vain_the_next_newcomer_is_eight_rounds
         waits.append(standing.patience(["new"], WINDOW_S)["new"] > GRACE_SHARE * ROUND_S)
         standing.committed(i * ROUND_S, ["a"], [])
     assert waits == [False] * 8 + [True] * 2
+
+
+def test_a_new_ghost_in_every_round_keeps_no_honest_newcomer_out() -> None:
+    standing = after_rounds(9, "a")
+    standing.committed(ROUND_S, ["a"], [])
+    for i in range(2, 30):
+        standing.note_answer(f"ghost{i}")
+        if i == 4:
+            standing.note_answer("honest")
+        came = standing.patience(["honest"], WINDOW_S)["honest"] > GRACE_SHARE * ROUND_S
+        others = ["honest"] if came else []
+        ghosts = [f"ghost{j}" for j in range(2, i + 1)]
+        standing.committed(i * ROUND_S, ["a", *others], ghosts if came else [*ghosts, "honest"])
+        if came:
+            break
+    assert 4 < i < 14
 
 
 def test_before_there_are_members_a_round_waits_for_all_however_short_the_rounds_alone_were() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from spes_swarm import clock
 from spes_swarm.forked_peer import ForkServer
-from spes_swarm.join import main
 from spes_swarm.local_peer import LocalPeer
 from tests.rounds import identity
+from tests.slow_join import sleeping_main
 from tests.strangers import CLAIMS, connected_strangers, haunt
 from tests.swarm import equal_digests, swarm
 
@@ -24,7 +24,7 @@ GHOSTS = 12
 
 def _main(arguments: list[str]) -> int:
     clock.CHECK_EVERY_S = CHECK_EVERY_S  # once a minute would make this test last for minutes
-    return main(arguments)
+    return sleeping_main(0.1, arguments)  # strangers should get some of the processors' time, too
 
 
 async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
@@ -35,11 +35,6 @@ async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:
         last += 1
         await asyncio.gather(*(asyncio.to_thread(peer.wait_for_round, last) for peer in peers))
     await asyncio.gather(*(asyncio.to_thread(peer.wait_for_round, last + 2) for peer in peers))
-
-
-@pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def test_strangers_neither_set_the_clock_nor_hold_up_rounds(tmp_path: Path) -> None:

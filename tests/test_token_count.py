@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.roster import Roster
+from spes_swarm.roster import MAX_STEP_RATIO, Roster
 from spes_swarm.service_messages import TokenCounts
 from spes_swarm.standing import Standing
 from spes_swarm.token_count import TokenCount
@@ -76,8 +76,8 @@ def test_what_is_no_round_is_nothing(number: object) -> None:
     assert not counts.behind
 
 
-def test_nobody_is_believed_beyond_four_rounds_of_steps() -> None:
-    assert count({"a": {"round": 5, "tokens": 1 << 60}}).steps[0] <= 4 * INNER_STEPS * 64
+def test_nobody_is_believed_beyond_four_rounds_of_the_largest_steps() -> None:
+    assert count({"a": {"round": 5, "tokens": 1 << 60}}).tokens == 4 * INNER_STEPS * MAX_STEP_RATIO * STEP
 
 
 def test_a_newcomer_is_called_by_those_that_it_was_told_to_join() -> None:

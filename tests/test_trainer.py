@@ -69,7 +69,7 @@ def test_a_merge_that_falls_due_while_catching_up_is_applied(make: Make) -> None
 
 
 def test_a_checkpoint_from_before_a_merge_takes_part_in_it(make: Make) -> None:
-    """Who was away while a merge fell due has it applied to the experts that only he has trained meanwhile."""
+    """A peer that was away while a merge fell due applies it to the experts that only it has trained."""
     peer = make({"merge": {"alpha": 0.5, "steps": 1000, "interval": 20, "neighbours": 2}}, max_rounds=1)
     peer.trainer.run()  # round 1, after step 10: no merge yet
     saved_N = peer.live()

@@ -34,16 +34,8 @@ def start_donors(running: Swarm, count: int, upload_mbps: float, *arguments: Any
     return running.peers[:count]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """All peers of a session share one tokenised corpus, outside the user's own cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        yield
-
-
 @pytest.fixture(scope="module")
-def waiting_donors(_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, list[LocalPeer]]]:
+def waiting_donors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Swarm, list[LocalPeer]]]:
     """Three peers with the initial weights that wait for others, and leave the processor to the transfer.
 
     They serve two tests: it takes longer until they have the weights than to fetch them from all three.

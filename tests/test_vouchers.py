@@ -36,6 +36,21 @@ def test_one_commit_out_of_order_or_without_need_begins_anew() -> None:
     assert after(*[10.0] * (4 * SPAN), in_order=False).earned("fast") == 2
 
 
+def test_months_of_commits_are_no_number_that_overflows() -> None:
+    months = after(*[10.0] * (1100 * SPAN))
+    assert months.earned("fast") == 10
+    assert months.to_vouchers()
+
+
+def test_who_has_been_away_for_hundreds_of_rounds_is_unknown() -> None:
+    tracks = after(*[10.0] * SPAN)
+    for number in range(SPAN, SPAN + 300):
+        tracks.committed(number, [("other", 1.0)], {"other"})
+    assert tracks.is_new("fast")
+    assert tracks.rounds_since("fast", SPAN + 300) is None
+    assert tracks.to_vouchers() == TrackRecords().to_vouchers()
+
+
 def test_a_peer_that_leaves_out_rounds_keeps_what_it_has_earned() -> None:
     tracks = after(*[10.0] * SPAN)
     tracks.committed(SPAN, [("other", 1.0)], {"other"})

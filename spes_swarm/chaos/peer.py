@@ -15,6 +15,11 @@ _LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weig
 _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
 
+def accuses(fault: Event) -> bool:
+    """Whether a `fault` event names a liar or a laggard."""
+    return fault["kind"] in _LIES or "too slow" in fault["detail"]
+
+
 class ChaosPeer:
     """One start of a peer, and what it has told so far.
 
@@ -99,7 +104,7 @@ class ChaosPeer:
                     self.run_id, self.peer_id = event["run_id"], event["peer_id"]
                 case "sync":
                     self.synced_at = event["time"]
-                case "fault" if event["kind"] in _LIES or "too slow" in event["detail"]:
+                case "fault" if accuses(event):
                     self.accusations.append(f"of {event['peer']}: {event['kind']}: {event['detail']}")
         return rounds
 

@@ -53,8 +53,8 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         self._validator = RunRecordValidator(run_id, now)
         self._verdicts: dict[DHTRecord, _Verdict] = {}
         self._before: dict[DHTRecord, _Verdict] = {}
-        self._too_long: dict[DHTRecord, None] = {}  # counted as such since the last but one call of `forget`
-        self._too_long_before: dict[DHTRecord, None] = {}
+        self._too_long: set[DHTRecord] = set()  # refused for their lifetime since the last call of `forget`
+        self._too_long_before: set[DHTRecord] = set()
         self._refused: Counter[str] = Counter()
         self.num_verified = 0  # signatures checked so far
 
@@ -77,7 +77,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     def forget(self) -> None:
         """Drops the verdicts on records that have not come since the last call; to be called after each refresh."""
         self._before, self._verdicts = self._verdicts, {}
-        self._too_long_before, self._too_long = self._too_long, {}
+        self._too_long_before, self._too_long = self._too_long, set()
 
     def _verdict(self, record: DHTRecord) -> _Verdict:
         if record.expiration_time > self._now() + self._longest_s.get(record.key, MAX_LIFETIME_S):
@@ -92,7 +92,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         if record not in self._too_long and record not in self._too_long_before:
             self._refused[kind] += 1
         if len(self._too_long) < _MAX_REMEMBERED:
-            self._too_long[record] = None
+            self._too_long.add(record)
         return kind
 
     def _judge(self, record: DHTRecord) -> _Verdict:

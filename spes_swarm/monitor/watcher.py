@@ -20,7 +20,7 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
 from spes_swarm.acquaintances import Acquaintances, checked_maddrs
-from spes_swarm.address import best_first
+from spes_swarm.address import best_first, peer_id_of
 from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.dht import join_dht
@@ -80,8 +80,8 @@ class Watcher:
             },
         )
         self._acquaintances = Acquaintances(maddrs)
-        self._told = {maddr.rsplit("/", 1)[-1] for maddr in maddrs}
-        self._met: OrderedDict[str, None] = OrderedDict.fromkeys(self._told)
+        self._told = set(map(peer_id_of, maddrs))
+        self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))
         self._own_maddrs: list[str] = []
         self._node: DHTNode | None = None
         self._clock_task: asyncio.Task[None] | None = None
@@ -196,7 +196,7 @@ class Watcher:
 
     async def _redial(self) -> None:
         assert self._node is not None
-        given = [maddr.rsplit("/", 1)[-1] for maddr in self._initial_peers]
+        given = [peer_id_of(maddr) for maddr in self._initial_peers]
         turn = [peer for peer in self._met if peer not in given][:_DIALS_AT_A_TIME]
         for peer in turn:
             self._met.move_to_end(peer)  # the others have their turn next time
@@ -218,7 +218,7 @@ class Watcher:
         """What a newcomer types; None when there is no address to offer."""
         offers = best_first(self._own_maddrs) if self._is_entry else []
         reachable = [peer for peer, is_reachable in self.live.items() if is_reachable]
-        given = [maddr for maddr in self._initial_peers if maddr.rsplit("/", 1)[-1] in reachable]
+        given = [maddr for maddr in self._initial_peers if peer_id_of(maddr) in reachable]
         offers += best_first([*given, *self._acquaintances.of(reachable)]) or list(self._initial_peers[:1])
         if not offers:
             return None
