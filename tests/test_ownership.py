@@ -138,6 +138,14 @@ def test_settling_keeps_the_number_of_experts_and_what_only_this_peer_holds(give
             assert holders(table, gained) == []
 
 
+def test_of_several_holders_the_one_with_the_best_claim_keeps_an_expert() -> None:
+    names = ["peer0", "peer1", "peer2"]
+    for expert in range(20):
+        leases = dict.fromkeys(names, (expert,))
+        kept_by = [peer for peer in names if expert in settle(leases, peer, 30)]
+        assert kept_by == [min(names, key=lambda peer: blake3(f"{peer}|{expert}".encode()).digest())]
+
+
 @given(tables())
 def test_settling_depends_on_who_holds_what_only(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table

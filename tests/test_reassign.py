@@ -259,7 +259,24 @@ def test_the_peer_with_the_most_room_left_adopts() -> None:
     assert 2 in decide(replace(case, rules=Rules(replicas=1)))["b"]
 
 
+def test_peers_adopt_until_all_have_as_little_room_left() -> None:
+    trained_in = (20, 20, 1, 2, 3, 4, 5, 6)
+    outcome = decide(Case({"a": Holding((0,), 3), "b": Holding((1,), 5)}, 8, 21, trained_in))
+    assert {2, 3} <= set(outcome["b"])  # b has room for two more than a, and those that wait for longest come first
+    assert len({4, 5} & set(outcome["a"])) == len({4, 5} & set(outcome["b"])) == 1
+    assert len({6, 7} & set(outcome["a"])) == len({6, 7} & set(outcome["b"])) == 1
+
+
 # The replication target.
+
+
+def test_of_too_many_holders_the_one_with_the_most_to_do_gives_up() -> None:
+    table = {"a": Holding((0, 3), 2), "b": Holding((0, 1, 2), 3), "c": Holding((0, 4), 2)}
+    for number in (1, 2, 3, 5, 8):
+        outcome = decide(Case(table, 5, number, (0,) * 5, rules=Rules(2, 50)))
+        assert outcome["a"] == (0, 3)
+        assert outcome["c"] == (0, 4)
+        assert outcome["b"] in ((1, 2, 3), (1, 2, 4))
 
 
 def reachable_replicas(case: Case) -> int:
