@@ -28,7 +28,8 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
 
     Args:
         plan: of the round.
-        deviations_left: what was left of each member's deviations in the parts reduced here, on average.
+        deviations_left: what was left of each member's deviations in the parts reduced here, on average over these, and
+            but for newcomers over this round and those before.
         new: members that have not been part of many commits.
     """
     faults: list[tuple[int, ProtocolError]] = []

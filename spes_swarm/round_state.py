@@ -331,8 +331,11 @@ class RoundState:
         """The members whose contributions were shortened; see blame.clipped."""
         if not self.limits.bounded:
             return []
-        new = {i for i, member in enumerate(self.group.members) if self._tracks.is_new(member.peer_id)}
-        return blame.clipped(self.plan, self.deviations_left(), new)
+        ids = [member.peer_id for member in self.group.members]
+        new = {i for i, peer_id in enumerate(ids) if self._tracks.is_new(peer_id)}
+        left = self.deviations_left()
+        known = {i: self._tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
+        return blame.clipped(self.plan, left | known, new)
 
     def deviations_left(self) -> dict[int, float]:
         """What was left of each member's deviations in the parts reduced here, on average."""
@@ -347,6 +350,9 @@ class RoundState:
         }
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
+        for i, left in self.deviations_left().items():
+            if not tracks.is_new(ids[i]):
+                tracks.note_agreement(ids[i], left)
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
         tracks.committed(self.plan.round, ratios, in_order, self.plan.median_rms)
 

@@ -30,6 +30,7 @@ class TrackRecords:
         self._last_commit: dict[str, int] = {}
         self._claimed: dict[str, list[float]] = {}  # ratios above the cap, of the last commits without a break
         self._borne_out: dict[str, int] = {}  # of how many commits
+        self._agreement: dict[str, float] = {}  # what was left of its deviations, newer rounds counting more
 
     def committed(
         self,
@@ -61,6 +62,22 @@ class TrackRecords:
             del self._commits[peer_id], self._last_commit[peer_id]
             self._borne_out.pop(peer_id, None)
             self._claimed.pop(peer_id, None)
+            self._agreement.pop(peer_id, None)
+
+    def agreement(self, peer_id: str, left: float) -> float:
+        """What is usually left of a peer's deviations: half of it this round's, the rest from rounds before.
+
+        One round with few parts says little: honest steps on little text deviate far now and then.
+
+        Args:
+            peer_id: the peer.
+            left: of this round; not remembered before `note_agreement`.
+        """
+        return (self._agreement.get(peer_id, 1.0) + left) / 2
+
+    def note_agreement(self, peer_id: str, left: float) -> None:
+        """Takes a commit's value into account."""
+        self._agreement[peer_id] = self.agreement(peer_id, left)
 
     def is_new(self, peer_id: str) -> bool:
         """Whether a peer may still be finding its pace."""

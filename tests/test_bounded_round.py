@@ -18,7 +18,7 @@ from spes_swarm.plan import BlockPlan, Form, Plan, make_plan
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.round_state import RoundState
 from spes_swarm.statement import MAX_RMS
-from spes_swarm.track_record import TrackRecords
+from spes_swarm.track_record import NUM_FIRST_COMMITS, TrackRecords
 from spes_swarm.wire import Frame, FrameKind
 from tests.rounds import BOUNDED, FakePeer, form, hold_round, peer, small_layout
 
@@ -350,6 +350,28 @@ def test_a_clip_names_the_member_once() -> None:
     assert member == HOSTILE
     assert error.kind == "clipped"
     assert "\n" not in str(error)
+
+
+def test_one_round_aside_names_a_newcomer_only_and_a_second_one_a_member() -> None:
+    met, names = TrackRecords(), []
+    for number in range(NUM_FIRST_COMMITS + 3):
+        peers = swarm(LARGE, HOLDINGS)
+        train(peers)
+        if number >= NUM_FIRST_COMMITS:
+            peers[HOSTILE].live_N[:] = peers[HOSTILE].reference.values_N
+            add_noise(peers[HOSTILE], STEP)  # of the usual length, and in no direction that the others know
+        plan, states = states_of(peers)
+        state = RoundState(
+            states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
+        )
+        for sender in states[1:]:
+            for part, contribution in plan.pushes(sender.me, 0):
+                state.accept(sender.me, sender.push_frame(part, contribution))
+        if number == NUM_FIRST_COMMITS:
+            assert blame.MATERIAL_DEVIATION / 2 < state.deviations_left()[HOSTILE] < blame.MATERIAL_DEVIATION
+        names.append([member for member, _ in state.clipped()])
+        state.record_commit(met)
+    assert names == [[]] * NUM_FIRST_COMMITS + [[], [HOSTILE], [HOSTILE]]
 
 
 def test_the_work_of_two_rounds_at_once_is_not_told() -> None:

@@ -36,6 +36,17 @@ def test_one_commit_out_of_order_or_without_need_begins_anew() -> None:
     assert after(*[10.0] * (4 * SPAN), in_order=False).earned("fast") == 2
 
 
+def test_one_round_of_disagreement_says_little_and_several_in_a_row_say_it_all() -> None:
+    tracks = TrackRecords()
+    seen = []
+    for left in (0.6, 0.6, 0.6, 1.0, 1.0):
+        seen.append(tracks.agreement("a", left))
+        tracks.note_agreement("a", left)
+    assert seen == pytest.approx([0.8, 0.7, 0.65, 0.825, 0.9125])
+    assert tracks.agreement("b", 0.3) == 0.65
+    assert tracks.agreement("b", 0.3) == 0.65  # asked, not noted
+
+
 def test_months_of_commits_are_no_number_that_overflows() -> None:
     months = after(*[10.0] * (1100 * SPAN))
     assert months.earned("fast") == 10
