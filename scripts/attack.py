@@ -49,6 +49,7 @@ class Outcome:
     seed: int
     losses: tuple[float, float]  # eval loss in the last round of the attack, and RECOVERY_ROUNDS later
     seconds_per_round: float  # median
+    group_seconds: float  # of that, until the group was complete; median
     steps: float  # of an honest peer until the attack ended, on average
     named_by: dict[str, int]  # honest peers' `fault` events about the attacker, by kind
     accused: dict[str, int]  # and about honest peers, as liars or laggards
@@ -105,6 +106,7 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
             seed=seed,
             losses=(peers[0].rounds()[options.rounds]["eval_loss"], peers[0].rounds()[last]["eval_loss"]),
             seconds_per_round=statistics.median(b - a for a, b in pairwise(times)),
+            group_seconds=statistics.median(event["group_seconds"] for event in counted),
             steps=sum(e["round"] < options.rounds for peer in peers for e in peer.events("step")) / NUM_HONEST,
             named_by=named,
             accused=accused,
@@ -174,6 +176,7 @@ def describe(outcome: Outcome, honest: Outcome) -> str:
     return (
         f"seed {outcome.seed}, {outcome.kind}: eval loss {loss:.3f} ({change:+.1%}), two rounds after the "
         f"attack {recovered:.3f} ({after:+.1%}), {outcome.seconds_per_round:.1f} s a round ({pace:.2f} x), "
+        f"of these {outcome.group_seconds:.1f} s to meet, "
         f"{outcome.steps:.0f} steps a peer, named {outcome.named_by or 'never'}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
     )

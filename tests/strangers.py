@@ -13,7 +13,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ CLAIMS: list[dict[str, Any]] = [
 ]
 NUM_CONNECTED, NUM_GHOSTS = 4, 50
 LIE_S = 5.0
+RENEW_S = 12.0  # as often as honest records in the quickstart: one that is not renewed is stale, whatever it claims
 
 
 class Strangers:
@@ -86,18 +87,24 @@ def ghost_record(expires: float, **claims: Any) -> Progress:
     return Progress(**{"expires": expires, **fields, **claims})
 
 
-async def haunt(maddr: str, own: Identity, ghosts: Sequence[Identity], claims: Sequence[dict[str, Any]]) -> int:
-    """Stores a record for each ghost, with the claims in turn; nobody stands behind them. Returns how many are in."""
-    stored = 0
+async def haunt(
+    maddr: str, own: Identity, ghosts: Sequence[Identity], claims: Sequence[dict[str, Any]]
+) -> AsyncGenerator[int, None]:
+    """Stores a record for each ghost, with the claims in turn, each time it is asked; yields how many are in.
+
+    Nobody stands behind these records.
+    """
     async with joined(maddr, own) as (daemon, _, manifest):
         node = await DHTNode.create(p2p=daemon.p2p, initial_peers=[maddr], client_mode=True)
         try:
-            for i, ghost in enumerate(ghosts):
-                record = ghost_record(time.time() + GHOST_LIFE_S, **claims[i % len(claims)])
-                stored += await Records(node, ghost, manifest.run_id, time.time).publish("progress", record)
+            while True:
+                stored = 0
+                for i, ghost in enumerate(ghosts):
+                    record = ghost_record(time.time() + GHOST_LIFE_S, **claims[i % len(claims)])
+                    stored += await Records(node, ghost, manifest.run_id, time.time).publish("progress", record)
+                yield stored
         finally:
             await node.shutdown()
-    return stored
 
 
 async def attack(maddrs: Sequence[str], kind: str, directory: Path) -> None:
@@ -111,9 +118,9 @@ async def attack(maddrs: Sequence[str], kind: str, directory: Path) -> None:
     async with connected_strangers(maddrs, connected) as strangers:
         if kind == "ghosts":
             ghosts, own = [*connected, *identities(NUM_GHOSTS)], identities(1)[0]
-            while True:  # a record that is not renewed is stale, however long it claims to live
-                print("records stored:", await haunt(maddrs[0], own, ghosts, CLAIMS), flush=True)
-                await asyncio.sleep(LIE_S)
+            async for stored in haunt(maddrs[0], own, ghosts, CLAIMS):
+                print("records stored:", stored, flush=True)
+                await asyncio.sleep(RENEW_S)
         print("connected", flush=True)
         for strangers.ahead_s in itertools.cycle((1e6, 0.0, -1e6, 0.0)):
             await asyncio.sleep(LIE_S)

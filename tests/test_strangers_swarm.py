@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,9 @@ def test_strangers_neither_set_the_clock_nor_hold_up_rounds(tmp_path: Path) -> N
                     strangers.ahead_s = ahead_s
                     await rounds_go_on(peers, 1.5 * CHECK_EVERY_S)
             ghosts = [identity(70 + i) for i in range(GHOSTS)]
-            assert await haunt(maddrs[0], identity(64), ghosts, CLAIMS) == GHOSTS
-            await rounds_go_on(peers, 0.0)
+            async with aclosing(haunt(maddrs[0], identity(64), ghosts, CLAIMS)) as haunting:
+                assert await anext(haunting) == GHOSTS
+                await rounds_go_on(peers, 0.0)
 
         asyncio.run(attack())
         last = min(max(peer.rounds()) for peer in peers)
