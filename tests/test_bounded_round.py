@@ -295,13 +295,14 @@ def test_full_values_are_bounded_by_the_rounds_that_a_split_may_last() -> None:
     assert moved(before_N, peers[0], 0) <= CLIP * (1 + MAX_ROUNDS_APART) * STEP / 5 + STEP
 
 
-def accepted_from_afar(last_commit: int | None) -> list[tuple[FloatArray, FloatArray]]:
-    """What a member with another base pushes to peer 0 in round 2, and what counts of it.
+def accepted_from_afar(last_commit: int | None, apart: float = 1.0) -> list[tuple[FloatArray, FloatArray, float]]:
+    """What a member with another base pushes to peer 0 in round 2, what counts of it, and a round's limit on its RMS.
 
     Args:
         last_commit: the round of the last commit with it.
+        apart: RMS of the difference between the bases.
     """
-    peers = forked(apart=1.0)
+    peers = forked(apart)
     plan, states = states_of(peers, 2)
     met = TrackRecords()
     if last_commit is not None:
@@ -316,21 +317,29 @@ def accepted_from_afar(last_commit: int | None) -> list[tuple[FloatArray, FloatA
         sent_N = peers[HOSTILE].live_N[where] - peers[0].reference.values_N[where]
         differences = state._accumulators[part.index].differences if part.index in state._accumulators else {}
         if HOSTILE in differences:
-            counted.append((sent_N, differences[HOSTILE]))
+            counted.append((sent_N, differences[HOSTILE], contribution.limit_rms))
     assert counted
     return counted
 
 
 def test_who_has_just_committed_with_us_cannot_come_from_far_away() -> None:
-    assert max(rms(counts_N) for _, counts_N in accepted_from_afar(1)) <= 2 * CLIP * STEP * 1.05
+    for _, counts_N, limit_rms in accepted_from_afar(1):
+        assert limit_rms <= CLIP * STEP * 1.05
+        assert rms(counts_N) == pytest.approx(2 * limit_rms, rel=1e-4)
 
 
 @pytest.mark.parametrize("last_commit", [None, 2, 9, 1000])
 def test_of_who_has_committed_none_or_a_later_round_with_us_the_direction_counts(last_commit: int | None) -> None:
     """After a split has healed, the swarm may be at an earlier round than the last one that the two have committed."""
-    for sent_N, counts_N in accepted_from_afar(last_commit):
-        assert 0 < rms(counts_N) <= (1 + MAX_ROUNDS_APART) * CLIP * STEP * 1.05
+    for sent_N, counts_N, limit_rms in accepted_from_afar(last_commit):
+        assert rms(counts_N) == pytest.approx((1 + MAX_ROUNDS_APART) * limit_rms, rel=1e-4)
         assert float(sent_N @ counts_N) > 0
+
+
+def test_values_from_near_by_count_as_they_are() -> None:
+    for sent_N, counts_N, limit_rms in accepted_from_afar(1, apart=STEP / 100):
+        assert rms(sent_N) < limit_rms
+        assert np.array_equal(sent_N, counts_N)
 
 
 # Who is named.
@@ -493,6 +502,21 @@ def test_a_commit_tells_whose_claims_are_borne_out() -> None:
     ids = [member.peer_id for member in states[2].group.members]
     assert tracks.earned(ids[0]) == 4.0
     assert tracks.earned(ids[1]) == 2.0
+
+
+@pytest.mark.parametrize(("tokens", "times_as_long", "earned"), [(8_000, 4, 4.0), (8_000, 40, 2.0), (10**8, 4, 2.0)])
+def test_claims_that_the_length_contradicts_or_that_nobody_could_work_off_earn_nothing(
+    tokens: int, times_as_long: int, earned: float
+) -> None:
+    peers = swarm(LARGE, HOLDINGS)
+    peers[0].tokens = tokens
+    train(peers)
+    peers[0].live_N += (times_as_long - 1) * (peers[0].live_N - peers[0].reference.values_N)
+    _, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
+    tracks = TrackRecords()
+    for _ in range(16):
+        states[2].record_commit(tracks)
+    assert tracks.earned(states[2].group.members[0].peer_id) == earned
 
 
 # Healing.

@@ -280,7 +280,7 @@ def test_parts_may_differ_in_length_but_all_together_come_to_what_was_stated() -
     pushed, accepted = lengthened(1.0)
     assert pushed >= 2
     assert accepted == pushed
-    assert lengthened(3.0)[1] < pushed  # each alone would do
+    assert 1 <= lengthened(2.0)[1] < pushed  # each alone would do
     pushed, accepted = lengthened(20.0, num_parts=1)
     assert accepted == pushed - 1  # one that is beyond every measure, and nothing else
 
