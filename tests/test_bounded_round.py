@@ -1,9 +1,6 @@
-"""Whole rounds with members that go too far: what counts of it, who is named, and that honest members do not notice."""
+"""Whole rounds with members that go too far: what counts of it, and that honest members do not notice."""
 
 from __future__ import annotations
-
-import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,59 +8,29 @@ import pytest
 from spes_swarm import blame
 from spes_swarm.bitmap import bitmap
 from spes_swarm.clipping import MAX_ROUNDS_APART
-from spes_swarm.codec import FloatArray, get_codec
+from spes_swarm.codec import FloatArray
 from spes_swarm.errors import ProtocolError
-from spes_swarm.layout import Layout
-from spes_swarm.plan import BlockPlan, Form, Plan, make_plan
+from spes_swarm.plan import BlockPlan, Form, make_plan
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.round_state import RoundState
 from spes_swarm.statement import MAX_RMS
-from spes_swarm.track_record import NUM_FIRST_COMMITS, TrackRecords
+from spes_swarm.track_record import TrackRecords
 from spes_swarm.wire import Frame, FrameKind
-from tests.rounds import BOUNDED, FakePeer, form, hold_round, peer, small_layout
-
-CLIP = 1.5
-HOSTILE = 4
-STEP = 0.01  # RMS of what an honest peer learns in a round
-
-
-def swarm(layout: Layout, holdings: list[list[int]], seed: int = 0) -> list[FakePeer]:
-    start_N = np.random.default_rng(seed).normal(0, 0.1, layout.num_elements).astype(np.float32)
-    return [peer(layout, start_N, held, tokens=1000, routed=[100] * len(held)) for held in holdings]
-
-
-def train(peers: list[FakePeer], seed: int = 1) -> None:
-    """Most of what is learnt is the same for all, as with the same weights and similar text."""
-    common_N = np.random.default_rng(seed).normal(0, 0.9 * STEP, len(peers[0].live_N))
-    for number, who in enumerate(peers):
-        own_N = np.random.default_rng((seed, 1 + number)).normal(0, math.sqrt(0.19) * STEP, len(who.live_N))
-        for block in trained(who):
-            where = slice(block.start, block.stop)
-            who.live_N[where] += (common_N + own_N)[where].astype(np.float32)
-
-
-def trained(who: FakePeer) -> list[Any]:
-    layout = who.reference.layout
-    return [layout.blocks[0], *(layout.expert_block(expert) for expert in who.held)]
-
-
-def add_noise(who: FakePeer, rms: float) -> None:
-    for block in trained(who):
-        noise_N = np.random.default_rng(block.index).normal(0, rms, block.size)
-        who.live_N[block.start : block.stop] += noise_N.astype(np.float32)
-
-
-def rms(values: FloatArray) -> float:
-    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
-
-
-def moved(before_N: FloatArray, who: FakePeer, index: int) -> float:
-    block = who.reference.layout.blocks[index]
-    return rms(who.reference.values_N[block.start : block.stop] - before_N[block.start : block.stop])
-
-
-LARGE = small_layout(6, shared=12_000, expert=3_000)
-HOLDINGS = [[0, 1], [1, 2], [2, 3], [0, 3], [4, 5]]
+from tests.bounded_rounds import (
+    CLIP,
+    HOLDINGS,
+    HOSTILE,
+    LARGE,
+    STEP,
+    add_noise,
+    moved,
+    rms,
+    states_of,
+    swarm,
+    train,
+    trained,
+)
+from tests.rounds import BOUNDED, FakePeer, form, hold_round, small_layout
 
 
 @pytest.mark.parametrize("loud", [3 * STEP, 0.9, 300.0])
@@ -179,13 +146,6 @@ def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:
     add_noise(peers[HOSTILE], 0.9)
     hold_round(peers, 1, part_elements=1024, clip=CLIP)
     assert np.array_equal(peers[HOSTILE].live_N, peers[HOSTILE].reference.values_N)
-
-
-def states_of(peers: list[FakePeer], number: int = 1) -> tuple[Plan, list[RoundState]]:
-    group = form(peers, number)
-    plan = make_plan(group, peers[0].reference.layout, 1024, clip=CLIP)
-    codec = get_codec("fp16")
-    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, BOUNDED) for i, p in enumerate(peers)]
 
 
 def refusal(state: RoundState, frame: Frame) -> str:
@@ -340,129 +300,6 @@ def test_values_from_near_by_count_as_they_are() -> None:
     for sent_N, counts_N, limit_rms in accepted_from_afar(1, apart=STEP / 100):
         assert rms(sent_N) < limit_rms
         assert np.array_equal(sent_N, counts_N)
-
-
-# Who is named.
-
-
-def named(plan: Plan, left: dict[int, float], new: set[int] | None = None) -> list[int]:
-    return [member for member, _ in blame.clipped(plan, left, new or set())]
-
-
-def test_a_clip_names_the_member_once() -> None:
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    add_noise(peers[HOSTILE], 3 * STEP)
-    peers[HOSTILE].tokens = 2**47
-    plan, _ = states_of(peers)
-    ((member, error),) = blame.clipped(plan, {HOSTILE: 0.3}, set())
-    assert member == HOSTILE
-    assert error.kind == "clipped"
-    assert "\n" not in str(error)
-
-
-def test_one_round_aside_names_a_newcomer_only_and_a_second_one_a_member() -> None:
-    met, names = TrackRecords(), []
-    for number in range(NUM_FIRST_COMMITS + 3):
-        peers = swarm(LARGE, HOLDINGS)
-        train(peers)
-        if number >= NUM_FIRST_COMMITS:
-            peers[HOSTILE].live_N[:] = peers[HOSTILE].reference.values_N
-            add_noise(peers[HOSTILE], STEP)  # of the usual length, and in no direction that the others know
-        plan, states = states_of(peers)
-        state = RoundState(
-            states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
-        )
-        for sender in states[1:]:
-            for part, contribution in plan.pushes(sender.me, 0):
-                state.accept(sender.me, sender.push_frame(part, contribution))
-        if number == NUM_FIRST_COMMITS:
-            assert blame.MATERIAL_DEVIATION / 2 < state.deviations_left()[HOSTILE] < blame.MATERIAL_DEVIATION
-        names.append([member for member, _ in state.clipped()])
-        state.record_commit(met)
-    assert names == [[]] * NUM_FIRST_COMMITS + [[], [HOSTILE], [HOSTILE]]
-
-
-def test_the_work_of_two_rounds_at_once_is_not_told() -> None:
-    """A reducer went on without this member: what was left out is in its next difference."""
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    train(peers[:1], seed=2)
-    train(peers[:1], seed=3)
-    peers[0].live_N += (peers[0].live_N - peers[0].reference.values_N) * np.float32(0.5)  # 2.6 times as long
-    plan, _ = states_of(peers)
-    assert plan.blocks[0].contributions[0].scale < 0.7
-    assert named(plan, {}) == []
-
-
-def test_who_has_done_more_steps_is_scaled_down_and_not_named() -> None:
-    """On a busy machine one peer does thirty steps while the others do four."""
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    fast = peers[0]
-    fast.tokens *= 8
-    fast.live_N += 7 * (fast.live_N - fast.reference.values_N)
-    plan, _ = states_of(peers)
-    assert plan.blocks[0].contributions[0].scale < 0.5
-    assert named(plan, {}) == []
-    fast.tokens //= 8  # the same length with nobody's tokens to explain it
-    plan, _ = states_of(peers)
-    assert named(plan, {}) == [0]
-
-
-def test_newcomers_are_named_only_for_what_no_newcomer_does() -> None:
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    add_noise(peers[HOSTILE], 2.8 * STEP)  # what a fresh AdamW was measured to do
-    plan, _ = states_of(peers)
-    assert named(plan, {HOSTILE: 0.4}) == [HOSTILE]  # for its direction
-    assert named(plan, {HOSTILE: 0.4}, {HOSTILE}) == []
-    add_noise(peers[HOSTILE], 20 * STEP)
-    plan, _ = states_of(peers)
-    assert named(plan, {}, {HOSTILE}) == [HOSTILE]
-
-
-def test_who_is_late_with_the_work_of_several_rounds_is_not_named() -> None:
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    hold_round(peers, 1, part_elements=1024)
-    late = peers[HOSTILE]
-    for number in (2, 3, 4):
-        train(peers[:HOSTILE], seed=number)
-        hold_round(peers[:HOSTILE], number, part_elements=1024)
-    for number in (2, 3, 4, 5, 6):
-        train(peers if number == 6 else [late], seed=number)
-    late.tokens = 5000
-    plan, _ = states_of(peers, 5)
-    assert plan.blocks[0].contributions[HOSTILE].form is Form.DELTA
-    assert HOSTILE not in plan.blocks[0].in_base
-    assert named(plan, {}) == []
-
-
-def test_missing_parts_name_their_reducer() -> None:
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    plan, _ = states_of(peers)
-    lost = [part for part in plan.parts if part.reducer in (1, HOSTILE)]
-    faults = dict(blame.missing(plan, 0, lost, finished=set()))
-    assert faults.keys() == {1, HOSTILE}
-    assert all(error.kind == "missing" for error in faults.values())
-    assert str(sum(part.reducer == 1 for part in lost)) in str(faults[1])
-
-
-def test_parts_that_their_reducer_never_got_name_the_only_contributor() -> None:
-    """A member in client mode trains an expert; others reduce it, and have said that they are through."""
-    peers = swarm(LARGE, HOLDINGS)
-    train(peers)
-    peers[HOSTILE].reachable = False
-    plan, _ = states_of(peers)
-    lost = [part for part in plan.parts if part.block == 5]
-    reducers = {part.reducer for part in lost}
-    assert HOSTILE not in reducers
-    assert [member for member, _ in blame.missing(plan, 0, lost, finished=reducers)] == [HOSTILE]
-    theirs = [part for part in lost if part.reducer != 0]
-    assert HOSTILE not in dict(blame.missing(plan, 0, theirs, finished=set()))  # they are to blame themselves
-    assert [member for member, _ in blame.missing(plan, HOSTILE, lost, finished=reducers)] == []
 
 
 # Weights.

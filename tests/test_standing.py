@@ -161,7 +161,7 @@ def test_a_newcomer_is_waited_for_once() -> None:
     assert standing.patience(["new"], WINDOW_S) == {"new": WINDOW_S}
 
 
-def test_who_came_in_vain_is_not_waited_for_anew_after_a_while() -> None:
+def test_a_newcomer_that_did_not_come_is_never_waited_for_again() -> None:
     standing = after_rounds(9, "a")
     standing.note_answer("new")
     standing.committed(ROUND_S, ["a"], ["new"])
