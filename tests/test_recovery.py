@@ -35,17 +35,21 @@ def test_some_of_the_killed_peers_go_on_from_the_newest_of_their_checkpoints(tmp
             peer.kill()
         oldest, middle, newest = rest
         best = newest_checkpoint(newest)
-        digest = newest.rounds()[best]["digest"] if best in newest.rounds() else None
+        digests = {event["digest"] for number, event in newest.rounds().items() if number == best}
         for peer in (oldest, middle):
             forget_since(peer, best - 1)
         back = [running.start(peer.output_dir.name, "--wait-for-peers", 3) for peer in (oldest, middle, newest)]
-        first = [peer.wait_for("round", lambda event: event["peers"] == 3) for peer in back]
-        assert {event["round"] for event in first} == {best + 1}
-        assert [peer.events("join")[0]["round"] for peer in back] == [best] * 3
+        together = [peer.wait_for("round", lambda event: event["peers"] == 3)["round"] for peer in back]
         for peer in back:
-            peer.wait_for_round(best + 3)
-        equal_digests(back, best + 3)
-        assert digest is not None
+            peer.wait_for_round(max(together) + 2)
+        # On a busy machine one of them may miss the first round, but none goes on from an older checkpoint.
+        first = {peer.output_dir.name: min(peer.rounds()) for peer in back}
+        assert min(first.values()) == best + 1, first
+        joined = {peer.output_dir.name: peer.wait_for("join")["round"] for peer in back}
+        assert min(joined.values()) == joined[newest.output_dir.name] == best, joined
+        digests.update(sync["digest"] for peer in back for sync in peer.events("sync") if sync["round"] == best)
+        assert len(digests) == 1
+        equal_digests(back, max(together) + 2)
 
 
 def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp_path: Path) -> None:
