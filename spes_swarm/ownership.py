@@ -396,29 +396,27 @@ class _Moves:
             most = sorted((e for e in self._experts if self._movable[e]), key=lambda e: (-len(self._movable[e]), e))
             while waiting and most and self._too_many(waiting[0][-1]) <= len(self._movable[most[0]]):
                 *_, expert = heapq.heappop(waiting)
-                if self._move_to(expert, most):
-                    heapq.heappush(waiting, self._need(expert))
-                    again = changed = True
+                self._move_to(expert, most)
+                heapq.heappush(waiting, self._need(expert))
+                again = changed = True
         return changed
 
-    def _move_to(self, expert: int, most: list[int]) -> bool:
-        """Moves a holder of the first possible one of `most`, which stays sorted by the number of holders."""
-        for place, other in enumerate(most):
-            count = len(self._movable[other])
-            if count < self._too_many(expert):
-                return False
-            able = [peer for peer in self._movable[other] if expert not in self.held[peer]]
-            if able:
-                peer = min(able, key=self._turn.__getitem__)
-                self._drop(peer, other)
-                self._take(peer, expert)
-                # Its place is now after the last one that has as many as it had.
-                last = place
-                while last + 1 < len(most) and len(self._movable[most[last + 1]]) == count:
-                    last += 1
-                most[place], most[last] = most[last], most[place]
-                return True
-        return False
+    def _move_to(self, expert: int, most: list[int]) -> None:
+        """Moves a holder of the first of `most`, which stays sorted by the number of holders.
+
+        That one has more holders than `expert`, so at least one of them does not hold `expert`.
+        """
+        held_most = most[0]
+        count = len(self._movable[held_most])
+        able = (peer for peer in self._movable[held_most] if expert not in self.held[peer])
+        peer = min(able, key=self._turn.__getitem__)
+        self._drop(peer, held_most)
+        self._take(peer, expert)
+        # Its place is now after the last one that has as many as it had.
+        last = 0
+        while last + 1 < len(most) and len(self._movable[most[last + 1]]) == count:
+            last += 1
+        most[0], most[last] = most[last], most[0]
 
     def occupy_idle(self) -> bool:
         """Who has room and nothing to do trains what is held least, even beyond the target."""

@@ -3,106 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.ownership import Holding, Rules, reassign
-
-Outcome = dict[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Arguments of `reassign`."""
-
-    table: dict[str, Holding]
-    num_experts: int
-    round_number: int
-    trained_in: tuple[int, ...]
-    reserved: frozenset[int] = frozenset()
-    rules: Rules = field(default_factory=Rules)
-
-    @property
-    def rotates(self) -> bool:
-        return self.round_number % self.rules.rotate_every_rounds == 0
-
-    @property
-    def movable(self) -> dict[str, Holding]:
-        return {peer: holding for peer, holding in self.table.items() if not holding.fixed}
-
-    @property
-    def takeable(self) -> set[int]:
-        """Experts that somebody holds, or that nobody has a lease on."""
-        held = {e for holding in self.table.values() for e in holding.experts}
-        return {e for e in range(self.num_experts) if e in held or e not in self.reserved}
-
-    @property
-    def limit(self) -> int:
-        return self.rules.most_each or self.num_experts
-
-    def after(self, outcome: Mapping[str, tuple[int, ...]]) -> Case:
-        return replace(self, table={p: replace(h, experts=outcome[p]) for p, h in self.table.items()})
-
-
-def decide(case: Case) -> Outcome:
-    return reassign(
-        case.table,
-        case.num_experts,
-        round_number=case.round_number,
-        trained_in=case.trained_in,
-        reserved=case.reserved,
-        rules=case.rules,
-    )
-
-
-def counts(table: Mapping[str, Collection[int]]) -> Counter[int]:
-    return Counter(e for experts in table.values() for e in experts)
-
-
-def before(case: Case) -> Outcome:
-    return {peer: holding.experts for peer, holding in case.table.items()}
-
-
-def gained(case: Case, outcome: Outcome) -> int:
-    return sum(len(set(experts) - set(case.table[peer].experts)) for peer, experts in outcome.items())
-
-
-@st.composite
-def cases(
-    draw: st.DrawFn,
-    *,
-    fixed: bool = True,
-    targets: bool = True,
-    reservations: bool = True,
-    fits: bool = False,
-    limits: bool = True,
-) -> Case:
-    """Any table at all: peers without room, with more than they have room for, with nothing to do."""
-    num_experts = draw(st.integers(1, 7))
-    table = {}
-    for number in range(draw(st.integers(0, 6))):
-        experts = draw(st.sets(st.integers(0, num_experts - 1)))
-        room = draw(st.integers(len(experts) if fits else 0, num_experts + 1))
-        table[f"peer{number}"] = Holding(tuple(sorted(experts)), room, fixed and draw(st.integers(0, 3)) == 0)
-    round_number = draw(st.integers(1, 40))
-    return Case(
-        table,
-        num_experts,
-        round_number,
-        tuple(draw(st.lists(st.integers(0, round_number), min_size=num_experts, max_size=num_experts))),
-        frozenset(draw(st.sets(st.integers(0, num_experts - 1)))) if reservations else frozenset(),
-        Rules(
-            draw(st.sampled_from([None, None, 1, 2, 3, 5])) if targets else None,
-            draw(st.sampled_from([1, 3, 50])),
-            draw(st.sampled_from([None, 1, 2, 4])) if limits else None,
-        ),
-    )
-
+from spes_swarm.ownership import Holding, Rules
+from tests.ownership_cases import Case, Outcome, before, cases, counts, decide, gained
 
 thoroughly = settings(max_examples=300)
 
@@ -247,6 +155,25 @@ def test_a_replica_more_or_less_does_not_matter_where_there_are_many() -> None:
         case = Case(table(on_first, on_second), 2, 11, (10, 10))
         holds = counts(decide(case))
         assert (holds[0], holds[1]) == expected
+
+
+def test_how_few_holders_are_tolerated_depends_on_the_target() -> None:
+    table = {f"p{i}": Holding((int(i >= 6),), 1) for i in range(10)}  # six hold one expert, four the other
+    for target, expected in ((None, (6, 4)), (4, (6, 4)), (5, (5, 5)), (6, (5, 5))):
+        holds = counts(decide(Case(table, 2, 11, (10, 10), rules=Rules(target))))
+        assert (holds[0], holds[1]) == expected, target
+
+
+def test_over_the_rounds_it_is_everybodys_turn_to_move() -> None:
+    uneven = {peer: Holding((0,), 1) for peer in "abc"}
+    # Expert 0 lacks a holder, but only its own, "d", has room: "a" or "b" takes it and leaves expert 1 to "d".
+    in_the_way = {"a": Holding((1,), 1), "b": Holding((1,), 1), "d": Holding((0,), 2)}
+    for table, rules in ((uneven, Rules(None, 50)), (in_the_way, Rules(2, 50))):
+        movers: set[str] = set()
+        for number in range(1, 40):
+            outcome = decide(Case(table, 2, number, (0, 0), rules=rules))
+            movers |= {peer for peer in table if not set(table[peer].experts) <= set(outcome[peer])}
+        assert movers == {peer for peer in table if peer != "d"}
 
 
 def test_the_longest_untrained_is_served_first() -> None:
