@@ -27,6 +27,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+from spes_swarm.local_peer import PATIENCE_S
+
 TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_stranger"
 USER = "user"
 
@@ -100,7 +102,7 @@ class HubServer:
 
     def _control(self, verb: str, arguments: dict[str, Any]) -> Any:
         request = urllib.request.Request(f"{self.endpoint}/_control/{verb}", json.dumps(arguments).encode())
-        with urllib.request.urlopen(request, timeout=200) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S + 20.0) as response:
             return json.load(response)
 
     def __enter__(self) -> Self:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from spes_swarm.local_peer import PATIENCE_S
 from tests.hub_server import READ_TOKEN, STRANGER_TOKEN, TOKEN, USER
 
 _PIECE = 64 * 1024
@@ -265,7 +266,7 @@ class Connection(BaseHTTPRequestHandler):
         elif verb == "mend":
             state.faults.clear()
         elif verb == "wait_held":
-            assert state.held.wait(180)
+            assert state.held.wait(PATIENCE_S)
         elif verb == "release":
             state.released.set()
         elif verb == "counters":
