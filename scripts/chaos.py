@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import signal
 import sys
 import time
@@ -26,8 +25,10 @@ from types import FrameType
 from spes_swarm.chaos.report import describe, fault_table, markdown, to_json, totals_table
 from spes_swarm.chaos.schedule import MIN_PEERS, Kind, draw_schedule
 from spes_swarm.chaos.swarm import ChaosSwarm, HangError
+from spes_swarm.errors import UserError
 from spes_swarm.local_network import LocalNetwork, unavailable_reason
 from spes_swarm.local_peer import LocalPeerError
+from spes_swarm.new_directory import remake_directory
 from spes_swarm.tiny_run import tiny_run
 
 _MAX_HANGS = 3  # then the experiment ends
@@ -66,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="draw only from these")
     parser.add_argument("--inner-steps", type=int, default=RUN["round"]["inner_steps"], help="sets a round's length")
     parser.add_argument("--hang-s", type=float, default=90.0, help="what takes longer is a hang")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), help="overwritten")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), help="an earlier run is removed")
     parser.add_argument("--json", type=Path, help="default: OUTPUT_DIR/chaos.json")
     options = parser.parse_args()
     if not MIN_PEERS <= options.peers <= options.max_peers:
@@ -91,8 +92,11 @@ def main() -> int:
         print(f"no cuts: {no_cuts}")
     schedule = draw_schedule(options.seed, options.faults, options.peers, options.max_peers, kinds)
     directory: Path = options.output_dir.absolute()
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    try:
+        remake_directory(directory, "chaos")
+    except UserError as exc:
+        print(f"chaos: {exc}", file=sys.stderr)
+        return 2
     run = {**RUN, "round": {**RUN["round"], "inner_steps": options.inner_steps}}
     started = time.monotonic()
     with ExitStack() as stack:

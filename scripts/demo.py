@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +19,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from spes_swarm.arguments import report_interrupt
+
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+report_interrupt("demo")
 
 import numpy as np
 import torch
@@ -30,7 +32,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_swarm.corpus import open_source, unigram_entropy
+from spes_swarm.errors import UserError
 from spes_swarm.local_peer import LocalPeer
+from spes_swarm.new_directory import remake_directory
 from spes_swarm.panel import experts_text
 from spes_swarm.tokenizer import load_tokenizer
 
@@ -125,12 +129,21 @@ def generate(directory: Path) -> str:
 def main() -> int:
     """Runs the demonstration; exit code 0 only if everything that it shows is true."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="overwritten")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/demo"),
+        help="directory for everything; an earlier demonstration in it is removed (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=120, help="rounds in all (at least 30)")
     options = parser.parse_args()
     rounds = max(30, options.rounds)
     output: Path = options.output
-    shutil.rmtree(output, ignore_errors=True)
+    try:
+        remake_directory(output, "demo")
+    except UserError as exc:
+        print(f"demo: {exc}", file=sys.stderr)
+        return 2
     started = time.monotonic()
     tokenizer = load_tokenizer("bytes")
     tokens = np.concatenate([np.load(path, mmap_mode="r") for path in open_source("stdlib", tokenizer)])

@@ -30,10 +30,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from spes_swarm.errors import CheckpointError, ConfigError
-from spes_swarm.hub.plain import new_directory
 from spes_swarm.initial_weights import INDEX_FILE, TIED, WeightDirectory, check_tied
 from spes_swarm.model import build_model
 from spes_swarm.model_settings import config_from_settings
+from spes_swarm.new_directory import new_directory
 from spes_swarm.upcycling_recipes import DTYPES, MATRICES, Recipe, UpcyclingOptions, moe_settings, recipe_for
 
 PROVENANCE_FILE = "upcycling.json"

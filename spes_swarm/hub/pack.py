@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spes_swarm.hub.card import CardFacts, write_card
-from spes_swarm.hub.plain import new_directory, write_export
+from spes_swarm.hub.plain import write_export
 from spes_swarm.hub.publication import (
     CARD_FILE,
     PICTURE_FILE,
@@ -21,6 +21,7 @@ from spes_swarm.hub.publication import (
 )
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE
 from spes_swarm.hub.snapshot import Snapshot
+from spes_swarm.new_directory import new_directory
 
 
 @dataclass(frozen=True, kw_only=True)

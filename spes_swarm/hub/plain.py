@@ -7,24 +7,21 @@ nothing is computed. Memory: one tensor at most is copied, namely one that does 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import RunConfig
-from spes_swarm.errors import DataError, UserError
+from spes_swarm.errors import DataError
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.hub.weights import Array, SavedTensor, saved_tensors, split_blocks
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import build_model, layout_of
+from spes_swarm.new_directory import new_directory
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
 
 _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
@@ -142,25 +139,3 @@ def _write_weights(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (directory / _INDEX).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def new_directory(destination: Path) -> Iterator[Path]:
-    """A directory that exists only when it is complete: it is filled under another name, then renamed.
-
-    Raises:
-        UserError: the destination exists and is not empty, or cannot be written; nothing is left behind.
-    """
-    temporary = destination.with_name(f".{destination.name}.{os.getpid()}")
-    try:
-        if destination.exists() and any(destination.iterdir()):
-            raise UserError(f"{destination} exists and is not empty; choose another destination")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(destination)
-    except (OSError, SafetensorError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        raise UserError(f"{destination} cannot be written: {reason}") from exc
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
