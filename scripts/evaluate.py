@@ -11,6 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spes_swarm.arguments import report_interrupt
+
+report_interrupt("evaluate")
+
 import torch
 from transformers.utils.logging import disable_progress_bar
 

@@ -28,7 +28,7 @@ from playwright.async_api import Error, async_playwright
 from spes_swarm.errors import UserError
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.web import serve
+from spes_swarm.monitor.web import listen, serve
 from spes_swarm.monitor.web.synthetic import NAMES, SyntheticSwarm
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -89,7 +89,7 @@ async def synthetic_monitor(num_peers: int, num_experts: int, rounds: int, incid
         swarm.join("newcomer")
     bound: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     source = HeldState(swarm.state(), swarm.history())
-    serving = asyncio.create_task(serve(source, "127.0.0.1", 0, announce=bound.set_result))
+    serving = asyncio.create_task(serve(source, listen("127.0.0.1", 0), announce=bound.set_result))
     try:
         yield await bound
     finally:

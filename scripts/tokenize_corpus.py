@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from spes_swarm.arguments import report_interrupt
+
+report_interrupt("tokenize_corpus")
+
 from tqdm import tqdm
 
 from spes_swarm.errors import UserError

@@ -15,6 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from spes_swarm.arguments import report_interrupt
+
+report_interrupt("upcycle")
+
 import yaml
 from transformers.utils.logging import disable_progress_bar
 

@@ -22,6 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from spes_swarm.corpus_index import membership
 from spes_swarm.errors import DataError
 from spes_swarm.readers import find_documents
 from spes_swarm.sharding import DocumentFormat, write_shards
@@ -65,9 +66,8 @@ def open_source(
     """
     if source == STDLIB:
         return _tokenised(STDLIB, stdlib_files(), tokenizer, cache_dir, document_format or DocumentFormat())
-    check_source_exists(source)
     path = Path(source).expanduser()
-    token_files = _token_files(path)
+    token_files = _existing_token_files(source)
     if token_files:
         for file in token_files:
             TokenFile.open(file, tokenizer)
@@ -77,22 +77,19 @@ def open_source(
     return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
 
 
-def check_source_exists(source: str) -> None:
-    """Refuses a data source, see `open_source`, that names nothing.
+def check_source(source: str) -> None:
+    """Refuses a data source, see `open_source`, as far as that goes without the run's tokenizer.
 
     Raises:
-        DataError: there is no such file or directory.
+        DataError: there is nothing of that name, or neither text nor token files in it, or one of them is damaged.
     """
-    path = Path(source).expanduser()
-    if source == STDLIB or path.exists():
+    if source == STDLIB:
         return
-    if path.suffix == ".npy":
-        raise DataError(f"token file {path} does not exist")
-    if not glob.has_magic(source):
-        raise DataError(
-            f"data source {source!r} does not exist: give 'stdlib', a .npy token file, a directory, a text "
-            "file or a glob"
-        )
+    token_files = [TokenFile.open(file) for file in _existing_token_files(source)]
+    if token_files:
+        membership(token_files)
+    else:
+        find_documents([Path(source).expanduser()])
 
 
 def stdlib_files() -> list[Path]:
@@ -133,12 +130,25 @@ def unigram_entropy(tokens: NDArray[Any]) -> float:
     return float(-np.sum(shares * np.log(shares))) if len(shares) > 1 else 0.0
 
 
-def _token_files(path: Path) -> list[Path]:
-    if path.suffix == ".npy" and not path.is_dir():
+def _existing_token_files(source: str) -> list[Path]:
+    """The token files of a source; none if it is text.
+
+    Raises:
+        DataError: there is no such file or directory.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return sorted(path.glob("*.npy"))
+    if path.suffix == ".npy":
         if not path.is_file():
             raise DataError(f"token file {path} does not exist")
         return [path]
-    return sorted(path.glob("*.npy")) if path.is_dir() else []
+    if not path.exists() and not glob.has_magic(source):
+        raise DataError(
+            f"data source {source!r} does not exist: give 'stdlib', a .npy token file, a directory, a text "
+            "file or a glob"
+        )
+    return []
 
 
 def _tokenised(

@@ -31,6 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shard_bytes(options.max_shard_size)
+        from spes_swarm.new_directory import check_is_new
+        from spes_swarm.run_directory import RunDirectory
+
+        check_is_new(options.destination)
+        RunDirectory(options.output_dir).require_run()
         # Only from here on torch and transformers are imported: that takes seconds.
         from spes_swarm.hub.pack import RunFacts, pack
         from spes_swarm.hub.snapshot import newest_snapshot
@@ -40,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("export: interrupted; nothing was written", file=sys.stderr)
+        return 130
     print(f"round {snapshot.round} of {snapshot.manifest.run_id} written to {options.destination}")
     return 0
 

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from spes_swarm.arguments import OneLineParser
 from spes_swarm.errors import LeftEarlyError, NetworkProcessError, UserError
-from spes_swarm.join_request import read_request
-from spes_swarm.preflight import check_machine
 from spes_swarm.stop_signals import StopSignals
 
 
@@ -79,8 +77,14 @@ def main(arguments: list[str] | None = None) -> int:
     signals.install()
     try:
         with signals.interruptible():
-            draft = read_request(parse_arguments(arguments))
+            options = parse_arguments(arguments)
+            # Even these imports take long enough for a Ctrl-C.
+            from spes_swarm.join_request import read_request
+            from spes_swarm.preflight import check_machine, check_run
+
+            draft = read_request(options)
             check_machine(draft.peer)
+            check_run(draft)
             # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should
             # have to wait for a mistake.
             request = draft.complete()

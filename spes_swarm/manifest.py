@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from spes_swarm.config import RunConfig
 from spes_swarm.decoding import load_json
 from spes_swarm.errors import ConfigError, ManifestError, ProtocolError
 from spes_swarm.identity import Identity, verify
+from spes_swarm.strict import check_section
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -39,6 +41,31 @@ class Manifest:
     def to_wire(self) -> dict[str, bytes]:
         """What peers send each other and what is kept beside checkpoints."""
         return {"manifest": self.data, "signature": self.signature}
+
+
+@dataclass(frozen=True)
+class RawManifest:
+    """A manifest of which everything but the model has been verified; that was possible without transformers."""
+
+    run_id: str
+    run: Mapping[str, Any]  # keys and values are those of a RunConfig
+    layout_digest: str
+    founder: str
+    data: bytes
+    signature: bytes
+    source: str  # who sent it, for messages
+
+    def build(self) -> Manifest:
+        """Builds the run's configuration; imports transformers, which takes seconds.
+
+        Raises:
+            ManifestError: its model cannot be built here.
+        """
+        try:
+            run = RunConfig.from_dict(self.run, source=f"manifest from {self.source}")
+        except ConfigError as exc:
+            raise _unusable(self.source, exc) from exc
+        return Manifest(self.run_id, run, self.layout_digest, self.founder, self.data, self.signature)
 
 
 def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest:
@@ -64,6 +91,15 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     Raises:
         ManifestError: it is malformed, not signed by its founder, of another format, or not of `expected_run_id`.
     """
+    return read_manifest(wire, source, expected_run_id).build()
+
+
+def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None = None) -> RawManifest:
+    """Verifies a manifest received from `source` as far as that goes without transformers.
+
+    Raises:
+        ManifestError: as `open_manifest`, but for what concerns the model.
+    """
     data, signature = wire.get("manifest"), wire.get("signature")
     if not isinstance(data, bytes) or not isinstance(signature, bytes) or len(data) > MAX_MANIFEST_BYTES:
         raise ManifestError(f"what {source} sent as the run's manifest is not one")
@@ -75,19 +111,23 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
             )
         public_key = base64.b64decode(content["founder"], validate=True)
         founder = _founder_of(public_key, data, signature, source)
-        run = RunConfig.from_dict(content["run"], source=f"manifest from {source}")
-        layout_digest = str(content["layout"])
+        run, layout_digest = content["run"], str(content["layout"])
+        check_section(RunConfig, run, f"manifest from {source}: ", "run")
+        run_id = run_id_of(run["name"], data)
     except ConfigError as exc:
-        raise ManifestError(f"the manifest from {source} cannot be used: {exc}") from exc
+        raise _unusable(source, exc) from exc
     except (ProtocolError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise ManifestError(f"what {source} sent as the run's manifest is malformed") from exc
-    run_id = run_id_of(run.name, data)
     if expected_run_id is not None and run_id != expected_run_id:
         raise ManifestError(
             f"the manifest from {source} describes run {run_id}, not {expected_run_id}: "
             "it fails verification, or the address belongs to another run"
         )
-    return Manifest(run_id, run, layout_digest, founder, data, signature)
+    return RawManifest(run_id, run, layout_digest, founder, data, signature, source)
+
+
+def _unusable(source: str, reason: ConfigError) -> ManifestError:
+    return ManifestError(f"the manifest from {source} cannot be used: {reason}")
 
 
 def _founder_of(public_key: bytes, data: bytes, signature: bytes, source: str) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spes_swarm.config import PeerConfig
-from spes_swarm.corpus import check_source_exists
-from spes_swarm.errors import CheckpointError, ConfigError
+from spes_swarm.config import PeerConfig, TrainingConfig
+from spes_swarm.corpus import check_source
+from spes_swarm.errors import CheckpointError, ConfigError, UserError
+from spes_swarm.hub.location import parse_location
 from spes_swarm.identity import Identity
+from spes_swarm.join_request import DraftRequest
 from spes_swarm.run_directory import RunDirectory, lock_identity
+from spes_swarm.strict import read_section
 from spes_swarm.trackers import check_tracker
 
 # Everything that torch may call "cuda": NVIDIA's driver, on Jetson and in the Windows Subsystem for Linux too; ROCm.
@@ -30,12 +33,47 @@ def check_machine(peer: PeerConfig) -> None:
     directory = RunDirectory(Path(peer.output_dir))
     directory.check()
     _check_identity(Path(peer.identity) if peer.identity else directory.identity)
+    known_data = directory.known_data()
     if peer.data is not None:
-        check_source_exists(peer.data)
+        check_source(peer.data)
+    elif known_data is not None:
+        check_source(known_data.source)
     if peer.initial_weights is not None and not Path(peer.initial_weights).is_dir():
         raise CheckpointError(f"{peer.initial_weights}: no such directory")
     if peer.log is not None:
         check_tracker(peer.log)
+    _check_publications(peer)
+
+
+def check_run(draft: DraftRequest) -> None:
+    """Refuses what contradicts the run that the output directory belongs to, or cannot found one.
+
+    Raises:
+        UserError: the request does not make sense there, or what is there is corrupt.
+    """
+    peer = draft.peer
+    directory = RunDirectory(Path(peer.output_dir))
+    stored = directory.raw_manifest()
+    run = None if stored is None else stored.run
+    if stored is not None and peer.run_id not in (None, stored.run_id):
+        raise UserError(
+            f"output directory {directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
+            "choose another --output-dir"
+        )
+    if stored is None and not peer.initial_peers:
+        if peer.client_mode:
+            raise ConfigError(
+                "--client-mode accepts no connections, so nobody could join this peer: give the --initial-peers of a "
+                "run, or leave it out"
+            )
+        if peer.from_hub is None:
+            if peer.run_id is not None:
+                raise ConfigError("--run-id names a run to join, which needs --initial-peers")
+            if draft.file.run is None:
+                raise ConfigError("founding a run needs a configuration with a `run` section")
+            run = draft.file.run
+    if run is not None:
+        read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
 
 
 def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:
@@ -47,3 +85,19 @@ def _check_identity(path: Path) -> None:
     if path.exists():
         Identity.load(path)
         os.close(lock_identity(path))
+
+
+def _check_publications(peer: PeerConfig) -> None:
+    """Looks at those that are directories; a Hub is asked when something is to be fetched or published."""
+    if peer.from_hub is not None:
+        source = parse_location(peer.from_hub, with_revision=True)
+        if source.path is not None:
+            from spes_swarm.hub.directory import DirectoryFiles
+
+            DirectoryFiles(source.path, source.revision)
+    if peer.publish_to is not None:
+        target = parse_location(peer.publish_to)
+        if target.path is not None:
+            from spes_swarm.hub.directory import DirectoryTarget
+
+            DirectoryTarget(target.path).check_rights()

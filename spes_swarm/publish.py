@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from huggingface_hub import get_token
 
 from spes_swarm.arguments import OneLineParser
 from spes_swarm.errors import UserError
-from spes_swarm.hub.location import parse_location
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
 
 
@@ -49,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.background:
             go_to_background()
         shard_bytes(options.max_shard_size)
+        _check_source(options.directory)
         # Only from here on torch and transformers are imported: that takes seconds.
         from spes_swarm.hub.publisher import publish
 
@@ -78,8 +77,21 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _check_source(directory: Path) -> None:
+    """Refuses what cannot be published."""
+    from spes_swarm.hub.publication import PUBLICATION_FILE
+    from spes_swarm.run_directory import RunDirectory
+
+    if not (directory / PUBLICATION_FILE).is_file():
+        RunDirectory(directory).require_run()
+
+
 def _discreet(message: str, options: argparse.Namespace) -> str:
     """The message without paths and tokens, whoever has put them in: a supervisor may log it, or pass it on."""
+    from huggingface_hub import get_token
+
+    from spes_swarm.hub.location import parse_location
+
     location = parse_location(options.to) if options.to.startswith("file:") and options.to != "file:" else None
     secrets: list[tuple[str, str]] = [(get_token() or "", "(token)")]
     for path, name in ((options.directory, "DIR"), (location.path if location else None, "the directory")):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_swarm.errors import CheckpointError, ManifestError, UserError
-from spes_swarm.manifest import Manifest, open_manifest
+from spes_swarm.manifest import Manifest, RawManifest, read_manifest
 
 
 def lock_file(path: Path, what: str, advice: str) -> int:
@@ -194,14 +194,37 @@ class RunDirectory:
         Raises:
             CheckpointError: there is one, but it is corrupt.
         """
+        raw = self.raw_manifest()
+        try:
+            return None if raw is None else raw.build()
+        except ManifestError as exc:
+            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+
+    def raw_manifest(self) -> RawManifest | None:
+        """The same, before its model is built.
+
+        Raises:
+            CheckpointError: as `manifest`, but for what concerns the model.
+        """
         if not self._manifest.exists():
             return None
         try:
             stored = json.loads(self._manifest.read_text(encoding="utf-8"))
             wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
-            return open_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
+            return read_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ManifestError) as exc:
             raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+
+    def require_run(self) -> RawManifest:
+        """The manifest of a directory that must belong to a run, before its model is built.
+
+        Raises:
+            CheckpointError: it belongs to none, or its manifest is corrupt.
+        """
+        manifest = self.raw_manifest()
+        if manifest is None:
+            raise CheckpointError(f"{self.path} is not the output directory of a run: give the --output-dir of a peer")
+        return manifest
 
     def remember(self, manifest: Manifest) -> None:
         """Ties the directory to a run.

@@ -68,19 +68,12 @@ class RunFinder:
         """
         stored = self._directory.manifest()
         peer = self._request.peer
-        if stored is not None and peer.run_id not in (None, stored.run_id):
-            raise UserError(
-                f"output directory {self._directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
-                "choose another --output-dir"
-            )
         if peer.from_hub is not None:
             self.source = open_source(peer.from_hub, stored.run_id if stored is not None else peer.run_id)
             self._console.say(f"round {self.source.publication.round} of {self.source.manifest.run_id} is published")
         if not peer.initial_peers and stored is None:
             if self.source is not None:
                 return self.source.manifest
-            if peer.run_id is not None:
-                raise ConfigError("--run-id names a run to join, which needs --initial-peers")
             return self._found()
         if not peer.initial_peers and stored is not None:
             if self._request.run_is_explicit and not _same_run(self._request.run, stored.run):
@@ -90,6 +83,11 @@ class RunFinder:
                 )
             self._console.say("going on with the run of this output directory")
             self.initial_peers = self._reach_known_peers()
+            if peer.client_mode and not self.initial_peers:
+                raise BootstrapError(
+                    "no peer of last time answers, and with --client-mode nobody could join this one: start again when "
+                    "one of them runs, give --initial-peers, or leave --client-mode out"
+                )
             return stored
         self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
         connected = self._ask(
@@ -134,14 +132,14 @@ class RunFinder:
         try:
             self._ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
-            self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
+            if not self._request.peer.client_mode:
+                self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
             return []
         return known
 
     def _found(self) -> Manifest:
-        if self._request.run is None:
-            raise ConfigError("founding a run needs a configuration with a `run` section")
         run = self._request.run
+        assert run is not None  # preflight.py has refused that
         plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before anything takes long
         tokenizer = load_tokenizer(run.tokenizer.name)
         if run.tokenizer.digest is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,9 +21,12 @@ import pytest
 import yaml
 
 from spes_swarm.checkpoint import load_newest
+from spes_swarm.config import RunConfig
 from spes_swarm.local_peer import LocalPeer
+from spes_swarm.manifest import found_run
 from spes_swarm.model import build_model, layout_of
-from spes_swarm.token_file import TokenWriter, sidecar_path
+from spes_swarm.run_directory import RunDirectory
+from spes_swarm.token_file import TokenWriter
 from spes_swarm.tokenizer import ByteTokenizer
 from tests.rounds import identity
 from tests.slow_join import launch_slow
@@ -149,11 +150,6 @@ def test_a_command_line_that_makes_no_sense(arguments: list[str], why: str) -> N
     assert why in command(*arguments).line()
 
 
-def test_help_is_no_mistake() -> None:
-    outcome = command("--help")
-    assert (outcome.code, outcome.stderr) == (0, "")
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -182,47 +178,9 @@ def test_experts_that_the_model_does_not_have(tmp_path: Path, out: Path, experts
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--initial-peers", "/ip4/1.2.3.4/tcp/x"], "initial peer '/ip4/1.2.3.4/tcp/x' is not a multiaddress"),
-        (["--initial-peers", "/ip4/1.2.3.4/tcp/1"], "lacks the peer's id"),
-        (["--host-maddrs", "localhost:1"], "host address 'localhost:1' is not a multiaddress"),
-        (["--announce-maddrs", "/ip4/1.2.3.4/tcp/0"], "announced address '/ip4/1.2.3.4/tcp/0' has port 0"),
-    ],
-)
-def test_an_address_that_is_none(out: Path, arguments: list[str], why: str) -> None:
-    assert why in join(*arguments, out=out).line()
-    assert not out.exists()
-
-
-def test_an_identity_that_is_garbage(tmp_path: Path, out: Path) -> None:
-    key = tmp_path / "identity.key"
-    key.write_bytes(b"garbage")
-    line = join("--identity", key, out=out).line()
-    assert str(key) in line
-    assert "move it away" in line
-
-
-def test_an_output_directory_that_cannot_be_one(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in join(out=tmp_path / "file" / "out").line()
-
-
-def test_an_output_directory_that_another_process_uses(out: Path) -> None:
-    out.mkdir()
-    with (out / ".lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "in use by another process" in join(out=out).line()
-
-
 def test_metrics_that_cannot_be_written(out: Path) -> None:
     (out / "metrics.jsonl").mkdir(parents=True)
     assert "metrics.jsonl cannot be written: Is a directory" in join(out=out).line()
-
-
-def test_a_device_that_is_not_there(out: Path) -> None:
-    assert "device" in join("--device", "abacus", out=out).line()
 
 
 # Before the swarm is reached.
@@ -240,8 +198,11 @@ def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -
         assert "connection refused" in reason
 
 
-def test_a_run_id_alone_is_not_enough_to_join(out: Path) -> None:
-    assert "--initial-peers" in join("--run-id", "quickstart-123", out=out).line()
+def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
+    out.mkdir()
+    RunDirectory(out).remember(found_run(RunConfig.from_dict(TINY_RUN, "test"), "0" * 64, identity(0)))
+    line = join("--client-mode", out=out).line()
+    assert "no peer of last time answers, and with --client-mode nobody could join this one" in line
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
@@ -281,24 +242,6 @@ def token_file(path: Path) -> Path:
     with TokenWriter(path, ByteTokenizer()) as writer:
         writer.append(np.arange(50_000) % 256, 1)
     return path
-
-
-@pytest.mark.parametrize("damage", ["truncated", "no sidecar", "wrong sidecar", "missing"])
-def test_token_files_that_are_damaged(tmp_path: Path, out: Path, damage: str) -> None:
-    path = token_file(tmp_path / "some.npy")
-    if damage == "truncated":
-        os.truncate(path, 1000)
-    elif damage == "no sidecar":
-        sidecar_path(path).unlink()
-    elif damage == "wrong sidecar":
-        other = tmp_path / "other.npy"
-        with TokenWriter(other, ByteTokenizer()) as writer:
-            writer.append(np.arange(100), 1)
-        shutil.copy(sidecar_path(other), sidecar_path(path))
-    else:
-        path.unlink()
-    line = join("--config", config(tmp_path / "run.yaml"), "--data", path, out=out).line()
-    assert "some.npy" in line
 
 
 def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:

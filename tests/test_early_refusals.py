@@ -5,16 +5,24 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from spes_swarm import __version__
+from spes_swarm.config import RunConfig
+from spes_swarm.manifest import found_run
 from spes_swarm.preflight import has_cuda_hardware
+from spes_swarm.run_directory import RunDirectory
+from spes_swarm.sharding import write_shards
+from spes_swarm.token_file import TokenWriter, sidecar_path
+from spes_swarm.tokenizer import load_tokenizer
 from tests.rounds import identity
 from tests.swarm import TINY_RUN, merged
 
@@ -80,6 +88,7 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
     ("arguments", "why"),
     [
         (["--initial-peers", "/ip4/1.2.3.4/tcp/x"], "initial peer '/ip4/1.2.3.4/tcp/x' is not a multiaddress"),
+        (["--initial-peers", "/ip4/1.2.3.4/tcp/1"], "lacks the peer's id"),
         (["--host-maddrs", "localhost:1"], "host address 'localhost:1' is not a multiaddress"),
         (["--announce-maddrs", "/ip4/1.2.3.4/tcp/0"], "has port 0"),
         (["--data", "/nowhere/tokens.npy"], "token file /nowhere/tokens.npy does not exist"),
@@ -93,6 +102,16 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
         (["--from-hub", "you/model@a b"], "revision 'a b'"),
         (["--log", "notebook"], "log: found 'notebook'"),
         (["--output-dir", "/proc/version/out"], "output directory /proc/version/out: Not a directory"),
+        (["--run-id", "quickstart-x"], "--run-id names a run to join, which needs --initial-peers"),
+        (["--client-mode"], "--client-mode accepts no connections, so nobody could join this peer"),
+        (["--client-mode", "--from-hub", "you/model"], "nobody could join this peer"),
+        (
+            ["--batch-size", "1000000"],
+            "batch_size: found 1000000, expected at most 131072 with sequences of 128 tokens",
+        ),
+        (["--publish-to", "file:/proc/version/models"], "to publish to cannot be written"),
+        (["--publish-to", "file:/proc/models"], "to publish to cannot be written"),
+        (["--from-hub", "file:/nowhere/models"], "nothing was published"),
     ],
 )
 def test_values_that_cannot_be_meant(tmp_path: Path, arguments: list[str], why: str) -> None:
@@ -127,10 +146,17 @@ def test_a_configuration_that_is_no_yaml(tmp_path: Path) -> None:
     assert "line 1" in refusal(tmp_path, "--config", path)
 
 
+def test_a_configuration_that_founds_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("", encoding="utf-8")
+    assert "needs a configuration with a `run` section" in refusal(tmp_path, "--config", path)
+
+
 def test_an_identity_that_is_garbage_or_in_use(tmp_path: Path) -> None:
     key = tmp_path / "identity.key"
     key.write_bytes(b"garbage")
-    assert f"identity file {key} is not a libp2p RSA key" in refusal(tmp_path, "--identity", key)
+    assert f"identity file {key} is not a libp2p RSA key" in (line := refusal(tmp_path, "--identity", key))
+    assert "move it away" in line
     key.write_bytes(identity(0).path.read_bytes())
     with key.open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -142,6 +168,119 @@ def test_an_output_directory_that_another_peer_uses(tmp_path: Path) -> None:
     with (tmp_path / "out" / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "in use by another process" in refusal(tmp_path)
+
+
+# Token files.
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 100, encoding="utf-8")
+    write_shards([text], tmp_path / "corpus", load_tokenizer("bytes"))
+    return tmp_path / "corpus"
+
+
+def test_data_without_text(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no file with a known suffix" in refusal(tmp_path, "--data", tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "why"),
+    [
+        ("tokens-00000.npy", 0.5, "is truncated"),
+        ("tokens-00000.npy.json", None, "has no sidecar"),
+        ("tokens-00000.npy.json", 0.5, "is not JSON"),
+        ("corpus.json", 0.5, "corpus.json is damaged"),
+    ],
+)
+def test_damaged_token_files(tmp_path: Path, corpus: Path, name: str, left: float | None, why: str) -> None:
+    content = (corpus / name).read_bytes()
+    if left is None:
+        (corpus / name).unlink()
+    else:
+        (corpus / name).write_bytes(content[: int(left * len(content))])
+    assert why in refusal(tmp_path, "--data", corpus)
+
+
+def test_a_token_file_with_the_sidecar_of_another(tmp_path: Path, corpus: Path) -> None:
+    other = corpus / "other.npy"
+    with TokenWriter(other, load_tokenizer("bytes")) as writer:
+        writer.append(np.arange(100), 1)
+    sidecar_path(other).replace(sidecar_path(corpus / "tokens-00000.npy"))
+    assert "do not belong together" in refusal(tmp_path, "--data", corpus / "tokens-00000.npy")
+
+
+def test_the_data_of_the_last_stay_are_gone(tmp_path: Path, corpus: Path, output: RunDirectory) -> None:
+    output.remember_data(str(corpus / "tokens-00000.npy"), differs=False)
+    (corpus / "tokens-00000.npy").unlink()
+    assert "tokens-00000.npy does not exist" in refusal(tmp_path)
+
+
+# The run of an output directory.
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> RunDirectory:
+    """Of a run, without a checkpoint."""
+    (tmp_path / "out").mkdir()
+    directory = RunDirectory(tmp_path / "out")
+    directory.remember(found_run(RunConfig.from_dict(TINY_RUN, "test"), "0" * 64, identity(0)))
+    return directory
+
+
+def test_an_output_directory_of_another_run(tmp_path: Path, output: RunDirectory) -> None:
+    assert "belongs to run test-" in refusal(tmp_path, "--run-id", "another-run")
+    assert "not another-run; choose another --output-dir" in refusal(tmp_path, "--run-id", "another-run")
+
+
+def test_an_output_directory_with_a_damaged_manifest(tmp_path: Path, output: RunDirectory) -> None:
+    (output.path / "manifest.json").write_text("{", encoding="utf-8")
+    assert "manifest.json is corrupt" in refusal(tmp_path)
+    for module in ("export", "publish"):
+        to = ["--to", "file:/nowhere"] if module == "publish" else [tmp_path / "model"]
+        code, _, stderr = run(tmp_path, f"spes_swarm.{module}", output.path, *to)
+        assert code == 2
+        assert "is corrupt" in stderr
+
+
+def test_a_step_that_is_too_large_for_the_run_of_the_output_directory(tmp_path: Path, output: RunDirectory) -> None:
+    assert "batch_size: found 1000000, expected at most" in refusal(tmp_path, "--batch-size", "1000000")
+
+
+# Other commands.
+
+
+@pytest.mark.parametrize("module", ["export", "publish"])
+def test_what_is_no_output_directory(tmp_path: Path, module: str) -> None:
+    to = ["--to", "file:/nowhere"] if module == "publish" else [tmp_path / "model"]
+    code, stdout, stderr = run(tmp_path, f"spes_swarm.{module}", tmp_path / "missing", *to)
+    assert (code, stdout) == (2, "")
+    assert "is not the output directory of a run: give the --output-dir of a peer" in stderr
+
+
+def test_an_export_onto_something(tmp_path: Path, output: RunDirectory) -> None:
+    for destination, why in ((tmp_path, "exists and is not empty"), (Path(__file__), "cannot be written")):
+        code, _, stderr = run(tmp_path, "spes_swarm.export", output.path, destination)
+        assert code == 2
+        assert f"{destination} {why}" in stderr
+
+
+def test_a_monitor_whose_files_or_port_are_taken(tmp_path: Path) -> None:
+    peer = ["--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{identity(0).peer_id}"]
+    (tmp_path / "notes").write_text("mine", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, why in (
+            (["--web", f"127.0.0.1:{port}", "--history", tmp_path / "new.sqlite"], "another program uses this port"),
+            (["--history", tmp_path / "notes"], "file is not a database"),
+        ):
+            code, stdout, stderr = run(tmp_path, "spes_swarm.monitor", *peer, *arguments)
+            assert (code, stdout) == (2, "")
+            assert why in stderr
+    assert not (tmp_path / "new.sqlite").exists()
+    assert (tmp_path / "notes").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import jsonschema
 import pytest
@@ -63,6 +64,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.startswith("monitor: ")
     assert words in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_ctrl_c_before_its_handler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: list[str]) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spes_swarm.monitor.__main__.parse_options", interrupted)
+    assert main([]) == 0
 
 
 def test_a_mistake_is_found_before_anything_heavy_is_imported() -> None:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spes_swarm.errors import UserError
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.web import serve, server
+from spes_swarm.monitor.web import listen, serve, server
 from spes_swarm.monitor.web.guard import names_loopback
 from spes_swarm.monitor.web.synthetic import SyntheticSwarm
 
@@ -75,7 +75,7 @@ class Served:
             self.url = url
             self._ready.set()
 
-        self._task = asyncio.create_task(serve(self._source, self._host, self._port, announce=announce))
+        self._task = asyncio.create_task(serve(self._source, listen(self._host, self._port), announce=announce))
         await asyncio.wait((self._task,))
         assert self._task.cancelled()
 
@@ -310,15 +310,14 @@ def test_rubbish_is_answered_and_forgotten(served: Served) -> None:
     ],
 )
 def test_an_address_that_cannot_be_used_is_one_clear_line(host: str, port: int, reason: str) -> None:
-    swarm = a_swarm()
     with pytest.raises(UserError, match=reason) as raised:
-        asyncio.run(serve(HeldState(swarm.state()), host, port))
+        listen(host, port)
     assert "\n" not in str(raised.value)
 
 
 def test_a_port_in_use_is_one_clear_line(served: Served) -> None:
     with pytest.raises(UserError, match="another program uses this port"):
-        asyncio.run(serve(HeldState(served.swarm.state()), "127.0.0.1", served.port))
+        listen("127.0.0.1", served.port)
 
 
 def test_another_host_than_loopback_is_served_when_told_so() -> None:

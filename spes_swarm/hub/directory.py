@@ -16,6 +16,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,11 @@ class DirectoryTarget:
         existing = self._path.absolute()
         while not existing.exists():
             existing = existing.parent
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise HubError(f"{self.label} to publish to cannot be written; choose another one")
+        try:  # os.access believes that root may write anywhere
+            with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=existing, ignore_cleanup_errors=True):
+                pass
+        except OSError as exc:
+            raise HubError(f"{self.label} to publish to cannot be written: {exc.strerror}; choose another one") from exc
 
     def rounds(self) -> list[int]:
         """See `Target`."""

@@ -82,12 +82,10 @@ def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lamb
 
     Raises:
         CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
-        ConfigError: this version of transformers cannot build the run's model.
+        ManifestError: this version of transformers cannot build the run's model.
     """
     directory = RunDirectory(output_dir)
-    manifest = directory.manifest()
-    if manifest is None:
-        raise CheckpointError(f"{output_dir} is not the output directory of a run")
+    manifest = directory.require_run().build()
     layout = layout_of(empty_model(manifest.run))
     complaints: list[str] = []
     for _ in range(_ATTEMPTS):  # the peer may have removed what was found, in favour of a newer one

@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
@@ -46,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Some of it may be what peers said: it must stay on one line, and move no cursor.
         print("monitor: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before its handler was there
+        return 0
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -83,27 +86,32 @@ async def _replay(options: Options) -> None:
         _console().print(f"{len(history)} rounds drawn: {options.plot}", markup=False, highlight=False)
         return
     source = HeldState(state, history)
+    listener = _listen(options)
     _print_once(options, source)
-    if options.web is not None:
-        await _serve(source, options.web)
+    if listener is not None:
+        await _serve(source, listener)
 
 
 # A swarm.
 
 
 async def _watch(options: Options) -> None:
-    # hivemind imports torch, which takes seconds: a mistyped flag or a file should not have to wait for it.
-    from spes_swarm.identity import Identity
-    from spes_swarm.monitor.collector import Collector
     from spes_swarm.monitor.history import History
-    from spes_swarm.monitor.watcher import NetworkOptions, connect
-    from spes_swarm.run_directory import lock_file
 
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
     with ExitStack() as cleanup:
+        listener = _listen(options)
+        if listener is not None:
+            cleanup.callback(listener.close)
         history = History(options.history) if options.history is not None else None
         if history is not None:
             cleanup.callback(history.close)
+        # hivemind imports torch, which takes seconds: a mistyped flag or a file should not have to wait for it.
+        from spes_swarm.identity import Identity
+        from spes_swarm.monitor.collector import Collector
+        from spes_swarm.monitor.watcher import NetworkOptions, connect
+        from spes_swarm.run_directory import lock_file
+
+        logging.getLogger("hivemind").setLevel(logging.ERROR)
         identity_path = options.identity
         if identity_path is None:
             identity_path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-monitor-"))) / "key"
@@ -128,7 +136,7 @@ async def _watch(options: Options) -> None:
                 await _look_once(collector)
                 _print_once(options, collector.source)
             else:
-                await _follow(options, collector)
+                await _follow(options, collector, listener)
         finally:
             await watcher.stop()
 
@@ -140,14 +148,14 @@ async def _look_once(collector: Collector) -> None:
             await asyncio.sleep(_ONCE_PAUSE_S)
 
 
-async def _follow(options: Options, collector: Collector) -> None:
+async def _follow(options: Options, collector: Collector, listener: socket.socket | None) -> None:
     from spes_swarm.monitor.terminal import show_lines, show_live
 
     console = _console()
     await collector.refresh()
     works: list[Coroutine[Any, Any, None]] = [collector.run()]
-    if options.web is not None:
-        works.append(_serve(collector.source, options.web))
+    if listener is not None:
+        works.append(_serve(collector.source, listener))
     if options.log is not None:
         from spes_swarm.monitor.tracking import follow, open_swarm_tracker
         from spes_swarm.trackers import Quiet
@@ -201,10 +209,19 @@ async def _show_json(source: StateSource, output: TextIO) -> None:
         await source.wait_for_change(60.0)
 
 
-async def _serve(source: StateSource, web: tuple[str, int]) -> None:
+def _listen(options: Options) -> socket.socket | None:
+    """Takes the page's address before anything slow is done; browsers wait until the page is served."""
+    if options.web is None:
+        return None
+    from spes_swarm.monitor.web import listen
+
+    return listen(*options.web)
+
+
+async def _serve(source: StateSource, listener: socket.socket) -> None:
     from spes_swarm.monitor.web import serve
 
-    await serve(source, *web, announce=lambda address: print(f"monitor: {address}", file=sys.stderr, flush=True))
+    await serve(source, listener, announce=lambda address: print(f"monitor: {address}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
-from spes_swarm.records import Progress
+
+if TYPE_CHECKING:
+    from spes_swarm.records import Progress
 
 # No honest figure comes near (tokens per second, losses, seconds); a sum over thousands of peers stays finite.
 _MAX_FIGURE: Final = 1e12

@@ -1,5 +1,5 @@
 """The monitor's web page and HTTP interface."""
 
-from spes_swarm.monitor.web.server import serve
+from spes_swarm.monitor.web.server import listen, serve
 
-__all__ = ["serve"]
+__all__ = ["listen", "serve"]

@@ -23,13 +23,8 @@ PATIENCE_S: Final = 20.0  # for a request to come, and for a browser to read wha
 _GOODBYE_S: Final = 2
 
 
-async def serve(source: StateSource, host: str, port: int, *, announce: Callable[[str], None] | None = None) -> None:
-    """Serves `source` at `host`:`port` (0: any free one) until cancelled; `announce` is told the page's address.
-
-    Raises:
-        UserError: the address cannot be used; one line says why.
-    """
-    listener = _listen(host, port)
+async def serve(source: StateSource, listener: socket.socket, *, announce: Callable[[str], None] | None = None) -> None:
+    """Serves `source` on a socket of `listen` until cancelled; `announce` is told the page's address."""
     address, bound_port = listener.getsockname()[:2]
     feed = Feed(source)
     app = build_app(source, feed, loopback_only=ipaddress.ip_address(address.partition("%")[0]).is_loopback)
@@ -118,7 +113,12 @@ class _PatientProtocol(H11Protocol):
         self._check = self.loop.call_later(PATIENCE_S, self._end_if_idle, self._answered)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the address `host`:`port` (0: any free one) for `serve`.
+
+    Raises:
+        UserError: the address cannot be used; one line says why.
+    """
     where = f"{host}:{port}"
     if not 0 <= port <= 65535:
         raise UserError(f"{where}: a port is a number from 0 to 65535")
