@@ -4,21 +4,42 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import suppress
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from spes_swarm.errors import AddressError
 
-_EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+_PEER, _HOST, _ANNOUNCED = "initial peer", "host address", "announced address"
+_EXAMPLES = {
+    _PEER: "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
+    _HOST: "/ip4/0.0.0.0/tcp/31337",
+    _ANNOUNCED: "/ip4/203.0.113.7/tcp/31337",
+}
 
 
 def _parse(text: str, role: str) -> Multiaddr:
     try:
         return Multiaddr(text)
     except (MultiaddrError, ValueError, KeyError) as exc:
-        reason = " ".join(str(exc).split())
-        raise AddressError(f"{role} {text!r} is not a multiaddress ({reason}); it should look like {_EXAMPLE}") from exc
+        culprit = _culprit(text)
+        where = "" if culprit == text else f" ({culprit!r} cannot be read)"
+        raise _wrong(text, role, f"is not a multiaddress{where}") from exc
+
+
+def _wrong(text: str, role: str, why: str) -> AddressError:
+    return AddressError(f"{role} {text!r} {why}; it should look like {_EXAMPLES[role]}")
+
+
+def _culprit(text: str) -> str:
+    """The first component of an address that cannot be parsed: "/tcp/99999"."""
+    words = text.split("/")
+    for num_good in range(len(words) - 1, 1, -1):  # fewer leave nothing but the slash in front
+        with suppress(MultiaddrError, ValueError, KeyError):
+            Multiaddr("/".join(words[:num_good]))
+            return "/" + "/".join(words[num_good : num_good + 2])
+    return text
 
 
 def check_peer_address(text: str) -> str:
@@ -27,15 +48,14 @@ def check_peer_address(text: str) -> str:
     Raises:
         AddressError: it cannot be parsed or lacks one of them.
     """
-    role = "initial peer"
-    address = _parse(text, role)
+    address = _parse(text, _PEER)
     names = [protocol.name for protocol in address.protocols()]
     if names[-1:] != ["p2p"]:
-        raise AddressError(f"{role} {text!r} lacks the peer's id at its end; it should look like {_EXAMPLE}")
+        raise _wrong(text, _PEER, "lacks the peer's id at its end")
     if not {"ip4", "ip6", "dns", "dns4", "dns6"} & set(names):
-        raise AddressError(f"{role} {text!r} names no host; it should look like {_EXAMPLE}")
+        raise _wrong(text, _PEER, "names no host")
     if not {"tcp", "udp"} & set(names):
-        raise AddressError(f"{role} {text!r} names no port; it should look like {_EXAMPLE}")
+        raise _wrong(text, _PEER, "names no port")
     return text
 
 
@@ -50,14 +70,14 @@ def check_listen_address(text: str, *, announced: bool = False) -> str:
     Raises:
         AddressError: it cannot be parsed, ends in a peer id, or is announced without a port.
     """
-    role = "announced address" if announced else "host address"
+    role = _ANNOUNCED if announced else _HOST
     address = _parse(text, role)
     names = [protocol.name for protocol in address.protocols()]
     if "p2p" in names:
         raise AddressError(f"{role} {text!r} must not have a peer id; leave off /p2p/...")
     ports = [value for protocol, value in address.items() if protocol.name in ("tcp", "udp")]
     if not ports:
-        raise AddressError(f"{role} {text!r} has no port; it should look like /ip4/0.0.0.0/tcp/31337")
+        raise _wrong(text, role, "has no port")
     if announced and "0" in [str(port) for port in ports]:
         raise AddressError(f"{role} {text!r} has port 0; others need the real one")
     return text
