@@ -18,10 +18,11 @@ from blake3 import blake3
 
 from spes_swarm.codec import CODECS
 from spes_swarm.errors import ConfigError
-from spes_swarm.model_settings import config_from_settings
-from spes_swarm.model_size import NUM_EXPERTS, check_size, first_of, num_parameters
+from spes_swarm.model_settings import check_mixture, config_from_settings, no_mixture
+from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_size, first_of, num_parameters
 from spes_swarm.strict import Pattern, Range, Section, check_section, nearest_key, read_section, show, to_dict
 from spes_swarm.strict_yaml import load_yaml
+from spes_swarm.wording import one_to, plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Count = Annotated[int, Range(1, 2**40)]
 CountOrNone = Annotated[int, Range(0, 2**40)]  # 0 switches something off
+BatchSize = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(0, open_low=True)]
 NotNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
@@ -41,8 +43,6 @@ Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
 
 # --------------------------------------------------------------------------------------------- swarm-wide
 
-# What architectures call the number of experts that process a token.
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 # A local step's tokens are one array; the paper's largest step has 2**19.
 _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part: 2**24 are those of the largest model at the usual part size.
@@ -70,16 +70,19 @@ class ModelConfig(Section):
     initial_weights: Hex64 | None = None  # digest of those the run begins from; filled in by the founder; None = random
 
     def _check(self) -> None:
+        check_mixture(self.type)
         config = transformers_config(self)
-        if first_of(config, NUM_EXPERTS) is None or first_of(config, _EXPERTS_PER_TOKEN) is None:
-            raise ConfigError(f"type: found {self.type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
+        if first_of(config, NUM_EXPERTS) is None or first_of(config, EXPERTS_PER_TOKEN) is None:
+            raise no_mixture(self.type)
         if not isinstance(first_of(config, ("vocab_size",)), int):
             raise ConfigError(f"type: found {self.type!r}, expected a text model (it has no vocab_size)")
         check_size(config)
+        if self.num_experts < 1:
+            raise ConfigError(f"settings: found a model with {self.num_experts} experts, expected at least 1")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(
-                f"settings: a token goes to {self.experts_per_token} experts, "
-                f"expected 1 to {self.num_experts} (all experts)"
+                f"settings: a token goes to {plural(self.experts_per_token, 'expert')}, "
+                f"expected {one_to(self.num_experts, 'expert')} (all that the model has)"
             )
         for key in _POSITIVE_SETTINGS:
             number = first_of(config, (key,))
@@ -111,7 +114,7 @@ class ModelConfig(Section):
     @property
     def experts_per_token(self) -> int:
         """Experts that process a token (top-k)."""
-        return int(first_of(transformers_config(self), _EXPERTS_PER_TOKEN))
+        return int(first_of(transformers_config(self), EXPERTS_PER_TOKEN))
 
     @property
     def num_parameters(self) -> int:
@@ -190,7 +193,7 @@ class TrainingConfig(Section):
     """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
 
     sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
-    batch_size: Annotated[int, Range(1, 2**20)]  # sequences per local step, unless a peer overrides it
+    batch_size: BatchSize  # sequences per local step, unless a peer overrides it
     learning_rate: Positive  # at its peak, after warm-up
     warmup_steps: CountOrNone  # inner steps of linear warm-up
     total_steps: Count  # inner steps until the learning rate has reached its minimum
@@ -322,7 +325,7 @@ class RunConfig(Section):
         if self.experts_per_peer > model.num_experts:
             raise ConfigError(
                 f"experts_per_peer: found {self.experts_per_peer}, "
-                f"expected 1 to {model.num_experts} (the model's experts)"
+                f"expected {one_to(model.num_experts, 'expert')} (all that the model has)"
             )
         if model.max_sequence_length is not None and length > model.max_sequence_length:
             raise ConfigError(
@@ -379,9 +382,9 @@ class PeerConfig(Section):
     data: Text | None = None  # data source; None = that of the last stay, or the standard library where the run uses it
     data_differs: bool = False  # train on data that are not the run's
     device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
-    batch_size: Count | None = None  # sequences per local step; None = the run's
+    batch_size: BatchSize | None = None  # sequences per local step; None = the run's
     kernel: Text = "torch"  # expert kernel
-    num_threads: Count | None = None  # CPU threads of the trainer; None = torch decides
+    num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
     run_id: Text | None = None  # the run to join; None = the one that the initial peers take part in
@@ -406,10 +409,6 @@ class PeerConfig(Section):
     log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
 
     def _check(self) -> None:
-        for name, largest in (("batch_size", 1 << 20), ("num_threads", 1 << 12)):
-            found = getattr(self, name)
-            if found is not None and found > largest:
-                raise ConfigError(f"{name}: found {found}, expected at most {largest}")
         if self.client_mode and self.assume_reachable:
             raise ConfigError("assume_reachable: found true, expected false in client_mode, which takes no connections")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from spes_swarm.errors import ConfigError
+from spes_swarm.wording import one_to
 
 ExpertsWanted = Literal["auto"] | int | tuple[int, ...]
 
@@ -31,12 +32,13 @@ def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
     if not is_list:
         if not 1 <= numbers[0] <= num_experts:
             raise ConfigError(
-                f"{where}, expected 1 to {num_experts} experts (for expert {numbers[0]}: '{numbers[0]},')"
+                f"{where}, expected {one_to(num_experts, 'expert')} (for expert {numbers[0]}: '{numbers[0]},')"
             )
         return numbers[0]
     for number in numbers:
         if number >= num_experts:
-            raise ConfigError(f"{where}, expected experts from 0 to {num_experts - 1}")
+            known = f"experts from 0 to {num_experts - 1}" if num_experts > 1 else "expert 0 (the model has no other)"
+            raise ConfigError(f"{where}, expected {known}")
         if numbers.count(number) > 1:
             raise ConfigError(f"{where}, expected each expert once ({number} is repeated)")
     return tuple(sorted(numbers))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from spes_swarm.errors import ConfigError
-from spes_swarm.model_size import check_numbers
+from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_numbers
 from spes_swarm.strict import nearest
 
 if TYPE_CHECKING:
@@ -51,14 +51,8 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
         ConfigError: the type is unknown, or a setting is unknown, not allowed, or refused by transformers. The message
             starts with the key: `type` or `settings.KEY`.
     """
-    from transformers import CONFIG_MAPPING  # takes seconds: it brings torch
-
-    if model_type not in CONFIG_MAPPING:
-        suggestion = nearest(model_type, CONFIG_MAPPING)
-        raise ConfigError(f"type: found {model_type!r}, expected a model type of transformers{suggestion}")
-    config_class = CONFIG_MAPPING[model_type]
-    known = {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    known = (known | _EXTRA) - _FORBIDDEN
+    config_class = _config_class(model_type)
+    known = (_setting_names(config_class) | _EXTRA) - _FORBIDDEN
     for key in settings:
         if key in _FORBIDDEN:
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
@@ -67,6 +61,36 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
     check_numbers(settings)  # transformers makes lists of such lengths, and a module for each entry
     with refusals(f"settings: transformers refuses them for {model_type}"):
         return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
+
+
+def check_mixture(model_type: str) -> None:
+    """Refuses types without experts, before anybody complains about settings that such a type does not have.
+
+    Raises:
+        ConfigError: the type is unknown, or no mixture of experts; the message starts with `type`.
+    """
+    known = _setting_names(_config_class(model_type))
+    if known.isdisjoint(NUM_EXPERTS) or known.isdisjoint(EXPERTS_PER_TOKEN):
+        raise no_mixture(model_type)
+
+
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    from transformers import CONFIG_MAPPING  # takes seconds: it brings torch
+
+    if model_type not in CONFIG_MAPPING:
+        suggestion = nearest(model_type, CONFIG_MAPPING)
+        raise ConfigError(f"type: found {model_type!r}, expected a model type of transformers{suggestion}")
+    config_class: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+    return config_class
+
+
+def _setting_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    return {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+
+
+def no_mixture(model_type: str) -> ConfigError:
+    """What to raise for a model type without experts."""
+    return ConfigError(f"type: found {model_type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
 
 
 @contextmanager

@@ -35,6 +35,8 @@ _MAX_PARAMETERS: Final = 1 << 40
 _LAYERS: Final = ("num_hidden_layers",)
 # What architectures call their experts.
 NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What they call the number of experts that process a token.
+EXPERTS_PER_TOKEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _EXPERT_FFN: Final = ("moe_intermediate_size", "intermediate_size")
 
 

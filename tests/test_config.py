@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 
-from spes_swarm.config import MergeConfig, ModelConfig, RunConfig, transformers_config
+from spes_swarm.config import MergeConfig, ModelConfig, PeerConfig, RunConfig, override, transformers_config
 from spes_swarm.errors import ConfigError
 from tests.config_values import VALUES, with_value
 
@@ -138,6 +139,8 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
         ("model.settings.vocab_size", 256, "model.settings.eos_token_id: found 256, expected below vocab_size"),
         ("model.settings.num_experts_per_tok", 5, "model.settings: a token goes to 5 experts, expected 1 to 4"),
         ("model.settings.num_experts_per_tok", 0, "model.settings: a token goes to 0 experts, expected 1 to 4"),
+        ("model.settings.num_experts", 0, "model.settings: found a model with 0 experts, expected at least 1"),
+        ("model.settings.num_experts", 1, "model.settings: a token goes to 2 experts, expected 1 expert (all that"),
         ("model.settings.hidden_size", 33, "model.settings.hidden_size: found 33, expected a multiple of 2"),
         ("model.settings.num_key_value_heads", 3, "model.settings.num_key_value_heads: found 3, expected a divisor"),
         ("model.settings.num_hidden_layers", 0, "model.settings.num_hidden_layers: found 0, expected at least 1"),
@@ -158,6 +161,24 @@ def test_fields_must_fit_each_other(key: str, value: Any, message: str) -> None:
 def test_model_must_be_a_mixture_of_experts(model_type: str) -> None:
     message = error_of("model", {"type": model_type})
     assert f"run.model.type: found {model_type!r}, expected a mixture of experts" in message
+
+
+def test_a_type_without_experts_is_the_complaint_and_not_its_settings() -> None:
+    message = error_of("model.type", "gpt2")  # the settings are still those of a mixture
+    assert message.endswith("run.model.type: found 'gpt2', expected a mixture of experts such as olmoe or qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("batch_size", "a whole number, at least 1 and at most 1048576 (or null)"),
+        ("num_threads", "a whole number, at least 1 and at most 4096 (or null)"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, 10**9])
+def test_a_flag_has_the_same_limits_whichever_is_overstepped(key: str, expected: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"peer.{key}: found {value}, expected {expected}") + "$"):
+        override(PeerConfig(), **{key: value})
 
 
 def test_bytes_tokenizer_needs_its_vocabulary() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import dataclasses
 
 import pytest
@@ -67,6 +68,12 @@ def test_experts_that_cannot_be_meant(text: str, message: str) -> None:
         parse_experts(text, 8)
     assert str(caught.value).startswith("experts: found ")
     assert message in str(caught.value)
+
+
+def test_a_model_with_a_single_expert_is_spoken_of_in_the_singular() -> None:
+    for text, expected in (("2", "expected 1 expert (for expert 2: '2,')"), ("1,", "expected expert 0 (the model")):
+        with pytest.raises(ConfigError, match=re.escape(expected)):
+            parse_experts(text, 1)
 
 
 @given(st.text(max_size=12), st.integers(1, 64))
