@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_swarm.trainer_setup import TrainingStatus
+from spes_swarm.wording import loss_with_error, plural
 
 _REFRESH_S = 0.5
 
@@ -77,7 +78,7 @@ class LivePanel:
         status = self._status
         table = Table.grid(padding=(0, 2))
         table.add_row("round", Text(str(status.round)), "peers", Text(str(status.peers)))
-        table.add_row("loss", Text(_number(status.loss)), "eval loss", Text(loss_with_error(status)))
+        table.add_row("loss", Text(loss_with_error(status.loss)), "eval loss", Text(last_eval_loss(status)))
         table.add_row(
             "tokens/s", Text(f"{status.tokens_per_second:,.0f}"), "my experts", Text(experts_text(status.held))
         )
@@ -107,14 +108,20 @@ def experts_text(experts: tuple[int, ...]) -> str:
     return ", ".join(ranges) or "none"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def round_line(status: TrainingStatus) -> str:
+    """The line about a round; it has the loss on held-out text only if that was measured in this round."""
+    measured = status.eval_loss is not None and status.eval_round == status.round
+    eval_loss = f", eval loss {loss_with_error(status.eval_loss, status.eval_loss_stderr)}" if measured else ""
+    return (
+        f"round {status.round}: {plural(status.peers, 'peer')}, loss {loss_with_error(status.loss)}{eval_loss}, "
+        f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
+    )
 
 
-def loss_with_error(status: TrainingStatus) -> str:
-    """The loss on held-out text as it was last measured, with its standard error: 1.2460 ± 0.031."""
-    error = status.eval_loss_stderr
-    return _number(status.eval_loss) + ("" if status.eval_loss is None or error is None else f" ± {error:.2g}")
+def last_eval_loss(status: TrainingStatus) -> str:
+    """The loss on held-out text as it was last measured, and when: 1.246 ± 0.031 (round 20)."""
+    words = loss_with_error(status.eval_loss, status.eval_loss_stderr)
+    return words if status.eval_loss is None else f"{words} (round {status.eval_round})"
 
 
 def interpreter() -> str:

@@ -35,7 +35,7 @@ from spes_swarm.manifest import Manifest
 from spes_swarm.model import SparseModel, build_model, layout_of
 from spes_swarm.network_client import NetworkClient
 from spes_swarm.out_of_memory import as_user_error
-from spes_swarm.panel import PeerConsole, experts_text, interpreter, loss_with_error
+from spes_swarm.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.reach import Reach, tcp_endpoint
@@ -53,6 +53,7 @@ from spes_swarm.tokenizer import Tokenizer
 from spes_swarm.trackers import open_metrics
 from spes_swarm.trainer import Trainer
 from spes_swarm.trainer_setup import TrainerSetup, TrainingStatus
+from spes_swarm.wording import plural
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
@@ -106,9 +107,8 @@ class Session:
         elif name == "sync_progress" and time.monotonic() - self._said_progress_at > _SAY_PROGRESS_S:
             self._said_progress_at = time.monotonic()
             done, total, donors = (fields[key] for key in ("done_bytes", "total_bytes", "chunks_by_donor"))
-            self._console.say(
-                f"fetched {done / total:.0%}: {done / 1e6:.1f} of {total / 1e6:.1f} MB, from {len(donors)} donor(s)"
-            )
+            megabytes = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"
+            self._console.say(f"fetched {done / total:.0%}: {megabytes}, from {plural(len(donors), 'donor')}")
 
     def run(self) -> None:
         """Joins, trains until told to stop, leaves.
@@ -456,11 +456,5 @@ class Session:
             self._console.say(note)
 
     def _say_round(self) -> None:
-        if self._console.is_terminal:
-            return
-        status = self._status
-        loss = "-" if status.loss is None else f"{status.loss:.4f}"
-        self._console.say(
-            f"round {status.round}: {status.peers} peers, loss {loss}, eval loss {loss_with_error(status)}, "
-            f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
-        )
+        if not self._console.is_terminal:  # where the panel shows it
+            self._console.say(round_line(self._status))

@@ -455,6 +455,7 @@ class Trainer:
         status.round_seconds = report.group_seconds + report.exchange_seconds
         if held_out is not None:
             status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
+            status.eval_round = self.round
 
     # What others and the disk get to know.
 

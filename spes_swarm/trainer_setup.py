@@ -33,6 +33,7 @@ class TrainingStatus:
     loss: float | None = None
     eval_loss: float | None = None  # the last that was measured
     eval_loss_stderr: float | None = None
+    eval_round: int | None = None  # after which it was
     tokens_per_second: float = 0.0
     peers: int = 1
     held: tuple[int, ...] = ()

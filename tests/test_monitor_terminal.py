@@ -38,7 +38,7 @@ def printed(state: SwarmState, history: Sequence[HistoryPoint] = (), width: int 
 FOUR = """
 ╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
 │ round 12  ████████░░░░░░░░  next in 8s  4 peers, all agree                   │
-│ tokens 246k  4,944 tokens/s  loss 3.3000  eval 3.4000±0.03                   │
+│ tokens 246k  4,944 tokens/s  loss 3.3000  eval 3.400 ± 0.030                 │
 │  5.5000 ┤█                                                                   │
 │         ┤█▄                                                                  │
 │  3.0833 ┤███▆▅▄▄▃▃▃▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁                                      │
@@ -57,7 +57,7 @@ FOUR = """
 TROUBLE = """
 ╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
 │ round 12  ████████░░░░░░░░  next in 8s  4 peers, 1 differs                   │
-│ tokens 246k  1.0T tokens/s  loss 3.3000  eval 3.4000±0.03                    │
+│ tokens 246k  1.0T tokens/s  loss 3.3000  eval 3.400 ± 0.030                  │
 │                                                                              │
 │ name           id       state    experts    tok/s   loss    up  down  age    │
 │ 機械学習機械 … peer1113 differs  4-5         1.2k 3.2700  1.5M  2.5M   1s    │
@@ -76,7 +76,7 @@ TROUBLE = """
 NOBODY = """
 ╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
 │ round 12  no peers: the last sign of anybody was 75s ago                     │
-│ tokens 61k  0 tokens/s  loss 3.3000  eval 3.4000±0.03                        │
+│ tokens 61k  0 tokens/s  loss 3.3000  eval 3.400 ± 0.030                      │
 │                                                                              │
 │ experts 0 of 8 held, oldest 3 rounds  expert:holders/rounds since trained    │
 │ 0:·/3    1:·/3    2:·/3    3:·/3    4:·/3    5:·/3    6:·/3    7:·/3         │
@@ -135,9 +135,10 @@ def test_without_a_terminal_there_is_a_line_for_what_changes() -> None:
     assert changes(None, first, points(12)) == [
         "peer peer-0 (peer1111) is there: training, experts 0-1",
         "peer peer-1 (peer1112) is there: training, experts 2-3",
-        "round 12: 2 peers, all agree, loss 3.3000, eval 3.4000±0.03, 2,470 tokens/s, "
+        "round 12: 2 peers, all agree, loss 3.3000, eval 3.400 ± 0.030, 2,470 tokens/s, "
         "experts 4/8, 123k tokens, 3.0MB sent",
     ]
+    assert "eval 3.400 ± 0.030 (round 10), " in changes(None, first, points(11))[-1]
     assert changes(first, first, []) == []
     late = swarm_state([peer_state(0), peer_state(1, state="late")], refused={"forged": 2})
     assert changes(first, late, []) == ["peer peer-1 (peer1112) is late", "records refused: 2 forged"]

@@ -158,7 +158,7 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
         (1, 4.0, None),
         (5, 3.0, 0.0312),
     ]
-    assert "3.0000 ± 0.031 (standard error)" in (tmp_path / "models" / "main" / "README.md").read_text()
+    assert "3.000 ± 0.031 (standard error)" in (tmp_path / "models" / "main" / "README.md").read_text()
     assert (publication.peers, publication.tokens) == (4, None)
 
 

@@ -21,6 +21,7 @@ from spes_swarm.hub.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publi
 from spes_swarm.join_command import data_arguments, describe_data, join_command
 from spes_swarm.monitor.figures import amount
 from spes_swarm.monitor.names import clean_name
+from spes_swarm.wording import loss_with_error, plural
 
 _MAX_ROWS = 100
 _MARKUP = re.compile(r"([*_~#+\-.!(){}=^:@/])")
@@ -107,7 +108,7 @@ def _introduction(publication: Publication, facts: CardFacts) -> str:
     data = f" on {escape(words)}" if words else ""
     return (
         f"# {escape(run.name)}\n\n"
-        f"A Mixture-of-Experts language model ({escape(run.model.type)}, {run.model.num_experts} experts, "
+        f"A Mixture-of-Experts language model ({escape(run.model.type)}, {plural(run.model.num_experts, 'expert')}, "
         f"{run.model.experts_per_token} for each token{origin}), trained{data} by volunteers who share no server, with "
         "[SPES](https://arxiv.org/abs/2602.11543): each peer trains the shared layers and some of the experts.\n"
     )
@@ -125,9 +126,9 @@ def _progress(publication: Publication, picture: bool) -> str:
         rows.append(("peers in this round", f"{publication.peers:,}"))
     if publication.history:
         last = publication.history[-1]
-        error = "" if last.stderr is None else f" ± {last.stderr:.2g} (standard error)"
+        error = "" if last.stderr is None else " (standard error)"
         after = "" if last.round == publication.round else f" after round {last.round:,}"
-        rows.append(("loss on held-out text", f"{last.loss:.4f}{error}{after}"))
+        rows.append(("loss on held-out text", f"{loss_with_error(last.loss, last.stderr)}{error}{after}"))
     image = f"\n![Loss on held-out text]({PICTURE_FILE})\n" if picture else ""
     return "## How far it is\n\n| | |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows) + image
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from spes_swarm.monitor.state import SwarmState
+from spes_swarm.wording import loss_with_error, plural
 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
@@ -43,8 +44,8 @@ def loss(value: float | None) -> str:
 
 
 def with_error(value: float | None, stderr: float | None) -> str:
-    """A loss with its standard error, where that is known: 1.2460±0.031."""
-    return loss(value) if value is None or stderr is None else f"{loss(value)}±{min(stderr, 99):.2g}"
+    """A loss with its standard error, where that is known: 1.246 ± 0.031; "-" for None."""
+    return loss(value) if value is None or value >= 100 else loss_with_error(value, stderr and min(stderr, 99))
 
 
 def ranges(experts: Sequence[int]) -> str:
@@ -98,7 +99,7 @@ def peer_words(state: SwarmState) -> str:
         if state.silent_s is None:
             return "no peers"
         return f"no peers: the last sign of anybody was {seconds(state.silent_s)} ago"
-    words = f"{count} peer{'s' if count != 1 else ''}"
+    words = plural(count, "peer")
     if state.consensus.differ:
         differ = len(state.consensus.differ)
         return f"{words}, {differ} differ{'s' if differ == 1 else ''}"

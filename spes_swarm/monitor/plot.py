@@ -9,6 +9,7 @@ from typing import Any, Final
 from spes_swarm.errors import DataError, UserError
 from spes_swarm.monitor.figures import amount, seconds
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
+from spes_swarm.wording import plural
 
 _INCHES: Final = (11.0, 6.5)
 _DOTS_PER_INCH: Final = 150
@@ -69,7 +70,7 @@ def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> 
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(
-        f"{state.run.run_id}: {state.run.model}, {history[-1].round} rounds, "
+        f"{state.run.run_id}: {state.run.model}, {plural(history[-1].round, 'round')}, "
         f"{amount(state.tokens_total)} tokens in {seconds(history[-1].time - history[0].time)}",
         fontsize=11,
     )

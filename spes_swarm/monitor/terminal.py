@@ -25,6 +25,7 @@ from spes_swarm.monitor.figures import (
     with_error,
 )
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, StateSource, SwarmState
+from spes_swarm.wording import plural
 
 WIDTH: Final = 80
 _CURVE_HEIGHT: Final = 3
@@ -75,7 +76,7 @@ def _head(state: SwarmState) -> RenderableType:
 def _losses(state: SwarmState, history: Sequence[HistoryPoint]) -> RenderableType:
     figures = Text(
         f"tokens {amount(state.tokens_total)}  {_speed(state)} tokens/s  "
-        f"loss {loss(state.train_loss)}  eval {with_error(state.eval_loss, state.eval_loss_stderr)}"
+        f"loss {loss(state.train_loss)}  eval {_evaluated(state, history)}"
     )
     values = [point.train_loss for point in history if point.train_loss is not None]
     if len(values) < 2:
@@ -84,6 +85,13 @@ def _losses(state: SwarmState, history: Sequence[HistoryPoint]) -> RenderableTyp
     axis = [loss(max(values)), *[""] * (_CURVE_HEIGHT - 2), loss(min(values))]
     drawn = Text("\n".join(f"{mark:>{_AXIS_CHARS - 2}} ┤{line}" for mark, line in zip(axis, lines, strict=True)))
     return Group(figures, drawn)
+
+
+def _evaluated(state: SwarmState, history: Sequence[HistoryPoint]) -> str:
+    """The loss on held-out text, with its round if that is not the newest."""
+    words = with_error(state.eval_loss, state.eval_loss_stderr)
+    measured = next((point.round for point in reversed(history) if point.eval_loss is not None), state.round)
+    return words if measured >= state.round else f"{words} (round {measured})"
 
 
 def _speed(state: SwarmState) -> str:
@@ -119,7 +127,7 @@ def _peers(state: SwarmState, max_peers: int) -> RenderableType:
 def _experts(state: SwarmState) -> RenderableType:
     experts = state.experts
     ages = [expert.age_rounds for expert in experts if expert.age_rounds is not None]
-    oldest = f", oldest {max(ages)} rounds" if ages and max(ages) > 0 else ""
+    oldest = f", oldest {plural(max(ages), 'round')}" if ages and max(ages) > 0 else ""
     words = Text(f"experts {state.experts_covered} of {state.run.num_experts} held{oldest}  ", style="bold")
     if len(experts) <= _FEW_EXPERTS:
         words.append("expert:holders/rounds since trained", style="not bold dim")
@@ -207,7 +215,7 @@ def changes(before: SwarmState | None, state: SwarmState, history: Sequence[Hist
         sent = history[-1].bytes if history else 0
         lines.append(
             f"round {state.round}: {peer_words(state)}, loss {loss(state.train_loss)}, "
-            f"eval {with_error(state.eval_loss, state.eval_loss_stderr)}, "
+            f"eval {_evaluated(state, history)}, "
             f"{_speed(state)} tokens/s, experts {state.experts_covered}/{state.run.num_experts}, "
             f"{amount(state.tokens_total)} tokens, {amount(sent)}B sent"
         )

@@ -151,9 +151,7 @@ export class Curves {
         format.whole(point.round),
         format.clockTime(point.time),
         format.loss(point.train_loss),
-        point.eval_loss_stderr == null
-          ? format.loss(point.eval_loss)
-          : `${format.loss(point.eval_loss)} ± ${point.eval_loss_stderr.toPrecision(2)}`,
+        format.lossWithError(point.eval_loss, point.eval_loss_stderr),
         format.count(point.tokens_per_second),
         format.whole(point.peers),
         format.whole(point.experts_covered),

@@ -23,6 +23,11 @@ export function loss(value) {
   return value == null ? NONE : value.toFixed(3);
 }
 
+/** A loss with its standard error, where that is known: 1.246 ± 0.031. */
+export function lossWithError(value, error) {
+  return value == null || error == null ? loss(value) : `${loss(value)} ± ${loss(error)}`;
+}
+
 export function bytes(value) {
   if (value == null) return NONE;
   for (const [size, unit] of [[2 ** 40, " TiB"], [2 ** 30, " GiB"], [2 ** 20, " MiB"], [2 ** 10, " KiB"]]) {

@@ -25,7 +25,7 @@ export class Headline {
     setText(byId("run-name"), run.name || "unnamed run");
     setText(
       byId("run-detail"),
-      [run.model, format.plural(run.num_experts, "expert"), `${run.inner_steps} steps a round`, run.run_id].join(" · "),
+      [run.model, format.plural(run.num_experts, "expert"), `${format.plural(run.inner_steps, "step")} a round`, run.run_id].join(" · "),
     );
     setText(byId("round"), format.whole(head.round));
     setText(byId("train-loss"), format.loss(head.train_loss));
@@ -100,7 +100,7 @@ export class Headline {
 
 /** How far a loss may be from that on all held-out text. */
 function _error(stderr) {
-  return stderr == null ? "" : `± ${stderr.toPrecision(2)}`;
+  return stderr == null ? "" : `± ${format.loss(stderr)}`;
 }
 
 /** How a loss moved lately. */

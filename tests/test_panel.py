@@ -1,0 +1,35 @@
+"""What a person reads of a peer while it trains."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from spes_swarm.panel import LivePanel, round_line
+from spes_swarm.trainer_setup import TrainingStatus
+
+
+def status(round_number: int, peers: int = 3) -> TrainingStatus:
+    """After a round; the loss on held-out text was last measured in round 20."""
+    measured = TrainingStatus(round=round_number, peers=peers, loss=2.12345, tokens_per_second=1234.5)
+    measured.eval_loss, measured.eval_loss_stderr, measured.eval_round = 2.2189, 0.04, 20
+    return measured
+
+
+def test_the_line_of_a_round_has_the_eval_loss_only_if_it_was_measured_then() -> None:
+    assert round_line(status(20)).startswith("round 20: 3 peers, loss 2.123, eval loss 2.219 ± 0.040, 1,234 tokens/s, ")
+    assert round_line(status(21)).startswith("round 21: 3 peers, loss 2.123, 1,234 tokens/s, ")
+    assert round_line(TrainingStatus(round=1)).startswith("round 1: 1 peer, loss -, 0 tokens/s, ")
+
+
+def test_the_panel_says_of_which_round_the_eval_loss_is() -> None:
+    def shown(of: TrainingStatus) -> str:
+        output = io.StringIO()
+        console = Console(file=output, force_terminal=True, width=100, color_system=None)
+        with LivePanel(console, of, "title"):
+            pass
+        return output.getvalue()
+
+    assert "2.219 ± 0.040 (round 20)" in shown(status(23))
+    assert "(round" not in shown(TrainingStatus())
