@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 from spes_swarm.errors import ProtocolError
 from spes_swarm.plan import Part, Plan
+from spes_swarm.wording import plural
 
 # A difference more than this many times as long as its writer's tokens explain is reported. An honest member whose work
 # was left out of a round brings that of two to the next. One that has done more steps than others is scaled down, and
@@ -72,15 +73,12 @@ def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[i
             counts[next(iter(contributors)), True] += 1
         else:
             counts[part.reducer, False] += 1
+    does = {True: "trains", False: "reduces"}
     return [
-        (member, ProtocolError("missing", f"{_parts(count)} that it {'trains' if trains else 'reduces'} did not come"))
+        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not come"))
         for (member, trains), count in sorted(counts.items())
         if member != me
     ]
-
-
-def _parts(count: int) -> str:
-    return f"{count} part" if count == 1 else f"{count} parts"
 
 
 def _name(block: int) -> str:

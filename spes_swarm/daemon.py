@@ -323,9 +323,10 @@ async def bootstrap(daemon: Daemon, maddrs: Sequence[str], timeout_s: float) -> 
                 reasons[maddr] = str(outcome)
         if asyncio.get_running_loop().time() + delay_s > deadline:
             details = "; ".join(f"{maddr}: {reasons.get(maddr, 'no answer')}" for maddr in maddrs)
+            several = f"none of the {len(maddrs)} initial peers answered"
             raise BootstrapError(
-                f"none of the {len(maddrs)} initial peers answered within {timeout_s:.0f} s "
-                f"(are they running, and is the port open?): {details}"
+                f"{'the initial peer did not answer' if len(maddrs) == 1 else several} within {timeout_s:.0f} s "
+                f"(is a peer running there, and is its port open?): {details}"
             )
         await asyncio.sleep(delay_s)
         delay_s = min(2 * delay_s, 10.0)

@@ -15,6 +15,7 @@ from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.wire import Channel
+from spes_swarm.wording import plural
 
 _MAX_VOTERS = 16  # donors whose tables are compared
 _MAX_UNSURE = 8  # votes without a majority, as when some donors have committed and others are about to
@@ -88,7 +89,9 @@ class Electorate:
             if other.round == table.round and other.digest != table.digest and donor not in self._accused:
                 self._accused.add(donor)
                 num = sum(a != b for a, b in zip(table.digests, other.digests, strict=True))
-                detail = f"its reference of round {table.round} differs in {num} blocks from that of most donors"
+                detail = (
+                    f"its reference of round {table.round} differs in {plural(num, 'block')} from that of most donors"
+                )
                 self._on_fault(donor, ProtocolError("table", detail))
 
     async def _tables(self) -> dict[str, ReferenceTable]:

@@ -25,6 +25,7 @@ from spes_swarm.plan import Contribution, Part
 from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.rpc import RemoteError, Rpc
 from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
+from spes_swarm.wording import plural
 
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
@@ -76,7 +77,7 @@ class Exchange:
         did_not_come = [state.wanted[i] for i in missing if i not in state.dropped]
         self._report(state, blame.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
-            raise RoundError(f"{len(missing)} parts are missing after {self._limits.timeout_s:.0f} s")
+            raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         return state.commit()
 
     def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
@@ -226,7 +227,7 @@ class Exchange:
     def _give_up(self, state: RoundState, member: int, why: str) -> None:
         num_parts = state.give_up(member)
         if num_parts:
-            error = ProtocolError("lost", f"{why}; {num_parts} parts are averaged without it")
+            error = ProtocolError("lost", f"{why}; {plural(num_parts, 'part')} averaged without it")
             self._on_fault(state.group.members[member].peer_id, error)
 
     async def _repair(self, state: RoundState, deadline: float) -> None:
@@ -246,7 +247,7 @@ class Exchange:
             known = {i: answer for i, answer in zip(others, answers, strict=True) if answer is not None}
             cut_off = cut_off and not known
             if cut_off:
-                raise RoundError(f"{len(state.missing())} parts are missing and no other member answers")
+                raise RoundError(f"{plural(len(state.missing()), 'part')} missing and no other member answers")
             if asyncio.get_running_loop().time() > deadline:
                 return
             fetch: dict[int, set[int]] = {}
@@ -320,7 +321,7 @@ class Exchange:
                     self._on_fault(channel.peer_id, exc)
                 num_frames += 1
                 if num_frames > len(owed):
-                    raise ProtocolError("oversized", f"more than the {len(owed)} parts that the sender owes")
+                    raise ProtocolError("oversized", f"more than the {plural(len(owed), 'part')} that the sender owes")
                 await asyncio.sleep(0)
             await channel.send(Frame(FrameKind.END))
         finally:

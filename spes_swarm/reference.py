@@ -16,6 +16,7 @@ from blake3 import blake3
 from spes_swarm.codec import FloatArray
 from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Block, Layout
+from spes_swarm.wording import plural
 
 CHUNK_ELEMENTS = 1 << 18
 DIGEST_BYTES = 32
@@ -80,10 +81,10 @@ class ReferenceTable:
             ProtocolError: (`shape`) it does not.
         """
         if len(self.versions) != len(layout.blocks) or len(self.chunk_digests) != len(layout.blocks):
-            raise ProtocolError("shape", f"a reference table of {len(self.versions)} blocks")
+            raise ProtocolError("shape", f"a reference table of {plural(len(self.versions), 'block')}")
         for block, digests in zip(layout.blocks, self.chunk_digests, strict=True):
             if len(digests) != -(-block.size // CHUNK_ELEMENTS):
-                raise ProtocolError("shape", f"{len(digests)} chunks for {block.name}")
+                raise ProtocolError("shape", f"{plural(len(digests), 'chunk')} for {block.name}")
 
 
 class Reference:

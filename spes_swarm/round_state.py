@@ -27,6 +27,7 @@ from spes_swarm.result_bounds import excessive_results
 from spes_swarm.statement import Group
 from spes_swarm.track_record import TrackRecords
 from spes_swarm.wire import Frame, FrameKind
+from spes_swarm.wording import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,9 +425,8 @@ class RoundState:
             self.dropped.update(excess.parts)
             for index in excess.parts:
                 del self.results[index]
-            what = (
-                f"{len(excess.parts)} results of block {excess.block} are longer than their contributions can explain"
-            )
+            results = plural(len(excess.parts), "result")
+            what = f"{results} of block {excess.block} longer than the contributions can explain"
             errors.append((excess.reducer, ProtocolError("norm", what)))
         return errors
 

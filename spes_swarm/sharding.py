@@ -28,6 +28,7 @@ from spes_swarm.lifetime import die_with_parent
 from spes_swarm.readers import Broken, Piece, TextMode, parse_piece, read_pieces
 from spes_swarm.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.tokenizer import Tokenizer
+from spes_swarm.wording import plural
 
 DEFAULT_SHARD_TOKENS = 1 << 27
 
@@ -112,7 +113,8 @@ def write_shards(
     if not summary.shards:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.broken.items())) or "no records"
         raise DataError(
-            f"no usable document in {len(files)} file(s) ({kinds}); is the text in the field {chosen.text_field!r}?"
+            f"no usable document in {plural(len(files), 'file')} ({kinds}); "
+            f"is the text in the field {chosen.text_field!r}?"
         )
     write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began
@@ -128,7 +130,7 @@ def prepare_output(output: Path, overwrite: bool) -> None:
     existing = sorted(output.glob(_SHARD_PATTERN)) if output.is_dir() else []
     if existing and not overwrite:
         raise DataError(
-            f"{output} holds {len(existing)} shard(s) already: choose an empty directory, or allow "
+            f"{output} holds {plural(len(existing), 'shard')} already: choose an empty directory, or allow "
             "overwriting (--overwrite)"
         )
     if existing:

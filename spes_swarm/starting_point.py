@@ -38,6 +38,7 @@ from spes_swarm.reference import ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.run_finder import Ask
 from spes_swarm.service_messages import SwarmView
+from spes_swarm.wording import plural
 
 _COMMAND_TIMEOUT_S = 120.0
 
@@ -313,7 +314,7 @@ class StartingPoint:
         )
         self._console.say(
             f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
-            f"{len(report.chunks_by_donor)} donor(s) in {seconds:.1f} s, verified"
+            f"{plural(len(report.chunks_by_donor), 'donor')} in {seconds:.1f} s, verified"
             + (f"; {report.resumed_bytes / 1e6:.1f} MB were on disk" if report.resumed_bytes else "")
         )
         return True

@@ -304,8 +304,8 @@ def test_tables_are_markdown() -> None:
     [
         ("clipped", "it claims too many tokens", True),
         ("norm", "part 3 is longer than stated", True),
-        ("lost", "was too slow; 4 parts are averaged without it", True),
-        ("lost", "is gone; 4 parts are averaged without it", False),
+        ("lost", "was too slow; 4 parts averaged without it", True),
+        ("lost", "is gone; 1 part averaged without it", False),
         ("pull", "could not pull results: connection lost", False),
     ],
 )

@@ -234,7 +234,7 @@ def test_an_entry_point_brings_newcomers_in() -> None:
 
 async def wrong_addresses() -> None:
     nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{identity(0).peer_id}"
-    with pytest.raises(BootstrapError, match="none of the 1 initial peers answered"):
+    with pytest.raises(BootstrapError, match="the initial peer did not answer within 0 s"):
         await connect(options(nobody, timeout_s=0.5), None)
     async with node(0) as peer:
         with pytest.raises(ManifestError, match="not other-run"):

@@ -45,5 +45,5 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert "round 1: 1 peers" in done.stdout
+    assert "round 1: 1 peer, " in done.stdout
     assert (empty / "runs" / "peer" / "metrics.jsonl").exists()

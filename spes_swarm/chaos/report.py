@@ -14,6 +14,7 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from spes_swarm.chaos.schedule import Fault, Kind, Phase, Role
+from spes_swarm.wording import plural
 
 
 class Commit(NamedTuple):
@@ -254,7 +255,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 def describe(outcome: Outcome, pace: Pace) -> str:
     """A line about a fault, and one for each problem."""
     fault = outcome.fault
-    line = f"{fault.number:3}. round {outcome.round}, {fault.running} peers: {fault.kind}"
+    line = f"{fault.number:3}. round {outcome.round}, {plural(fault.running, 'peer')}: {fault.kind}"
     line += f" {fault.seconds:.1f} s" if fault.seconds else ""
     line += f" of {', '.join(outcome.victims)}"
     line += f" ({fault.role})" if fault.role is not Role.ANY else ""

@@ -38,6 +38,7 @@ from spes_swarm.layout import Layout
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import layout_of
 from spes_swarm.reference import CHUNK_ELEMENTS
+from spes_swarm.wording import plural
 
 # Bytes between two wanted ranges that are rather fetched than asked around.
 _GAP_BYTES = 256 * 1024
@@ -179,9 +180,8 @@ class PublicationSource:
                 if name in missing:
                     self._fill(blocks, missing.pop(name), values)
         if missing:
-            raise PublicationError(
-                f"{self._files.label}: {len(missing)} tensors are missing, {min(missing)} among them"
-            )
+            what = f"{plural(len(missing), 'tensor')} missing, the first of them {min(missing)}"
+            raise PublicationError(f"{self._files.label}: {what}")
         digests = tuple(self._verified(index, block_N) for index, block_N in enumerate(blocks))
         publication = self.publication
         return LoadedReference(
