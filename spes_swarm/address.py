@@ -61,7 +61,22 @@ def check_peer_address(text: str) -> str:
 
 def peer_id_of(maddr: str) -> str:
     """The peer id at the end of an address that `check_peer_address` accepts."""
-    return maddr.rsplit("/", 1)[-1]
+    return maddr.rstrip("/").rsplit("/", 1)[-1]
+
+
+def without_own(maddrs: Sequence[str], own_peer_id: str) -> list[str]:
+    """The addresses of other peers.
+
+    Raises:
+        AddressError: all of them are this peer's own.
+    """
+    others = [maddr for maddr in maddrs if peer_id_of(maddr) != own_peer_id]
+    if maddrs and not others:
+        raise AddressError(
+            f"{_PEER} {maddrs[0]!r} is this peer's own address: give the address of another peer "
+            "(two peers need two identities: another --output-dir, without --identity)"
+        )
+    return others
 
 
 def check_listen_address(text: str, *, announced: bool = False) -> str:

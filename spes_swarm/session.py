@@ -7,7 +7,7 @@ import shlex
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from spes_swarm.address import best_first
+from spes_swarm.address import best_first, without_own
 from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import RunConfig
@@ -80,13 +80,15 @@ class Session:
         self._console = console
         self._signals = signals
         self._stop = signals.told
-        self._request = request
         self._peer = request.peer
         self._directory = RunDirectory(Path(self._peer.output_dir))
         self._lock = self._directory.prepare()
         identity_path = Path(self._peer.identity) if self._peer.identity else self._directory.identity
         self._identity = Identity.load_or_create(identity_path.absolute())
         self._identity_lock = lock_identity(identity_path)
+        others = tuple(without_own(self._peer.initial_peers, self._identity.peer_id))
+        self._peer = replace(self._peer, initial_peers=others)
+        self._request = replace(request, peer=self._peer)
         self._metrics = open_metrics(
             self._directory.metrics, self._identity.peer_id, self._peer.log, self._peer.name or ""
         )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.address import best_first, check_listen_address, check_peer_address, peer_id_of
+from spes_swarm.address import best_first, check_listen_address, check_peer_address, peer_id_of, without_own
 from spes_swarm.errors import AddressError
 
 # Written out, so that the tests have the same names in every process that collects them.
@@ -26,7 +26,7 @@ RELAY = "QmTFHvAKDCj4WxYhTX6EFACrG9sriDHcXAvtboMyB31LCA"
 )
 def test_addresses_to_dial(text: str) -> None:
     assert check_peer_address(text) == text
-    assert peer_id_of(text) == PEER
+    assert peer_id_of(text) == peer_id_of(f"{text}/") == PEER
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,15 @@ def test_addresses_that_cannot_be_dialled(text: str, why: str) -> None:
         check_peer_address(text)
     assert repr(text) in str(error.value)
     assert str(error.value).endswith("it should look like /ip4/203.0.113.7/tcp/31337/p2p/Qm...")
+
+
+def test_the_own_address_is_skipped_and_refused_where_there_is_no_other() -> None:
+    own, other = (f"/ip4/203.0.113.7/tcp/31337/p2p/{peer_id}" for peer_id in (PEER, RELAY))
+    circuit = f"{other}/p2p-circuit/p2p/{PEER}"
+    assert without_own([own, other, circuit], PEER) == [other]
+    assert without_own([], PEER) == []
+    with pytest.raises(AddressError, match=f"'{own}' is this peer's own address: give the address of another peer"):
+        without_own([own, circuit], PEER)
 
 
 def test_addresses_to_listen_on() -> None:
