@@ -17,6 +17,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_swarm.errors import DataError
+from spes_swarm.schema_error import first_complaint
 from spes_swarm.token_file import TokenFile
 
 INDEX_FILE = "corpus.json"
@@ -119,8 +120,5 @@ def _read(path: Path) -> _Index | None:
     except OSError as exc:
         raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(item) for item in first["loc"])[:80]
-        raise DataError(
-            f"{path} is damaged ({where}: {first['msg']:.80}): copy it again from where the corpus was made"
-        ) from exc
+        reason = first_complaint(exc, max_chars=80)
+        raise DataError(f"{path} is damaged ({reason}): copy it again from where the corpus was made") from exc

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity, verify
+from spes_swarm.schema_error import first_complaint
 
 
 class SignedModel(BaseModel):
@@ -50,6 +51,4 @@ def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[st
     try:
         return peer_id, schema.model_validate(unpack(payload))
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(item) for item in first["loc"])[:80]  # an unknown key may be as long as the message
-        raise ProtocolError("schema", f"{kind} of {peer_id}: {where}: {first['msg']}") from exc
+        raise ProtocolError("schema", f"{kind} of {peer_id}: {first_complaint(exc)}") from exc

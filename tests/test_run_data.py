@@ -220,11 +220,14 @@ def test_an_index_cannot_vouch_for_other_shards(tmp_path: Path, peer: Peer) -> N
         peer.data(some).open(run, BYTES)
 
 
-@pytest.mark.parametrize("damage", ['{"format": "x"}', "{", "[]", '{"shards": []}'])
-def test_a_damaged_index(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [('{"format": "x"}', "format: "), ("{", "Invalid JSON"), ("[]", "Input should be"), ('{"shards": []}', "tok")],
+)
+def test_a_damaged_index(tmp_path: Path, damage: str, why: str) -> None:
     corpus = shards(tmp_path / "tokens")
     (corpus / INDEX_FILE).write_text(damage)
-    with pytest.raises(DataError, match=r"corpus\.json is damaged"):
+    with pytest.raises(DataError, match=rf"corpus\.json is damaged \({why}"):
         membership([TokenFile.open(corpus / "tokens-00000.npy")])
 
 

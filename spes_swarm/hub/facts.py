@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_swarm.errors import DataError
 from spes_swarm.hub.publication import LossPoint
+from spes_swarm.schema_error import first_complaint
 
 _MAX_RESULTS_BYTES = 8 << 20
 _MAX_NAME_CHARS = 200
@@ -51,9 +52,7 @@ def read_results(path: Path) -> Results:
     except OSError as exc:
         raise DataError(f"--results: {exc.strerror}") from exc
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(item) for item in first["loc"])[:80]
-        raise DataError(f"--results: {where}: {first['msg']:.160}") from exc
+        raise DataError(f"--results: {first_complaint(exc)}") from exc
 
 
 def results_of_metrics(path: Path, round_number: int) -> Results:

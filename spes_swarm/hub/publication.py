@@ -22,6 +22,7 @@ from spes_swarm.hub.errors import PublicationError
 from spes_swarm.hub.regular_file import open_regular
 from spes_swarm.manifest import Manifest, open_manifest
 from spes_swarm.reference import whole_digest
+from spes_swarm.schema_error import first_complaint
 
 FORMAT = 1
 PUBLICATION_FILE = "spes_swarm.json"
@@ -164,13 +165,9 @@ def parse_publication(data: bytes, source: str) -> Publication:
     except ProtocolError as exc:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} has more entries than any publication") from exc
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(item) for item in first["loc"])[:80]
         # The message may quote what a stranger wrote, escapes for a terminal included.
-        reason = first["msg"].encode("ascii", "replace").decode()[:160]
-        raise PublicationError(
-            f"{source}: {PUBLICATION_FILE} is not one that this version knows: {where!r}: {reason!r}"
-        ) from exc
+        reason = first_complaint(exc).encode("ascii", "replace").decode()
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} is not one that this version knows: {reason!r}") from exc
     except RecursionError as exc:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} is malformed") from exc
     _ = publication.manifest
