@@ -9,6 +9,7 @@ is complete; a checkpoint that does not verify is passed over in favour of the o
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from spes_swarm.errors import CheckpointError
 from spes_swarm.layout import Layout
 
 FORMAT = 2
+_BROKEN = "broken-"
 _DIRECTORY = re.compile(r"round-\d{8}-step-\d{10}")
 _REFERENCE, _LIVE, _OPTIMISER = "reference.safetensors", "live.safetensors", "optimiser.safetensors"
 
@@ -114,7 +116,12 @@ def save_checkpoint(
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         newest = next(_candidates(directory), None)
         kept = f"the last good one is {newest}" if newest else "there is no earlier one"
-        raise CheckpointError(f"the checkpoint of round {meta.round} could not be written: {reason}; {kept}") from exc
+        # safetensors has a text of its own around the system's.
+        full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
+        advice = f"; free space for {directory}, or move the output directory to a larger disk" if full else ""
+        raise CheckpointError(
+            f"the checkpoint of round {meta.round} could not be written: {reason}; {kept}{advice}"
+        ) from exc
     for old in list(_candidates(directory))[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -138,7 +145,7 @@ def load_newest(
             complaints.append(str(exc))
             if set_aside:
                 with contextlib.suppress(OSError):  # it is in the way, no more
-                    path.rename(path.with_name(f"broken-{path.name}"))
+                    path.rename(path.with_name(f"{_BROKEN}{path.name}"))
             continue
         if meta.run_id != run_id:
             raise CheckpointError(f"{path} belongs to run {meta.run_id}, not {run_id}; use another --output-dir")
@@ -151,6 +158,11 @@ def load_newest(
             )
         return Checkpoint(path, meta), complaints
     return None, complaints
+
+
+def has_broken(directory: Path) -> bool:
+    """Whether checkpoints lie there that were set aside."""
+    return any(directory.glob(f"{_BROKEN}*"))
 
 
 def _candidates(directory: Path) -> Iterator[Path]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from spes_swarm.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
@@ -297,6 +300,26 @@ def test_a_directory_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> 
         save(tmp_path / "file", 1)
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
+    ],
+)
+def test_who_has_no_space_left_is_told_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: bool
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("spes_swarm.checkpoint.save_file", fail)
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, 1)
+    assert (f"free space for {tmp_path}, or move" in str(caught.value)) == advice
+
+
 SMALL_DISK_BYTES = 512 * 1024
 LARGE_LAYOUT = small_layout(4, shared=6_000, expert=3_000)  # 72 kB of reference
 
@@ -332,6 +355,7 @@ def test_a_full_disk_spares_the_last_good_checkpoint(small_disk: Path) -> None:
         except CheckpointError as error:
             outcomes.append("full")
             complaint = str(error)
+            assert complaint.endswith(f"; free space for {checkpoints}, or move the output directory to a larger disk")
         else:
             outcomes.append("saved")
             last_good = attempt

@@ -176,6 +176,20 @@ def test_a_peer_that_has_no_checkpoint_yet(tmp_path: Path, capsys: pytest.Captur
     assert "has no checkpoint yet" in complaint(capsys, out, tmp_path / "model")
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_peer_that_has_only_damaged_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], aside: bool
+) -> None:
+    out = output_dir(tmp_path / "out", 1)
+    (newest,) = (out / "checkpoints").iterdir()
+    (newest / "meta.json").write_text("{")
+    if aside:
+        newest.rename(newest.with_name(f"broken-{newest.name}"))
+    line = complaint(capsys, out, tmp_path / "model")
+    assert ("has only damaged checkpoints" if aside else "meta.json is corrupt") in line
+    assert line.endswith("; take the output directory of another peer of the run, which has the same model")
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output_dir(output_dir(tmp_path / "out", 1), 2)
     newest = max((out / "checkpoints").iterdir())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from spes_swarm.checkpoint import Checkpoint, load_newest
+from spes_swarm.checkpoint import Checkpoint, has_broken, load_newest
 from spes_swarm.codec import FloatArray
 from spes_swarm.errors import CheckpointError
 from spes_swarm.hub.plain import empty_model
@@ -97,6 +97,10 @@ def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lamb
                 for complaint in complaints:
                     on_complaint(complaint)
                 return snapshot
+    if has_broken(directory.checkpoints):
+        complaints.append(f"{directory.checkpoints} has only damaged checkpoints, set aside as broken-...")
+    if complaints:
+        complaints.append("take the output directory of another peer of the run, which has the same model")
     raise CheckpointError("; ".join(complaints) or f"{directory.checkpoints} has no checkpoint yet")
 
 
