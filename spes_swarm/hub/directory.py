@@ -225,8 +225,8 @@ class DirectoryFiles:
         found = [_revision_at(path, place) for place in places if place.is_dir()]
         if not found:
             if not (path / "revisions").is_dir():
-                raise HubError("nothing was published in this directory; check its name")
-            raise HubError(f"{self.label} has no revision {revision or MAIN}")
+                raise HubError(f"nothing was published in {path}; check its name")
+            raise HubError(f"{path} has no revision {revision or MAIN}")
         self._path = found[0]  # resolved: `main` may move on meanwhile
         self.revision = self._path.name
 
