@@ -42,6 +42,7 @@ class CardFacts:
     """What a card says beyond the publication itself; nothing of it is known unless the publisher gives it."""
 
     repository: str | None = None  # USER/REPO; None: a directory
+    is_published: bool = False  # as a revision of a repository, on the Hub or on disk; else it is a mere export
     license: str | None = None  # an identifier of the Hub, e.g. apache-2.0
     base_model: str | None = None  # USER/REPO that an upcycled model comes from
     data: str | None = None  # what it was trained on, in words
@@ -141,8 +142,8 @@ def _loading(publication: Publication, facts: CardFacts) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{name}"{pinned})\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}"{pinned})\n'
         'inputs = tokenizer("def main", return_tensors="pt", return_token_type_ids=False)\n'
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))\n```\n\n"
-        "Every published round has a tag: leave `revision` out for the newest.\n"
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))\n```\n"
+        + ("\nEvery published round has a tag: leave `revision` out for the newest.\n" if facts.repository else "")
     )
 
 
@@ -151,11 +152,13 @@ def _joining(publication: Publication, facts: CardFacts) -> str:
     address = " ".join(facts.join_address.split()) if facts.join_address else "ADDRESS_OF_A_PEER"
     if "`" in address:
         raise UserError("the address for joining is not a multiaddress")
-    text += f"{join_command(publication.manifest, address)}\n```\n\n"
+    text += f"{join_command(publication.manifest, address)}\n```\n"
+    if facts.repository is None and not facts.is_published:
+        return text
     data = data_arguments(publication.manifest.run.data)
     source = facts.repository or "file:PATH_OF_THE_REPOSITORY"
     return text + (
-        "If nobody is there any more, the run goes on from here:\n\n"
+        "\nIf nobody is there any more, the run goes on from here:\n\n"
         f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
     )
 
