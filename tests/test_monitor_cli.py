@@ -50,6 +50,7 @@ def finished(tmp_path: Path) -> Path:
         ),
         (["--initial-peers", MADDR, "--host-maddrs", "/ip4/0.0.0.0/tcp/1"], "give --bootstrap, too"),
         (["--initial-peers", MADDR, "--plot", "run.png"], "give it with --replay"),
+        (["--plot", "run.png"], "--plot draws what a file remembers: give it with --replay FILE"),
         (["--replay", "nothing.sqlite"], "nothing.sqlite: no such file"),
         (["--replay", "nothing.sqlite", "--initial-peers", MADDR], "takes part in no run"),
         (["--history", "nothing.sqlite"], "--initial-peers: which run?"),

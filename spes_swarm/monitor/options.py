@@ -100,10 +100,10 @@ def _check(options: Options) -> None:
         ):
             if given:
                 raise ConfigError(f"{name}: --replay shows a file, and takes part in no run")
+    elif options.plot is not None:
+        raise ConfigError("--plot draws what a file remembers: give it with --replay FILE")
     elif not options.initial_peers and (options.history is None or not options.history.exists()):
         raise ConfigError("--initial-peers: which run? Give the address of a peer, or --replay a file")
-    if options.plot is not None and options.replay is None:
-        raise ConfigError("--plot draws what a file remembers: give it with --replay FILE")
     if options.once and options.web is not None:
         raise ConfigError("--once prints and ends, --web goes on: give one of them")
     if options.bootstrap:
