@@ -1,7 +1,7 @@
 """Every error that spes_swarm raises on purpose.
 
 SwarmError
-├── UserError             a mistake that the person at the keyboard can mend: one line on stderr, exit code 2
+├── UserError             an error that the person at the keyboard can fix: one line on stderr, exit code 2
 │   ├── ConfigError       unknown key, wrong type, impossible value
 │   ├── AddressError      an address that cannot be parsed or announced
 │   ├── BootstrapError    none of the initial peers could be reached, or none knows the run
@@ -24,7 +24,7 @@ class SwarmError(Exception):
 
 
 class UserError(SwarmError):
-    """A mistake that the user can mend; the command line prints its message and exits with code 2."""
+    """An error that the user can fix; the command line prints its message and exits with code 2."""
 
 
 class ConfigError(UserError):

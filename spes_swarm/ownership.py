@@ -9,7 +9,7 @@ its own line of it, so nobody has to ask, and no two peers decide differently. I
 2. who has room adopts what is held least, of that what has gone untrained for longest;
 3. where an expert has two holders more than another one has (of many: a quarter more), one of them moves: this covers
    orphans when nobody has room, resolves doubles after a partition, and evens out the replicas when peers arrive;
-4. when the swarm has not room for all experts, every few rounds the ones that have waited for longest take the places
+4. when the swarm lacks room for all experts, every few rounds the ones that have waited for longest take the places
    of others, so that no expert waits for longer than a full turn.
 
 The limit on one member never costs an expert its last holder: a member keeps or adopts what nobody else has room for,

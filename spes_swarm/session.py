@@ -116,7 +116,7 @@ class Session:
         """Joins, trains until told to stop, leaves.
 
         Raises:
-            UserError: something that the user can mend.
+            UserError: something that the user can fix.
             NetworkProcessError: the network process failed.
             LeftEarlyError: told to stop while joining, or the run is over.
         """
