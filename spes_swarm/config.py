@@ -19,7 +19,7 @@ from blake3 import blake3
 from spes_swarm.codec import CODECS
 from spes_swarm.errors import ConfigError
 from spes_swarm.model_settings import check_mixture, config_from_settings, no_mixture
-from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_size, first_of, num_parameters
+from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_positive, check_size, first_of, num_parameters
 from spes_swarm.strict import Pattern, Range, Section, check_section, nearest_key, read_section, show, to_dict
 from spes_swarm.strict_yaml import load_yaml
 from spes_swarm.wording import one_to, plural
@@ -47,17 +47,6 @@ Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
 _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part: 2**24 are those of the largest model at the usual part size.
 _MAX_PARTS = 2**24
-# transformers accepts any number for these.
-_POSITIVE_SETTINGS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -84,10 +73,7 @@ class ModelConfig(Section):
                 f"settings: a token goes to {plural(self.experts_per_token, 'expert')}, "
                 f"expected {one_to(self.num_experts, 'expert')} (all that the model has)"
             )
-        for key in _POSITIVE_SETTINGS:
-            number = first_of(config, (key,))
-            if isinstance(number, int) and number < 1:
-                raise ConfigError(f"settings.{key}: found {number}, expected at least 1")
+        check_positive(config)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             number = first_of(config, (key,))
             if isinstance(number, int) and not 0 <= number < self.vocab_size:

@@ -32,6 +32,18 @@ _MAX_EXPERT_PIECES: Final = 1 << 16
 # Kimi K2 has 1.0e12. Every peer holds all of them, twice, in fp32.
 _MAX_PARAMETERS: Final = 1 << 40
 
+# transformers accepts any number for these.
+_POSITIVE: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
 _LAYERS: Final = ("num_hidden_layers",)
 # What architectures call their experts.
 NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -59,6 +71,18 @@ def check_numbers(settings: Mapping[str, Any], where: str = "settings") -> None:
                 raise ConfigError(f"{where}.{key}: found {found}, expected at most {largest}")
         if isinstance(value, Mapping):
             check_numbers(value, f"{where}.{key}")
+
+
+def check_positive(config: PreTrainedConfig) -> None:
+    """Refuses sizes below 1.
+
+    Raises:
+        ConfigError: its message starts with the key.
+    """
+    for key in _POSITIVE:
+        number = first_of(config, (key,))
+        if isinstance(number, int) and number < 1:
+            raise ConfigError(f"settings.{key}: found {number}, expected at least 1")
 
 
 def _integers(value: Any) -> Iterator[int]:
