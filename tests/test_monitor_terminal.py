@@ -112,6 +112,11 @@ def test_a_thousand_experts_are_a_map() -> None:
     assert "│   960 ·123456789++·123456789++·123456789++·123456789++·123456789++·123       │" in lines
 
 
+def test_an_expert_that_was_trained_one_round_ago_is_one_round_old() -> None:
+    expert = ExpertState(expert=0, holders=(peer_id(0),), reserved=(), age_rounds=1)
+    assert "held, oldest 1 round  " in printed(swarm_state([peer_state(0)], experts=(expert,)))
+
+
 def test_a_live_screen_of_many_peers_fits_the_terminal() -> None:
     state = swarm_state([peer_state(n) for n in range(1000)])
     output = io.StringIO()

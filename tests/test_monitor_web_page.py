@@ -91,6 +91,8 @@ def test_a_swarm_is_followed_without_reloading(served: Served, visit: Visit) -> 
     assert names(page) == ["ada", "emmy", "grace", "sofia"]
     expect(page.locator("#round")).to_have_text("3")
     expect(page.locator("#rounds tr")).to_have_count(3)
+    expect(page.locator("#eval-note")).to_contain_text("± 0.040")  # as precise as the loss above it
+    assert [text for text in page.locator("#rounds td").all_text_contents() if text.endswith(" ± 0.040")]
     before = page.locator("figure.big canvas").screenshot()
 
     ada = next(peer for peer in swarm.state().peers if peer.name == "ada").peer_id

@@ -204,7 +204,7 @@ class SyntheticSwarm:
             tokens=int(sum(one.tokens for one in self._volunteers)),
             train_loss=round(self._loss(self._round) + noise, 4),
             eval_loss=round(self._loss(self._round) + 0.06, 4) if self._round % 4 == 1 else None,
-            eval_loss_stderr=0.031 if self._round % 4 == 1 else None,
+            eval_loss_stderr=0.04 if self._round % 4 == 1 else None,
             tokens_per_second=sum(one.speed for one in alive) * self._random.uniform(0.94, 1.03),
             peers=len(alive),
             experts_covered=len({expert for one in alive for expert in one.experts}),
