@@ -37,6 +37,7 @@ from spes_swarm.local_peer import LocalPeer
 from spes_swarm.new_directory import remake_directory
 from spes_swarm.panel import experts_text
 from spes_swarm.tokenizer import load_tokenizer
+from spes_swarm.wording import loss_with_error, plural
 
 PROMPT = "def main():\n    "
 console = Console(highlight=False, soft_wrap=True)
@@ -55,9 +56,10 @@ def show_round(peers: dict[str, LocalPeer], number: int) -> None:
     digests = {event["digest"] for event in events.values()}
     first = next(iter(events.values()))
     agree = "all agree on" if len(digests) == 1 else f"{len(digests)} DIFFERENT digests, such as"
-    evaluated = f"eval loss {first['eval_loss']:.3f} ± {first['eval_loss_stderr']:.3f}, " if first["eval_loss"] else ""
+    loss = loss_with_error(first["eval_loss"], first["eval_loss_stderr"])
+    evaluated = f"eval loss {loss}, " if first["eval_loss"] else ""
     console.print(
-        f"  round {number:3}: {evaluated}{first['peers']} peers, "
+        f"  round {number:3}: {evaluated}{plural(first['peers'], 'peer')}, "
         f"{first['experts_covered']} experts covered, {agree} {first['digest'][:12]}"
     )
 
@@ -180,8 +182,9 @@ def main() -> int:
         sync = dora.wait_for("sync", timeout_s=120)
         joined = dora.wait_for("join", timeout_s=120)
         console.print(
-            f"  {sync['payload_bytes'] / 1e6:.1f} MB from {len(sync['donors'])} donors in {sync['seconds']:.2f} s, "
-            f"every chunk verified; she trains experts {experts_text(tuple(joined['experts']))}"
+            f"  {sync['payload_bytes'] / 1e6:.1f} MB from {plural(len(sync['donors']), 'donor')} in "
+            f"{sync['seconds']:.2f} s, every chunk verified; "
+            f"she trains experts {experts_text(tuple(joined['experts']))}"
         )
         first = dora.wait_for("round", timeout_s=120)["round"]
         peers = {"ada": ada, "ben": ben, "dora": dora}

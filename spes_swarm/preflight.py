@@ -6,8 +6,10 @@ What passes here may still fail later, with the same message: files can vanish, 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from spes_swarm.address import without_own
 from spes_swarm.config import PeerConfig, TrainingConfig
 from spes_swarm.corpus import check_source
 from spes_swarm.errors import CheckpointError, ConfigError, UserError
@@ -32,7 +34,7 @@ def check_machine(peer: PeerConfig) -> None:
         raise ConfigError(f"device {peer.device!r} was asked for, but this machine has no CUDA device; use cpu or auto")
     directory = RunDirectory(Path(peer.output_dir))
     directory.check()
-    _check_identity(Path(peer.identity) if peer.identity else directory.identity)
+    _check_identity(Path(peer.identity) if peer.identity else directory.identity, peer.initial_peers)
     known_data = directory.known_data()
     if peer.data is not None:
         check_source(peer.data)
@@ -81,10 +83,11 @@ def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:
     return any(next(devices.glob(pattern), None) is not None for pattern in _CUDA_DEVICE_FILES)
 
 
-def _check_identity(path: Path) -> None:
+def _check_identity(path: Path, initial_peers: Sequence[str]) -> None:
     if path.exists():
-        Identity.load(path)
+        identity = Identity.load(path)
         os.close(lock_identity(path))
+        without_own(initial_peers, identity.peer_id)
 
 
 def _check_publications(peer: PeerConfig) -> None:

@@ -22,6 +22,7 @@ from spes_swarm.panel import PeerConsole
 from spes_swarm.run_data import PeerData, same_run_data
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.wording import plural
 
 _COMMAND_TIMEOUT_S = 120.0
 _KNOWN_PEERS_TIMEOUT_S = 5.0
@@ -89,7 +90,7 @@ class RunFinder:
                     "one of them runs, give --initial-peers, or leave --client-mode out"
                 )
             return stored
-        self._console.say(f"connecting to {len(peer.initial_peers)} initial peer(s)")
+        self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
         connected = self._ask(
             "bootstrap",
             peer.bootstrap_timeout_s + 30.0,

@@ -22,7 +22,6 @@ import yaml
 
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.config import RunConfig
-from spes_swarm.identity import Identity
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.manifest import found_run
 from spes_swarm.model import build_model, layout_of
@@ -204,16 +203,6 @@ def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
     RunDirectory(out).remember(found_run(RunConfig.from_dict(TINY_RUN, "test"), "0" * 64, identity(0)))
     line = join("--client-mode", out=out).line()
     assert "no peer of last time answers, and with --client-mode nobody could join this one" in line
-
-
-def test_the_own_address_as_the_only_initial_peer_is_refused_before_anybody_is_dialled(
-    tmp_path: Path, out: Path
-) -> None:
-    own = Identity.load_or_create(tmp_path / "own.key").peer_id
-    maddr = f"/ip4/127.0.0.1/tcp/1/p2p/{own}"
-    outcome = join("--identity", tmp_path / "own.key", "--initial-peers", maddr, out=out)
-    assert f"initial peer '{maddr}' is this peer's own address" in outcome.line()
-    assert not (out / "metrics.jsonl").exists()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:

@@ -163,6 +163,14 @@ def test_an_identity_that_is_garbage_or_in_use(tmp_path: Path) -> None:
         assert f"identity file {key} is in use by another process" in refusal(tmp_path, "--identity", key)
 
 
+def test_an_initial_peer_that_is_this_peer(tmp_path: Path) -> None:
+    key = tmp_path / "own.key"
+    key.write_bytes(identity(0).path.read_bytes())
+    maddr = f"/ip4/127.0.0.1/tcp/1/p2p/{identity(0).peer_id}"
+    line = refusal(tmp_path, "--identity", key, "--initial-peers", maddr)
+    assert f"initial peer '{maddr}' is this peer's own address" in line
+
+
 def test_an_output_directory_that_another_peer_uses(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / ".lock").open("wb") as lock:

@@ -24,6 +24,7 @@ from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.options import Options, parse_options
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.state import StateSource, to_text
+from spes_swarm.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +84,7 @@ async def _replay(options: Options) -> None:
         from spes_swarm.monitor.plot import plot_run
 
         plot_run(state, history, options.plot)
-        _console().print(f"{len(history)} rounds drawn: {options.plot}", markup=False, highlight=False)
+        _console().print(f"{plural(len(history), 'round')} drawn: {options.plot}", markup=False, highlight=False)
         return
     source = HeldState(state, history)
     listener = _listen(options)
