@@ -23,7 +23,6 @@ counts where others choose what to adopt, but no holder gives up an expert or mo
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,15 +160,16 @@ def reassign(
     # With a replication target, what one rule does may be a reason for another one. It comes to an end: the number of
     # replicas up to the target only grows, and those beyond it only shrink or spread.
     rules_in_order = (moves.shed_replicas, moves.fill, moves.make_way, moves.even_out, moves.occupy_idle)
-    beyond = math.inf
-    while beyond > 0:
-        before = moves.beyond_limit
+    while True:
+        beyond, holdings = moves.beyond_limit, moves.holdings
         shed = moves.shed_beyond_limit()
         while any(rule() for rule in rules_in_order):
             pass
         moves.give_back(shed)
-        # What adopters have taken makes other experts ones that can be given up.
-        beyond = moves.beyond_limit if moves.beyond_limit < before else 0
+        # What adopters have taken makes other experts ones that can be given up. That ends, too: what is beyond the
+        # limit never grows, and while it stays the same, more is held each time.
+        if moves.beyond_limit >= beyond and moves.holdings <= holdings:
+            break
     moves.adopt_beyond_limit()
     moves.rotate()
     return {peer: tuple(sorted(experts)) for peer, experts in moves.held.items()}
@@ -250,6 +250,11 @@ class _Moves:
     def beyond_limit(self) -> int:
         """Experts that members hold beyond the limit, all together."""
         return sum(max(0, len(experts) - self._limit) for experts in self.held.values())
+
+    @property
+    def holdings(self) -> int:
+        """Experts that members hold, all together."""
+        return sum(map(len, self.held.values()))
 
     def shed_beyond_limit(self) -> dict[int, list[str]]:
         """Who holds more than the limit offers what is held most to the others; returns which experts, and by whom.

@@ -99,3 +99,28 @@ def cases(
             draw(st.sampled_from([None, 1, 2, 4])) if limits else None,
         ),
     )
+
+
+# "c" offers expert 1, which somebody has named; "a" adopts expert 0 instead, which "c" can then give up.
+AT_SECOND_CHOICE = Case(
+    {"a": Holding((), 1), "b": Holding((1,), 0, fixed=True), "c": Holding((0, 1, 2), 3)},
+    3,
+    1,
+    (0, 0, 0),
+    rules=Rules(rotate_every_rounds=50, most_each=2),
+)
+# What "b" offers and nobody takes returns to it, although "a" has a replica of another expert of "b" by then.
+SURPLUS_THAT_RETURNS = Case(
+    {
+        "a": Holding((), 1),
+        "b": Holding((1, 2, 4), 4),
+        "c": Holding((0, 4), 4, fixed=True),
+        "d": Holding((), 5),
+        "e": Holding((0, 1, 2, 3, 4), 3),
+    },
+    5,
+    1,
+    (2, 1, 0, 1, 2),
+    reserved=frozenset({0}),
+    rules=Rules(replicas=1, rotate_every_rounds=50, most_each=2),
+)

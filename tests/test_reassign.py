@@ -10,7 +10,17 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.ownership import Holding, Rules
-from tests.ownership_cases import Case, Outcome, before, cases, counts, decide, gained
+from tests.ownership_cases import (
+    AT_SECOND_CHOICE,
+    SURPLUS_THAT_RETURNS,
+    Case,
+    Outcome,
+    before,
+    cases,
+    counts,
+    decide,
+    gained,
+)
 
 thoroughly = settings(max_examples=300)
 
@@ -120,6 +130,8 @@ def test_replicas_differ_by_one_at_most_or_where_there_are_many_by_a_quarter(cas
 
 @thoroughly
 @given(cases())
+@example(AT_SECOND_CHOICE)
+@example(SURPLUS_THAT_RETURNS)
 def test_deciding_again_changes_nothing(case: Case) -> None:
     case = replace(case, rules=replace(case.rules, rotate_every_rounds=50), round_number=case.round_number + 1)
     outcome = decide(case)
@@ -333,10 +345,15 @@ NAMED_IN_TWO_TURNS = Case(
 )
 
 
+def test_who_is_beyond_the_limit_gives_up_what_is_adopted_instead_of_its_offer() -> None:
+    assert decide(AT_SECOND_CHOICE) == {"a": (0,), "b": (1,), "c": (1, 2)}
+
+
 @thoroughly
 @given(cases())
 @example(IN_TWO_TURNS)
 @example(NAMED_IN_TWO_TURNS)
+@example(AT_SECOND_CHOICE)
 def test_beyond_the_limit_nobody_keeps_a_replica(case: Case) -> None:
     outcome = decide(case)
     own, holds = counts({peer: outcome[peer] for peer in case.movable}), counts(outcome)
