@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spes_swarm.corpus import open_source, unigram_entropy
 from spes_swarm.errors import UserError
 from spes_swarm.local_peer import LocalPeer
-from spes_swarm.new_directory import remake_directory
 from spes_swarm.panel import experts_text
 from spes_swarm.tokenizer import load_tokenizer
+from spes_swarm.user_paths import remake_directory
 from spes_swarm.wording import loss_with_error, plural
 
 PROMPT = "def main():\n    "

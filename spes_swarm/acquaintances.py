@@ -33,11 +33,11 @@ _DIALS_AT_A_TIME = 4
 def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     """What another peer says its addresses are; those that cannot be used are left out."""
     maddrs: list[str] = []
-    for maddr in value if isinstance(value, list) else []:
+    for maddr in value[:_MAX_MADDRS] if isinstance(value, list) else []:
         if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS and maddr.endswith(f"/p2p/{peer_id}"):
             with suppress(AddressError):
                 maddrs.append(check_peer_address(maddr))
-    return maddrs[:_MAX_MADDRS]
+    return maddrs
 
 
 class Acquaintances:

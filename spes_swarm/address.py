@@ -12,6 +12,7 @@ from multiaddr.exceptions import Error as MultiaddrError
 from spes_swarm.errors import AddressError
 
 _PEER, _HOST, _ANNOUNCED = "initial peer", "host address", "announced address"
+_MAX_CHARS = 256
 _EXAMPLES = {
     _PEER: "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
     _HOST: "/ip4/0.0.0.0/tcp/31337",
@@ -34,6 +35,8 @@ def _wrong(text: str, role: str, why: str) -> AddressError:
 
 def _culprit(text: str) -> str:
     """The first component of an address that cannot be parsed: "/tcp/99999"."""
+    if len(text) > _MAX_CHARS:  # each attempt parses anew
+        return text
     words = text.split("/")
     for num_good in range(len(words) - 1, 1, -1):  # fewer leave nothing but the slash in front
         with suppress(MultiaddrError, ValueError, KeyError):

@@ -63,6 +63,9 @@ class ModelConfig(Section):
         config = transformers_config(self)
         if first_of(config, NUM_EXPERTS) is None or first_of(config, EXPERTS_PER_TOKEN) is None:
             raise no_mixture(self.type)
+        for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN):
+            if type(number := first_of(config, names)) is not int:  # transformers does not check its aliases
+                raise ConfigError(f"settings: found {show(number)} as {names[0]}, expected a whole number")
         if not isinstance(first_of(config, ("vocab_size",)), int):
             raise ConfigError(f"type: found {self.type!r}, expected a text model (it has no vocab_size)")
         check_size(config)

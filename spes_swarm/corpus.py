@@ -28,6 +28,7 @@ from spes_swarm.readers import find_documents
 from spes_swarm.sharding import DocumentFormat, write_shards
 from spes_swarm.token_file import TokenFile
 from spes_swarm.tokenizer import Tokenizer
+from spes_swarm.user_paths import user_path
 
 STDLIB = "stdlib"
 
@@ -66,7 +67,7 @@ def open_source(
     """
     if source == STDLIB:
         return _tokenised(STDLIB, stdlib_files(), tokenizer, cache_dir, document_format or DocumentFormat())
-    path = Path(source).expanduser()
+    path = user_path(source)
     token_files = _existing_token_files(source)
     if token_files:
         for file in token_files:
@@ -89,7 +90,7 @@ def check_source(source: str) -> None:
     if token_files:
         membership(token_files)
     else:
-        find_documents([Path(source).expanduser()])
+        find_documents([user_path(source)])
 
 
 def stdlib_files() -> list[Path]:
@@ -136,7 +137,7 @@ def _existing_token_files(source: str) -> list[Path]:
     Raises:
         DataError: there is no such file or directory.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         return sorted(path.glob("*.npy"))
     if path.suffix == ".npy":

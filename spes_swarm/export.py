@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shard_bytes(options.max_shard_size)
-        from spes_swarm.new_directory import check_is_new
         from spes_swarm.run_directory import RunDirectory
+        from spes_swarm.user_paths import check_is_new
 
         check_is_new(options.destination)
         RunDirectory(options.output_dir).require_run()
@@ -45,8 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
         return 2
+    except OSError as exc:  # a path that cannot be one, or the machine's limits
+        print(f"export: {exc}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("export: interrupted; nothing was written", file=sys.stderr)
+        print("export: interrupted; the destination is complete if it is there", file=sys.stderr)
         return 130
     print(f"round {snapshot.round} of {snapshot.manifest.run_id} written to {options.destination}")
     return 0

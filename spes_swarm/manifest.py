@@ -65,6 +65,9 @@ class RawManifest:
             run = RunConfig.from_dict(self.run, source=f"manifest from {self.source}")
         except ConfigError as exc:
             raise _unusable(self.source, exc) from exc
+        # transformers lets many a wrong setting pass, which then fails in its own ways.
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
+            raise _malformed(self.source) from exc
         return Manifest(self.run_id, run, self.layout_digest, self.founder, self.data, self.signature)
 
 
@@ -117,7 +120,7 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     except ConfigError as exc:
         raise _unusable(source, exc) from exc
     except (ProtocolError, ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise ManifestError(f"what {source} sent as the run's manifest is malformed") from exc
+        raise _malformed(source) from exc
     if expected_run_id is not None and run_id != expected_run_id:
         raise ManifestError(
             f"the manifest from {source} describes run {run_id}, not {expected_run_id}: "
@@ -128,6 +131,10 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
 
 def _unusable(source: str, reason: ConfigError) -> ManifestError:
     return ManifestError(f"the manifest from {source} cannot be used: {reason}")
+
+
+def _malformed(source: str) -> ManifestError:
+    return ManifestError(f"what {source} sent as the run's manifest is malformed")
 
 
 def _founder_of(public_key: bytes, data: bytes, signature: bytes, source: str) -> str:

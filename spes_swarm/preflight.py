@@ -1,4 +1,4 @@
-"""What this machine can be seen to lack before torch is imported, which takes seconds. Nothing is changed on disk.
+"""What can be refused before torch is imported, which takes seconds. Nothing is left behind on disk.
 
 What passes here may still fail later, with the same message: files can vanish, and a driver can be broken.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from spes_swarm.address import without_own
 from spes_swarm.config import PeerConfig, TrainingConfig
 from spes_swarm.corpus import check_source
-from spes_swarm.errors import CheckpointError, ConfigError, UserError
+from spes_swarm.errors import CheckpointError, ConfigError, DataError, UserError
 from spes_swarm.hub.location import parse_location
 from spes_swarm.identity import Identity
 from spes_swarm.join_request import DraftRequest
@@ -39,7 +39,10 @@ def check_machine(peer: PeerConfig) -> None:
     if peer.data is not None:
         check_source(peer.data)
     elif known_data is not None:
-        check_source(known_data.source)
+        try:
+            check_source(known_data.source)
+        except DataError as exc:
+            raise DataError(f"the data of the last session: {exc}; give --data if they are elsewhere now") from exc
     if peer.initial_weights is not None and not Path(peer.initial_weights).is_dir():
         raise CheckpointError(f"{peer.initial_weights}: no such directory")
     if peer.log is not None:
@@ -66,7 +69,7 @@ def check_run(draft: DraftRequest) -> None:
         if peer.client_mode:
             raise ConfigError(
                 "--client-mode accepts no connections, so nobody could join this peer: give the --initial-peers of a "
-                "run, or leave it out"
+                "run, or leave out --client-mode"
             )
         if peer.from_hub is None:
             if peer.run_id is not None:

@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         # A command line that makes no sense is only quoted.
         print(f"publish: {_discreet(str(exc), options) if options else exc}", file=sys.stderr)
         return 2
+    except OSError as exc:  # a path that cannot be one, or the machine's limits; its file name would be a path
+        print(f"publish: {exc.strerror or type(exc).__name__}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("publish: interrupted; what was published before still is", file=sys.stderr)
         return 130

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from spes_swarm.errors import DataError
+from spes_swarm.user_paths import user_path
 
 TextMode = Literal["file", "paragraph", "line"]
 
@@ -66,7 +67,7 @@ def find_documents(sources: Sequence[str | Path]) -> list[Path]:
     """
     found: set[Path] = set()
     for source in sources:
-        path = Path(source).expanduser()
+        path = user_path(str(source))
         if path.is_dir():
             matches = [p for p in path.rglob("*") if _format(p) is not None and p.is_file()]
         elif path.is_file():

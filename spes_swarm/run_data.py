@@ -32,6 +32,7 @@ from spes_swarm.join_command import describe_data
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.token_file import TokenFile
 from spes_swarm.tokenizer import Tokenizer
+from spes_swarm.user_paths import user_path
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class PeerData:
                 )
             source = STDLIB
         if source != STDLIB:
-            source = str(Path(source).expanduser().absolute())
+            source = str(user_path(source).absolute())
         if run.kind in ("stdlib", "corpus") and (source == STDLIB) != (run.kind == "stdlib") and not may_differ:
             here = DataConfig(kind="stdlib") if source == STDLIB else DataConfig(kind="corpus", name=name_of(source))
             raise _refusal(run, here)

@@ -206,9 +206,9 @@ class RunDirectory:
         Raises:
             CheckpointError: as `manifest`, but for what concerns the model.
         """
-        if not self._manifest.exists():
-            return None
         try:
+            if not self._manifest.exists():
+                return None
             stored = json.loads(self._manifest.read_text(encoding="utf-8"))
             wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
             return read_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])

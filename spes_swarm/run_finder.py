@@ -84,11 +84,6 @@ class RunFinder:
                 )
             self._console.say("going on with the run of this output directory")
             self.initial_peers = self._reach_known_peers()
-            if peer.client_mode and not self.initial_peers:
-                raise BootstrapError(
-                    "no peer of last time answers, and with --client-mode nobody could join this one: start again when "
-                    "one of them runs, give --initial-peers, or leave --client-mode out"
-                )
             return stored
         self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
         connected = self._ask(

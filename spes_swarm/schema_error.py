@@ -1,4 +1,4 @@
-"""What a pydantic schema has against a value, in one short line."""
+"""The first error of a pydantic validation, in one short line."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import RunConfig
 from spes_swarm.daemon import listen_again, with_port
 from spes_swarm.errors import (
+    BootstrapError,
     LeftEarlyError,
     ManifestError,
     NetworkProcessError,
@@ -193,6 +194,11 @@ class Session:
         checkpoint = start.fill(reference.values_N, model, layout, finder.source)
         self._leave_if_over(manifest, checkpoint.meta.round if checkpoint is not None else 0)
         self._leave_if_over(manifest, finder.source.publication.round if finder.source is not None else 0)
+        if self._peer.client_mode and not self._initial_peers:
+            raise BootstrapError(
+                "none of the peers of the last session answers, and with --client-mode nobody could join this one: "
+                "start again when one of them runs, give --initial-peers, or leave out --client-mode"
+            )
         self._ask(
             "open_run",
             _COMMAND_TIMEOUT_S,

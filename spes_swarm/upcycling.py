@@ -33,8 +33,8 @@ from spes_swarm.errors import CheckpointError, ConfigError
 from spes_swarm.initial_weights import INDEX_FILE, TIED, WeightDirectory, check_tied
 from spes_swarm.model import build_model
 from spes_swarm.model_settings import config_from_settings
-from spes_swarm.new_directory import new_directory
 from spes_swarm.upcycling_recipes import DTYPES, MATRICES, Recipe, UpcyclingOptions, moe_settings, recipe_for
+from spes_swarm.user_paths import new_directory
 
 PROVENANCE_FILE = "upcycling.json"
 _ROUTER = len(MATRICES)  # its place among the streams of random numbers of a layer

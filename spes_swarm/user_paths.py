@@ -1,4 +1,4 @@
-"""Directories that nothing else has used: nobody's files are lost in them, or mixed with others'."""
+"""Paths that users give: home directories, and directories that are made or emptied without touching other files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from spes_swarm.errors import UserError
+
+
+def user_path(text: str) -> Path:
+    """The path, with `~` and `~user` replaced by home directories.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as exc:
+        raise UserError(f"{text!r}: there is no such home directory") from exc
 
 
 def check_is_new(destination: Path) -> None:
@@ -56,11 +68,15 @@ def remake_directory(path: Path, program: str) -> None:
     """
     mark = path / f".{program}"
     try:
-        if path.exists() and any(path.iterdir()):
-            if not mark.is_file():
-                raise UserError(f"{path} holds something that {program} has not made; remove it or name another one")
-            shutil.rmtree(path)
+        left = [child for child in path.iterdir() if child != mark] if path.exists() else []
+        if left and not mark.is_file():
+            raise UserError(f"{path} holds something that {program} did not create; choose another directory")
+        for child in left:  # the mark stays: an interruption must not leave files without it
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
         path.mkdir(parents=True, exist_ok=True)
         mark.touch()
     except OSError as exc:
-        raise UserError(f"{path} cannot be written: {exc.strerror or exc}; name another one") from exc
+        raise UserError(f"{path} cannot be written: {exc.strerror or exc}; choose another directory") from exc

@@ -308,7 +308,7 @@ def test_a_directory_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> 
         (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
     ],
 )
-def test_who_has_no_space_left_is_told_what_to_do(
+def test_a_full_disk_comes_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: bool
 ) -> None:
     def fail(*_: Any) -> None:

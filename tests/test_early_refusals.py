@@ -223,7 +223,9 @@ def test_a_token_file_with_the_sidecar_of_another(tmp_path: Path, corpus: Path) 
 def test_the_data_of_the_last_stay_are_gone(tmp_path: Path, corpus: Path, output: RunDirectory) -> None:
     output.remember_data(str(corpus / "tokens-00000.npy"), differs=False)
     (corpus / "tokens-00000.npy").unlink()
-    assert "tokens-00000.npy does not exist" in refusal(tmp_path)
+    line = refusal(tmp_path)
+    assert line.startswith("the data of the last session: token file ")
+    assert line.endswith("does not exist; give --data if they are elsewhere now")
 
 
 # The run of an output directory.

@@ -214,20 +214,16 @@ def test_a_card_says_how_far_the_schedule_is(published: Publication, steps: int,
 
 
 @pytest.mark.parametrize(
-    ("facts", "tags", "goes_on"),
-    [
-        (CardFacts(), False, False),
-        (CardFacts(is_published=True), False, True),
-        (CardFacts(repository="you/model", is_published=True), True, True),
-    ],
-    ids=["an export", "in a directory", "on the Hub"],
+    ("facts", "tags", "source"),
+    [(CardFacts(), False, "PUBLICATION"), (CardFacts(repository="you/model"), True, "you/model")],
+    ids=["in a directory", "on the Hub"],
 )
 def test_a_card_speaks_of_revisions_only_where_there_are_any(
-    published: Publication, facts: CardFacts, tags: bool, goes_on: bool
+    published: Publication, facts: CardFacts, tags: bool, source: str
 ) -> None:
     text = card(published, facts, picture=False)
     assert ("has a tag: leave `revision` out" in text) == ('revision="round-' in text) == tags
-    assert ("--from-hub" in text) == goes_on
+    assert f"--from-hub {source}" in text
     assert "--initial-peers" in text
 
 

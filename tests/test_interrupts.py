@@ -21,14 +21,15 @@ BY_SIGNAL = (130, -signal.SIGINT)  # a handler's exit code, or Python's own end
 @pytest.mark.parametrize(
     ("command", "library", "codes", "said"),
     [
-        (["-m", "spes_swarm.join"], "blake3", (0,), ""),  # of its own modules
-        (["-m", "spes_swarm.join"], "torch", (0,), ""),
+        (["-m", "spes_swarm.join", "--output-dir", "OUT"], "blake3", (0,), ""),  # of its own modules
+        (["-m", "spes_swarm.join", "--output-dir", "OUT"], "torch", (0,), ""),
         (["-m", "spes_swarm.export", "nowhere", "somewhere"], "safetensors", BY_SIGNAL, "export: interrupted"),
         (["-m", "spes_swarm.publish", "nowhere", "--to", "you/model"], "pydantic", BY_SIGNAL, "publish: interrupted"),
         (["scripts/tokenize_corpus.py"], "tqdm", BY_SIGNAL, "tokenize_corpus: interrupted"),
         (["scripts/upcycle.py"], "yaml", BY_SIGNAL, "upcycle: interrupted"),
         (["scripts/evaluate.py"], "torch", BY_SIGNAL, "evaluate: interrupted"),
         (["scripts/demo.py"], "numpy", BY_SIGNAL, "demo: interrupted"),
+        (["scripts/chaos.py"], "yaml", BY_SIGNAL, "chaos: interrupted"),
     ],
 )
 def test_an_import_that_is_interrupted(
@@ -36,7 +37,7 @@ def test_an_import_that_is_interrupted(
 ) -> None:
     (tmp_path / f"{library}.py").write_text(_ENDLESS, encoding="utf-8")
     with subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, *(str(tmp_path / "out") if word == "OUT" else word for word in command)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -95,6 +95,16 @@ def test_another_run_is_not_the_expected_one(manifest: Manifest) -> None:
         open_manifest(other, "peer", expected_run_id=manifest.run_id)
 
 
+def model_settings(**values: Any) -> Callable[[Content], object]:
+    """Gives the model other settings; an alias in place of the setting itself."""
+
+    def change(content: Content) -> None:
+        content["run"]["model"]["settings"].pop("num_experts")
+        content["run"]["model"]["settings"].update(values)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -102,6 +112,9 @@ def test_another_run_is_not_the_expected_one(manifest: Manifest) -> None:
         (lambda content: content["run"].update(surprise=1), r"run\.surprise: unknown key"),
         (lambda content: content["run"]["round"].update(inner_steps=0), r"run\.round\.inner_steps"),
         (lambda content: content["run"]["model"]["settings"].update(trust_remote_code=True), "not allowed"),
+        (model_settings(num_local_experts="x"), "found 'x' as num_experts, expected a whole number"),
+        (model_settings(num_local_experts=[]), "found a list as num_experts"),
+        (model_settings(num_local_experts=True), "found true as num_experts"),
         (lambda content: content["run"].pop("model"), r"run\.model: missing"),
         (lambda content: content.update(run=[]), "run: found a list"),
         (lambda content: content.pop("format"), "malformed"),
@@ -118,6 +131,18 @@ def test_a_signed_manifest_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(ManifestError, match=why):
         open_manifest(changed(manifest, change), "peer")
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError])
+def test_whatever_transformers_makes_of_a_manifest_is_one_error(
+    manifest: Manifest, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("spes_swarm.config.config_from_settings", fail)
+    with pytest.raises(ManifestError, match="what peer sent as the run's manifest is malformed"):
+        open_manifest(manifest.to_wire(), "peer")
 
 
 def test_a_founders_words_are_shown_as_data(manifest: Manifest) -> None:

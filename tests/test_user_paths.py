@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spes_swarm.errors import UserError
-from spes_swarm.new_directory import remake_directory
+from spes_swarm.user_paths import remake_directory, user_path
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,20 +25,46 @@ def test_what_an_earlier_call_has_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["demo", "chaos"])
 def test_what_somebody_else_has_left_stays(tmp_path: Path, program: str) -> None:
     (tmp_path / ".another").touch()
-    with pytest.raises(UserError, match=f"holds something that {program} has not made"):
+    with pytest.raises(UserError, match=f"holds something that {program} did not create"):
         remake_directory(tmp_path, program)
     assert [path.name for path in tmp_path.iterdir()] == [".another"]
 
 
 def test_a_place_that_cannot_be_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / ".demo").touch()
-    (tmp_path / "link").symlink_to("made")
-    for place in (Path("/proc/demo"), tmp_path / "file", tmp_path / "link"):
+    for place in (Path("/proc/demo"), tmp_path / "file"):
         with pytest.raises(UserError, match="cannot be written"):
             remake_directory(place, "demo")
-    assert (tmp_path / "made" / ".demo").exists()
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    remake_directory(tmp_path / "demo", "demo")
+    (tmp_path / "demo" / "link").symlink_to(tmp_path / "mine")
+    remake_directory(tmp_path / "demo", "demo")
+    assert not (tmp_path / "demo" / "link").is_symlink()
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_removal_that_breaks_off_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    remake_directory(tmp_path / "demo", "demo")
+    (tmp_path / "demo" / "model").mkdir()
+    monkeypatch.setattr("shutil.rmtree", fail)
+    with pytest.raises(UserError, match="Input/output error"):
+        remake_directory(tmp_path / "demo", "demo")
+    monkeypatch.undo()
+    remake_directory(tmp_path / "demo", "demo")
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == [".demo"]
+
+
+def test_the_home_of_nobody() -> None:
+    with pytest.raises(UserError, match="'~no-such-user/x': there is no such home directory"):
+        user_path("~no-such-user/x")
+    assert user_path("~/x") == Path.home() / "x"
 
 
 @pytest.mark.parametrize("command", [["demo.py", "--output"], ["chaos.py", "--output-dir"]])

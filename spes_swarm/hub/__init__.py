@@ -8,7 +8,7 @@ Any peer may publish, none has to. For those who build on this package:
     from spes_swarm.hub.source import open_source                        # the way back
 
     target = open_target("USER/REPO")
-    target.check_rights()                                  # HubError says what is missing; changes nothing
+    target.check_rights()                                  # HubError says what is missing; leaves nothing behind
     newest = target.newest()                               # Publication or None: round, digest, history ...
     publication = pack(snapshot, directory, RunFacts(tokens=..., peers=..., history=[...]))
     published = target.publish(directory, publication, "Round 120")

@@ -42,7 +42,6 @@ class CardFacts:
     """What a card says beyond the publication itself; nothing of it is known unless the publisher gives it."""
 
     repository: str | None = None  # USER/REPO; None: a directory
-    is_published: bool = False  # as a revision of a repository, on the Hub or on disk; else it is a mere export
     license: str | None = None  # an identifier of the Hub, e.g. apache-2.0
     base_model: str | None = None  # USER/REPO that an upcycled model comes from
     data: str | None = None  # what it was trained on, in words
@@ -153,12 +152,11 @@ def _joining(publication: Publication, facts: CardFacts) -> str:
     if "`" in address:
         raise UserError("the address for joining is not a multiaddress")
     text += f"{join_command(publication.manifest, address)}\n```\n"
-    if facts.repository is None and not facts.is_published:
-        return text
     data = data_arguments(publication.manifest.run.data)
-    source = facts.repository or "file:PATH_OF_THE_REPOSITORY"
+    source = facts.repository or "PUBLICATION"
+    where = "here" if facts.repository else "where this was published, `USER/REPO` or `file:DIRECTORY`"
     return text + (
-        "\nIf nobody is there any more, the run goes on from here:\n\n"
+        f"\nIf nobody is there any more, the run goes on from {where}:\n\n"
         f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
     )
 

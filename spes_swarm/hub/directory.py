@@ -56,8 +56,7 @@ class DirectoryTarget:
         while not existing.exists():
             existing = existing.parent
         try:  # os.access believes that root may write anywhere
-            with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=existing, ignore_cleanup_errors=True):
-                pass
+            tempfile.TemporaryFile(dir=existing).close()
         except OSError as exc:
             raise HubError(f"{self.label} to publish to cannot be written: {exc.strerror}; choose another one") from exc
 

@@ -10,6 +10,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
 
 from spes_swarm.errors import ConfigError
+from spes_swarm.user_paths import user_path
 
 FILE_SCHEME = "file:"
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -45,7 +46,7 @@ def parse_location(text: str, *, with_revision: bool = False) -> Location:
         path = rest.removeprefix(FILE_SCHEME)
         if not path:
             raise ConfigError("file: is followed by no directory")
-        return Location(None, Path(path).expanduser(), revision)
+        return Location(None, user_path(path), revision)
     try:
         validate_repo_id(rest)
     except HFValidationError as exc:

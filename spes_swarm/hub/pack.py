@@ -21,7 +21,7 @@ from spes_swarm.hub.publication import (
 )
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE
 from spes_swarm.hub.snapshot import Snapshot
-from spes_swarm.new_directory import new_directory
+from spes_swarm.user_paths import new_directory
 
 
 @dataclass(frozen=True, kw_only=True)

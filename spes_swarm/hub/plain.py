@@ -21,8 +21,8 @@ from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.hub.weights import Array, SavedTensor, saved_tensors, split_blocks
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import build_model, layout_of
-from spes_swarm.new_directory import new_directory
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.user_paths import new_directory
 
 _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 

@@ -59,7 +59,6 @@ def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
 def _card(options: argparse.Namespace, results: Results | None) -> CardFacts:
     return CardFacts(
         repository=parse_location(options.to).repo_id,
-        is_published=True,
         license=options.license,
         base_model=options.base_model,
         data=options.data,

@@ -82,7 +82,8 @@ def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lamb
 
     Raises:
         CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
-        ManifestError: this version of transformers cannot build the run's model.
+        ManifestError: this version of transformers does not know the run's model.
+        ConfigError: it cannot build it.
     """
     directory = RunDirectory(output_dir)
     manifest = directory.require_run().build()

@@ -43,7 +43,7 @@ class Target(Protocol):
         """For messages: USER/REPO, or "the directory"; never a path."""
 
     def check_rights(self) -> None:
-        """Finds out whether publishing will be allowed, without changing anything.
+        """Finds out whether publishing will be allowed; leaves nothing behind.
 
         Raises:
             HubError: it will not; the message says what to do.

@@ -87,10 +87,13 @@ async def _replay(options: Options) -> None:
         _console().print(f"{plural(len(history), 'round')} drawn: {options.plot}", markup=False, highlight=False)
         return
     source = HeldState(state, history)
-    listener = _listen(options)
-    _print_once(options, source)
-    if listener is not None:
-        await _serve(source, listener)
+    with ExitStack() as cleanup:
+        listener = _listen(options)
+        if listener is not None:
+            cleanup.callback(listener.close)
+        _print_once(options, source)
+        if listener is not None:
+            await _serve(source, listener)
 
 
 # A swarm.

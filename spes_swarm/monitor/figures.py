@@ -45,7 +45,9 @@ def loss(value: float | None) -> str:
 
 def with_error(value: float | None, stderr: float | None) -> str:
     """A loss with its standard error, where that is known: 1.246 ± 0.031; "-" for None."""
-    return loss(value) if value is None or value >= 100 else loss_with_error(value, stderr and min(stderr, 99))
+    if value is None or value < 100:
+        return loss_with_error(value, None if stderr is None else min(stderr, 99))
+    return amount(value) + ("" if stderr is None else f" ± {amount(stderr)}")
 
 
 def ranges(experts: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ _GOODBYE_S: Final = 2
 
 
 async def serve(source: StateSource, listener: socket.socket, *, announce: Callable[[str], None] | None = None) -> None:
-    """Serves `source` on a socket of `listen` until cancelled; `announce` is told the page's address."""
+    """Serves `source` on a socket of `listen` until cancelled, and closes it; `announce` is told the page's address."""
     address, bound_port = listener.getsockname()[:2]
     feed = Feed(source)
     app = build_app(source, feed, loopback_only=ipaddress.ip_address(address.partition("%")[0]).is_loopback)
