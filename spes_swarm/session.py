@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -59,7 +61,8 @@ from spes_swarm.wording import plural
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
-_BARRIER_S = 20.0
+_BARRIER_S = 120.0  # for those who are there; some may wait for more peers than this one, and never begin
+_ABSENCE_S = 20.0  # for those who are gone
 _STOP_POLL_S = 0.1
 _SAY_PROGRESS_S = 5.0
 
@@ -269,7 +272,8 @@ class Session:
             trainer.load_reference(table)
         if self._peer.wait_for_peers > 1:
             self._announce("training")
-            self._await_training(self._peer.wait_for_peers - 1)
+            others = self._peer.wait_for_peers - 1
+            await_training(lambda: self._ask("view", _COMMAND_TIMEOUT_S), others, self._stop)
         self._joined = True
         self._metrics.write("lease", gained=list(held), lost=[])
         self._metrics.write(
@@ -444,15 +448,6 @@ class Session:
             self._stop.wait(0.5)
         return True
 
-    def _await_training(self, others: int) -> None:
-        """Gives the others the moment they need to see that all are there, so that nobody begins alone."""
-        deadline = time.monotonic() + _BARRIER_S
-        while not self._stop.is_set() and time.monotonic() < deadline:
-            view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
-            if view.num_training >= others:
-                return
-            self._stop.wait(0.2)
-
     # Telling the user.
 
     def _tell_how_to_join(self, manifest: Manifest, maddrs: list[str]) -> None:
@@ -466,3 +461,20 @@ class Session:
     def _say_round(self) -> None:
         if not self._console.is_terminal:  # where the panel shows it
             self._console.say(round_line(self._status))
+
+
+def await_training(
+    view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
+) -> None:
+    """Gives the others the time they need to see that all are there, so that nobody begins alone.
+
+    That is a moment, or half a minute where they see each other through a relay on a busy machine.
+    """
+    begun = all_there = now()
+    while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):
+        seen = view()
+        if seen.num_training >= others:
+            return
+        if seen.num_ready >= others:
+            all_there = now()
+        stop.wait(_STOP_POLL_S)
