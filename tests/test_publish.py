@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from spes_swarm import publish
 from spes_swarm.hub import client
 from spes_swarm.hub.publication import PUBLICATION_FILE, parse_publication, read_export
+from spes_swarm.local_peer import PATIENCE_S
 from tests.hub_server import TOKEN, HubServer
 from tests.publications import assert_complete, manifest_of, output_dir, packed
 from tests.test_export import small_disk  # noqa: F401  # a fixture
@@ -251,6 +251,22 @@ def test_a_token_that_does_not_do(
 # As a subprocess of a peer.
 
 
+def test_the_background_leaves_processor_and_disk_to_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with a whole publication: beside two busy processes, that takes the lowest priority six minutes."""
+    code = "import psutil; from spes_swarm.publish import go_to_background; go_to_background(); p = psutil.Process(); "
+    code += "print(p.nice(), p.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout == "19 True\n"
+    calls: list[str] = []
+    monkeypatch.setattr(publish, "go_to_background", lambda: calls.append("background"))
+    Outcome(capsys, "nowhere", "--to", "file:nowhere").line()
+    assert calls == []
+    Outcome(capsys, "nowhere", "--to", "file:nowhere", "--background").line()
+    assert calls == ["background"]
+
+
 def test_a_publisher_that_is_killed_is_gone_on_with_and_tells_no_secrets(
     hub: HubServer, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], environment: None
 ) -> None:
@@ -260,11 +276,8 @@ def test_a_publisher_that_is_killed_is_gone_on_with_and_tells_no_secrets(
     first = hub.files(name)
     output_dir(out, 88)
     hub.fail_next("hold", match="PUT /_lfs/", fraction=0.5)
-    killed = start(hub, out, "--to", name, "--background")
+    killed = start(hub, out, "--to", name)
     hub.wait_held()
-    process = psutil.Process(killed.pid)
-    assert process.nice() == 19
-    assert process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
     killed.send_signal(signal.SIGKILL)
     everything.append(killed.communicate())
     hub.mend()
