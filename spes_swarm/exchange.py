@@ -136,10 +136,7 @@ class Exchange:
                     frame = state.push_frame(part, contribution)
                     await channel.send(frame)
                     state.payload_bytes_sent += len(frame.payload)
-                await channel.send(Frame(FrameKind.END))
-                answer = await channel.receive(max_payload_bytes=1024)
-                if answer.kind is FrameKind.ERROR:
-                    raise ProtocolError("refused", answer.error_text())
+                await channel.end()
         except ProtocolError as exc:
             self._on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:

@@ -127,6 +127,24 @@ class Channel:
             raise ProtocolError("malformed", "a stream must begin with a hello")
         return fields
 
+    async def end(self) -> None:
+        """Says that all has been sent, and waits for the answer.
+
+        A stream that ends in place of the answer is no error: a daemon that closes a stream may drop what it has not
+        passed on yet. Whether the other side has everything shows in what it does with it.
+
+        Raises:
+            STREAM_ERRORS: the other side did not take it, or is silent for too long.
+            ProtocolError: (`refused`) it answers with an error.
+        """
+        await self.send(Frame(FrameKind.END))
+        try:
+            answer = await self.receive(MAX_ERROR_BYTES)
+        except (EOFError, ConnectionError):
+            return
+        if answer.kind is FrameKind.ERROR:
+            raise ProtocolError("refused", answer.error_text())
+
     async def send_error(self, message: str) -> None:
         """Tells the other side why the stream ends; it may be gone already."""
         try:

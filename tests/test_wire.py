@@ -196,6 +196,33 @@ def test_what_is_no_hello_is_refused(frame: Frame, kind: str) -> None:
     run(test)
 
 
+def test_the_end_is_answered() -> None:
+    async def answered_with(answer: Frame | None) -> FrameKind:
+        async with pair() as (left, right):
+            ending = asyncio.ensure_future(left.end())
+            frame = await right.receive(LIMIT)
+            if answer is not None:
+                await right.send(answer)
+            right.close()
+            await ending
+        return frame.kind
+
+    assert asyncio.run(answered_with(Frame(FrameKind.END))) is FrameKind.END
+    assert asyncio.run(answered_with(None)) is FrameKind.END  # lost with the stream
+    with pytest.raises(ProtocolError, match="no such round") as caught:
+        asyncio.run(answered_with(Frame(FrameKind.ERROR, payload=b"no such round")))
+    assert caught.value.kind == "refused"
+
+
+def test_nobody_answers_the_end() -> None:
+    async def silence() -> None:
+        async with pair(SHORT_S) as (left, _):
+            with pytest.raises(TimeoutError):
+                await left.end()
+
+    run(silence)
+
+
 def test_an_error_is_told_within_its_limit() -> None:
     async def test() -> None:
         async with pair() as (left, right):
