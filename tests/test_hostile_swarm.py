@@ -46,10 +46,14 @@ def fault_kinds(peer: LocalPeer, peer_id: str) -> set[str]:
 
 
 def accused(peers: list[LocalPeer]) -> list[dict[str, Any]]:
-    """Faults in which one of these peers is named for a lie; that a connection was lost may happen to anybody."""
+    """Faults in which one of these peers is named for a lie by another.
+
+    That a connection was lost may happen to anybody, and a peer says itself that it came too late for a round.
+    """
     honest = {event["peer_id"] for peer in peers for event in peer.events("join")}
     lost = {"truncated", "stalled", "lost", "missing", "push", "pull"}
-    return [e for p in peers for e in p.events("fault") if e["peer"] in honest and e["kind"] not in lost]
+    faults = [event for peer in peers for event in peer.events("fault") if event["peer"] != event["peer_id"]]
+    return [fault for fault in faults if fault["peer"] in honest and fault["kind"] not in lost]
 
 
 class Stranger:
