@@ -35,7 +35,7 @@ def _wrong(text: str, role: str, why: str) -> AddressError:
 
 def _culprit(text: str) -> str:
     """The first component of an address that cannot be parsed: "/tcp/99999"."""
-    if len(text) > _MAX_CHARS:  # each attempt parses anew
+    if len(text) > _MAX_CHARS:  # each attempt parses the whole prefix again
         return text
     words = text.split("/")
     for num_good in range(len(words) - 1, 1, -1):  # fewer leave nothing but the slash in front

@@ -157,8 +157,8 @@ def reassign(
     """
     moves = _Moves(table, num_experts, round_number, trained_in, reserved, rules or Rules())
     moves.shed_room()
-    # With a replication target, what one rule does may be a reason for another one. It comes to an end: the number of
-    # replicas up to the target only grows, and those beyond it only shrink or spread.
+    # With a replication target, one rule may make another one apply. This terminates: the number of replicas up to the
+    # target only grows, and the number beyond it only shrinks or spreads.
     rules_in_order = (moves.shed_replicas, moves.fill, moves.make_way, moves.even_out, moves.occupy_idle)
     while True:
         beyond, holdings = moves.beyond_limit, moves.holdings
@@ -166,8 +166,8 @@ def reassign(
         while any(rule() for rule in rules_in_order):
             pass
         moves.give_back(shed)
-        # What adopters have taken makes other experts ones that can be given up. That ends, too: what is beyond the
-        # limit never grows, and while it stays the same, more is held each time.
+        # An expert that was adopted may free its old holder to give up others. This terminates: the number of experts
+        # beyond the limit never grows, and while it stays the same, more experts are held after each pass.
         if moves.beyond_limit >= beyond and moves.holdings <= holdings:
             break
     moves.adopt_beyond_limit()

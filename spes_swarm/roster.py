@@ -131,6 +131,10 @@ class Roster:
         """The other peers that say that they train."""
         return [view for view in self.present() if view.progress.state == "training"]
 
+    def absent(self, members: Collection[str]) -> set[str]:
+        """Peers in training that are not among the members of a group."""
+        return {view.peer_id for view in self.training()}.difference(members)
+
     def voices(self) -> list[PeerView]:
         """The other peers in training whose word counts; see standing.py."""
         training = self.training()

@@ -129,7 +129,7 @@ class RunFinder:
             self._ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
             if not self._request.peer.client_mode:
-                self._console.say("none of the peers of last time answers: this peer begins alone, others can join it")
+                self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")
             return []
         return known
 

@@ -21,7 +21,7 @@ from spes_swarm.address import peer_id_of
 from spes_swarm.announcer import Announcer
 from spes_swarm.catching_up import CatchingUp
 from spes_swarm.clock import Timekeeper, give_to_hivemind
-from spes_swarm.codec import get_codec
+from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.daemon import Daemon
 from spes_swarm.dht import join_dht
 from spes_swarm.download import SyncProgress, TransferReport
@@ -41,18 +41,9 @@ from spes_swarm.rendezvous import Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import (
-    CaughtUp,
-    Listener,
-    Presence,
-    RoundReport,
-    RunSettings,
-    SwarmView,
-    TokenCounts,
-)
+from spes_swarm.service_messages import CaughtUp, Listener, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
 from spes_swarm.shared_vector import attach_from
 from spes_swarm.standing import Neighbour, Standing
-from spes_swarm.statement import Group
 from spes_swarm.stating import Work, difference_rms, make_statement
 from spes_swarm.token_count import TokenCount
 from spes_swarm.track_record import TrackRecords
@@ -110,21 +101,16 @@ class RunServices:
             rpc, self._roster, self._acquaintances, lambda: self._own_maddrs if self.reachable else []
         )
         self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, self._on_fault)
+        stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
-            daemon.p2p,
-            rpc,
-            self._run_id,
-            self.reference,
-            run.round.stall_timeout_s,
-            self._on_fault,
-            settings.upload_mbps,
+            daemon.p2p, rpc, self._run_id, self.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
         )
         self._moments = Moments(
             daemon.p2p,
             self._run_id,
             settings.layout,
             limits=MomentLimits.of(run.training),
-            stall_timeout_s=run.round.stall_timeout_s,
+            stall_timeout_s=stall_timeout_s,
             on_fault=self._on_fault,
         )
         self._rendezvous = Rendezvous(
@@ -386,16 +372,17 @@ class RunServices:
 
     def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
         """See network.NetworkProcess.offer_moments."""
-        memory = attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
-        self._moments.offer(round_number, step, slices(memory, experts, self._settings.layout))
+        self._moments.offer(round_number, step, self._moment_slices(experts, memory_fd))
 
     async def fetch_moments(
         self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
     ) -> dict[int, Received]:
         """See network.NetworkProcess.fetch_moments."""
-        experts = tuple(sources)
-        memory = attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, self._settings.layout))
-        return await self._moments.fetch(round_number, sources, slices(memory, experts, self._settings.layout))
+        return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
+
+    def _moment_slices(self, experts: tuple[int, ...], memory_fd: int) -> dict[int, FloatArray]:
+        layout = self._settings.layout
+        return slices(attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, layout)), experts, layout)
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
         """See network.NetworkProcess.wait_until_fetched."""
@@ -464,7 +451,7 @@ class RunServices:
             self._rendezvous.spend(group)
             raise
         finally:
-            absent = self._absent(group)
+            absent = self._roster.absent({member.peer_id for member in group.members})
             for peer_id in absent:
                 self._roster.lose(peer_id)
             self._listener.on_round_over()
@@ -492,11 +479,6 @@ class RunServices:
         )
         self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report
-
-    def _absent(self, group: Group) -> set[str]:
-        """Live peers in training that are not in the group."""
-        members = {member.peer_id for member in group.members}
-        return {view.peer_id for view in self._roster.training()} - members
 
     async def traffic(self) -> tuple[int, int]:
         """See network.NetworkProcess.traffic."""

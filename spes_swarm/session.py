@@ -61,8 +61,8 @@ from spes_swarm.wording import plural
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
-_BARRIER_S = 120.0  # for those who are there; some may wait for more peers than this one, and never begin
-_ABSENCE_S = 20.0  # for those who are gone
+_BARRIER_S = 120.0  # at most, while all are present: some may wait for more peers than this one does
+_ABSENCE_S = 20.0  # after a peer has left or failed
 _STOP_POLL_S = 0.1
 _SAY_PROGRESS_S = 5.0
 
@@ -199,7 +199,7 @@ class Session:
         self._leave_if_over(manifest, finder.source.publication.round if finder.source is not None else 0)
         if self._peer.client_mode and not self._initial_peers:
             raise BootstrapError(
-                "none of the peers of the last session answers, and with --client-mode nobody could join this one: "
+                "no peer of the last session answers, and with --client-mode nobody could join this one: "
                 "start again when one of them runs, give --initial-peers, or leave out --client-mode"
             )
         self._ask(
@@ -466,9 +466,9 @@ class Session:
 def await_training(
     view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
 ) -> None:
-    """Gives the others the time they need to see that all are there, so that nobody begins alone.
+    """Waits until the others train, too, so that no peer starts before the rest have seen each other.
 
-    That is a moment, or half a minute where they see each other through a relay on a busy machine.
+    That takes a second, or half a minute where they see each other through a relay on a busy machine.
     """
     begun = all_there = now()
     while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):

@@ -128,14 +128,14 @@ class Channel:
         return fields
 
     async def end(self) -> None:
-        """Says that all has been sent, and waits for the answer.
+        """Signals the end of the data and waits for the answer.
 
-        A stream that ends in place of the answer is no error: a daemon that closes a stream may drop what it has not
-        passed on yet. Whether the other side has everything shows in what it does with it.
+        A stream that closes instead of answering is not an error: a daemon that closes a stream may drop bytes that it
+        has not forwarded yet. Whether the other side has received everything shows in its result.
 
         Raises:
-            STREAM_ERRORS: the other side did not take it, or is silent for too long.
-            ProtocolError: (`refused`) it answers with an error.
+            STREAM_ERRORS: the signal could not be sent, or no answer came in time.
+            ProtocolError: (`refused`) the other side answered with an error.
         """
         await self.send(Frame(FrameKind.END))
         try:

@@ -37,9 +37,9 @@ def _main(arguments: list[str]) -> int:
 
 
 def complete_rounds(peers: Sequence[LocalPeer], first: int, count: int) -> int:
-    """Waits for rounds with all these peers in them and nothing missing, `count` in a row, from `first` on.
+    """Waits for `count` rounds in a row, from `first` on, in which all these peers take part and no part is missing.
 
-    On a busy machine somebody may come too late for one: then they are counted anew. Returns the last one.
+    On a busy machine a peer may miss a round; the count then restarts. Returns the last round.
     """
     number = first
     in_a_row = 0

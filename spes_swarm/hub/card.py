@@ -154,9 +154,9 @@ def _joining(publication: Publication, facts: CardFacts) -> str:
     text += f"{join_command(publication.manifest, address)}\n```\n"
     data = data_arguments(publication.manifest.run.data)
     source = facts.repository or "PUBLICATION"
-    where = "here" if facts.repository else "where this was published, `USER/REPO` or `file:DIRECTORY`"
+    where = "this repository" if facts.repository else "its publication, `USER/REPO` or `file:DIRECTORY`"
     return text + (
-        f"\nIf nobody is there any more, the run goes on from {where}:\n\n"
+        f"\nTo continue the run when no peers are left, start from {where}:\n\n"
         f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
     )
 
