@@ -9,11 +9,12 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.links import Links
+from spes_swarm.port import LinkMade
 from spes_swarm.reach import UNKNOWN, Reach, ReachService
 from spes_swarm.relay import Relay
 from spes_swarm.rpc import Rpc
@@ -50,7 +51,7 @@ class Connectivity:
         rpc: of this peer.
         announced: whether the user has said under which addresses this peer can be reached.
         relay: whether this peer passes on and uses circuits.
-        tell: takes metric events: `reach` and `link`.
+        tell: takes what the metrics are to hold.
         on_fault: told what went wrong here.
 
     Attributes:
@@ -64,7 +65,7 @@ class Connectivity:
         *,
         announced: bool,
         relay: bool,
-        tell: Callable[[str, dict[str, Any]], None],
+        tell: Callable[[Reach | LinkMade], None],
         on_fault: Callable[[str, ProtocolError], None],
     ) -> None:
         self._daemon = daemon
@@ -107,7 +108,7 @@ class Connectivity:
             self._daemon,
             use_relays=self._use_relays,
             maddrs_of=members.maddrs_of,
-            on_link=lambda peer_id, relayed: self._tell("link", {"peer": peer_id, "relayed": relayed}),
+            on_link=lambda peer_id, relayed: self._tell(LinkMade(peer_id, relayed)),
         )
 
         if self.found.reachable:
@@ -145,7 +146,7 @@ class Connectivity:
             return
         members.set_reach(found.reachable, found.address if found.reachable else None)
         if (found.reachable, found.address) != (self.found.reachable, self.found.address):
-            self._tell("reach", found.to_event())
+            self._tell(found)
         self.found = found
 
     def stop(self) -> None:

@@ -17,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spes_swarm.chunk_queue import ChunkQueue
 from spes_swarm.chunk_stream import PIECE_BYTES, Arrivals
@@ -54,8 +55,9 @@ class TransferReport:
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """How far a download is; the fields of the `sync_progress` metric."""
+    """How far a download is."""
 
+    metric: ClassVar[str] = "sync_progress"
     round: int
     done_bytes: int  # in place and verified
     total_bytes: int

@@ -13,7 +13,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
 from spes_swarm.moments import Received, moments_digest, num_moments, slices
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Commands, Port
 from spes_swarm.shared_vector import SharedVector
 
 _COMMAND_TIMEOUT_S = 30.0
@@ -28,7 +28,7 @@ class Handover:
 
     def __init__(
         self,
-        network: NetworkClient,
+        network: Port,
         model: SparseModel,
         optimiser: torch.optim.AdamW,
         metrics: Metrics,
@@ -53,7 +53,7 @@ class Handover:
             step = max(step, read_moments(self._optimiser, self._model, expert, moments_2N))
             digests[expert] = moments_digest(moments_2N)
         self._network.ask(
-            "offer_moments",
+            Commands.offer_moments,
             _COMMAND_TIMEOUT_S,
             round_number=round_number,
             step=step,
@@ -70,7 +70,7 @@ class Handover:
             return
         memory = SharedVector.create(num_moments(tuple(sources), self._model.layout))
         self._pending = self._network.submit(
-            "fetch_moments", round_number=round_number, sources=dict(sources), memory_fd=memory.fd
+            Commands.fetch_moments, round_number=round_number, sources=dict(sources), memory_fd=memory.fd
         )
         # The network process maps the memory through this process's descriptor.
         self._pending.add_done_callback(lambda _: memory.close())

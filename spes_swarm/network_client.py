@@ -10,37 +10,35 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_swarm.errors import NetworkProcessError
 from spes_swarm.network import run_network_process
+from spes_swarm.pipe import Reply, Sent
+from spes_swarm.port import Called, Commands, Event, News, Port
 from spes_swarm.service_messages import SwarmView
 
 _BEAT_S = 1.0
 _MAX_UNSENT = 4096  # commands that may wait for a process that reads none; a trainer sends about ten a second
-EventHandler = Callable[[str, dict[str, Any]], None]
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
-class NetworkClient:
+class NetworkClient(Port):
     """Starts the network process and sends it commands.
 
     Must be created before CUDA is initialised and in the main thread: the process is forked, and it dies with the
     thread that forked it.
 
-    `on_event` is told, in a thread of its own, about faults of other peers (`fault`), about each group that this peer
-    is in (`group`) and how far a download is (`sync_progress`), with the fields of the metric of that name.
-
-    Attributes:
-        view: the newest news about the others, None before the first.
-        called_round: the newest round that a leader has called for, 0 before the first.
+    `on_event` is told what the metrics are to hold, in a thread of its own.
     """
 
-    def __init__(self, identity_path: Path, on_event: EventHandler) -> None:
+    def __init__(self, identity_path: Path, on_event: Callable[[Event], None]) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe(duplex=True)
         self._process = context.Process(
@@ -56,8 +54,8 @@ class NetworkClient:
         self._unsent: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._dead = False
-        self.view: SwarmView | None = None
-        self.called_round = 0
+        self._view: SwarmView | None = None
+        self._called_round = 0
         self._reader = threading.Thread(target=self._read_forever, name="spes-network-reader", daemon=True)
         self._reader.start()
         threading.Thread(target=self._write_forever, name="spes-network-writer", daemon=True).start()
@@ -74,17 +72,18 @@ class NetworkClient:
     def _read_forever(self) -> None:
         try:
             while True:
-                kind, *rest = self._pipe.recv()
-                if kind == "reply":
-                    number, succeeded, value = rest
-                    with self._lock:
-                        future = self._pending.pop(number, None)
-                    if future is not None and succeeded:
-                        future.set_result(value)
-                    elif future is not None:
-                        future.set_exception(value)
+                message: Reply | News = self._pipe.recv()
+                if not isinstance(message, Reply):
+                    self._take(message)
+                    continue
+                with self._lock:
+                    future = self._pending.pop(message.number, None)
+                if future is None:
+                    continue
+                if message.error is None:
+                    future.set_result(message.result)
                 else:
-                    self._take_event(*rest)
+                    future.set_exception(message.error)
         except Exception:  # the end of the pipe, or a message that cannot be read: either way nothing more will come
             with self._lock:
                 self._dead = True
@@ -101,26 +100,47 @@ class NetworkClient:
         with contextlib.suppress(NetworkProcessError):
             while True:
                 if self._unsent.empty():  # otherwise something is on its way in any case
-                    self.submit("beat")
+                    self.submit(Commands.beat)
                 time.sleep(_BEAT_S)
 
-    def _take_event(self, name: str, value: Any) -> None:
-        if name == "view":
-            self.view = value
-        elif name == "called":
-            self.called_round = max(self.called_round, value)
+    def _take(self, news: News) -> None:
+        if isinstance(news, SwarmView):
+            self._take_view(news)
+        elif isinstance(news, Called):
+            self._called_round = max(self._called_round, news.round)
         else:
-            self._on_event(name, value)
+            self._on_event(news)
 
-    def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
-        """Sends a command, without ever waiting; the future carries its result or exception.
+    def _take_view(self, view: SwarmView) -> None:
+        with self._lock:
+            if self._view is None or view.at >= self._view.at:
+                self._view = view
 
-        Raises:
-            NetworkProcessError: the process is not there any more, or has read no command for long.
-        """
-        future: Future[Any] = Future()
+    @property
+    def view(self) -> SwarmView | None:
+        """See Port."""
+        return self._view
+
+    @property
+    def called_round(self) -> int:
+        """See Port."""
+        return self._called_round
+
+    def renew_view(self, wait_s: float) -> None:
+        """See Port."""
+        self._take_view(self.ask(Commands.view, wait_s))
+
+    def submit(
+        self,
+        command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],
+        /,
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> Future[_Result]:
+        """See Port."""
+        future: Future[_Result] = Future()
         number = next(self._numbers)
-        message = ForkingPickler.dumps((number, command, arguments))
+        message = ForkingPickler.dumps(Sent(number, command.__name__, args, kwargs))
         with self._lock:
             if self._dead:
                 raise NetworkProcessError("the network process has ended")
@@ -130,28 +150,35 @@ class NetworkClient:
             self._unsent.put(message)
         return future
 
-    def ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
-        """Sends a command and waits for its result.
-
-        Raises:
-            NetworkProcessError: the process ended, or did not answer within `wait_s`.
-            Exception: whatever the command raised there.
-        """
+    def ask(
+        self,
+        command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],
+        wait_s: float | None,
+        /,
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> _Result:
+        """See Port."""
         try:
-            return self.submit(command, **arguments).result(wait_s)
+            return self.submit(command, *args, **kwargs).result(wait_s)
         except TimeoutError as exc:
-            raise NetworkProcessError(f"the network process did not answer `{command}`") from exc
+            raise no_answer(command.__name__) from exc
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Leaves the swarm and ends the process; after `timeout_s` by force."""
         try:
-            self.ask("stop", timeout_s)
+            self.ask(Commands.stop, timeout_s)
         except NetworkProcessError:
             pass  # it is gone already, or stuck; either way it is ended below
         self._process.join(2.0)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+
+def no_answer(command: str) -> NetworkProcessError:
+    """The error of a command that was not answered in time."""
+    return NetworkProcessError(f"the network process did not answer `{command}`")
 
 
 def _child(trainers_end: Connection, pipe: Connection, identity_path: Path, trainer_pid: int) -> None:

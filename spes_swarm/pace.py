@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from statistics import median
 
 from spes_swarm.config import RoundConfig
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Commands, Port
 from spes_swarm.service_messages import TokenCounts
 
 _MIN_COUNT_INTERVAL_S = 0.1
@@ -26,7 +26,7 @@ class Pace:
         progress: of the present round, 0 to 1, as of the last look.
     """
 
-    def __init__(self, network: NetworkClient, config: RoundConfig, tokens_per_step: int) -> None:
+    def __init__(self, network: Port, config: RoundConfig, tokens_per_step: int) -> None:
         self._network = network
         self._config = config
         self._tokens_per_step = tokens_per_step
@@ -73,5 +73,5 @@ class Pace:
             return enough or median_steps >= _MAX_MEDIAN_SHARE * inner_steps
         may_be_due = estimate >= wanted or tokens >= _MAX_MEDIAN_SHARE * own
         if self._count is None and may_be_due and now >= self._count_at:
-            self._count = self._network.submit("count_tokens")
+            self._count = self._network.submit(Commands.count_tokens)
         return False

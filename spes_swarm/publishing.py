@@ -21,7 +21,7 @@ from typing import IO, Any
 from spes_swarm.election import target_digest
 from spes_swarm.lifetime import die_with_parent
 from spes_swarm.metrics import Metrics
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Commands, Port
 
 _MIN_RETRY_S, _MAX_RETRY_S = 30.0, 3600.0
 _POLL_S = 0.2
@@ -46,7 +46,7 @@ class Publishing:
 
     def __init__(
         self,
-        network: NetworkClient,
+        network: Port,
         metrics: Metrics,
         *,
         output_dir: Path,
@@ -80,7 +80,7 @@ class Publishing:
         """Tells the others that this peer would publish; not after a failure, until it has succeeded again."""
         publishing = self._process is not None
         stands = publishing or not self._has_failed
-        self._network.submit("volunteer", target=self._digest if stands else None, publishing=publishing)
+        self._network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], None]) -> None:
         """Begins to publish if that is due, and for this peer to do.

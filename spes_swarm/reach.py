@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
@@ -67,13 +67,10 @@ def _maddr(host: str, port: int) -> str:
 class Reach:
     """What is known about whether this peer can be reached."""
 
+    metric: ClassVar[str] = "reach"
     reachable: bool | None  # None: nobody could tell
     address: str | None  # where it was tried
     via: tuple[str, ...]  # the peers that tried
-
-    def to_event(self) -> dict[str, Any]:
-        """The fields of the metric `reach`."""
-        return {"reachable": self.reachable, "address": self.address, "via": list(self.via)}
 
     def describe(self) -> list[str]:
         """What the user should know; nothing where there is no news, as for peers on one machine."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_swarm.errors import NetworkProcessError
 from spes_swarm.metrics import Metrics
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Commands, Port
 from spes_swarm.trainer_setup import TrainingStatus
 
 
@@ -25,9 +25,7 @@ class RoundEvents:
         on_written: called after each.
     """
 
-    def __init__(
-        self, network: NetworkClient, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]
-    ) -> None:
+    def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:
         self._network = network
         self._metrics = metrics
         self._status = status
@@ -39,7 +37,7 @@ class RoundEvents:
         """Takes what is known of a round at its commit; an event that still waits is written first."""
         self.write(wait_s=0.0)
         self._fields = fields
-        self._traffic = self._network.submit("traffic")
+        self._traffic = self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:
         """Writes the event that waits if its traffic has become known."""

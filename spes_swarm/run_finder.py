@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from spes_swarm.layout import Layout
 from spes_swarm.manifest import Manifest, found_run
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.panel import PeerConsole
+from spes_swarm.port import Ask, Commands
 from spes_swarm.run_data import PeerData, same_run_data
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.tokenizer import Tokenizer, load_tokenizer
@@ -26,13 +26,6 @@ from spes_swarm.wording import plural
 
 _COMMAND_TIMEOUT_S = 120.0
 _KNOWN_PEERS_TIMEOUT_S = 5.0
-
-
-class Ask(Protocol):
-    """Session._ask: a command to the network process, given up when the user wants to leave."""
-
-    def __call__(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
-        """Sends the command and waits for its result."""
 
 
 class RunFinder:
@@ -87,7 +80,7 @@ class RunFinder:
             return stored
         self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
         connected = self._ask(
-            "bootstrap",
+            Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
             maddrs=list(peer.initial_peers),
             timeout_s=peer.bootstrap_timeout_s,
@@ -96,8 +89,8 @@ class RunFinder:
         if self.source is not None:
             expected = self.source.manifest.run_id
         try:
-            manifest: Manifest = self._ask(
-                "fetch_manifest",
+            manifest = self._ask(
+                Commands.fetch_manifest,
                 peer.bootstrap_timeout_s + 60.0,
                 peers=connected,
                 run_id=expected,
@@ -126,7 +119,7 @@ class RunFinder:
         if not known:
             return []
         try:
-            self._ask("bootstrap", _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+            self._ask(Commands.bootstrap, _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
             if not self._request.peer.client_mode:
                 self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")

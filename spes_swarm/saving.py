@@ -11,7 +11,7 @@ from spes_swarm.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.live_weights import LiveWeights
 from spes_swarm.local_work import LocalWork
 from spes_swarm.optimiser_state import optimiser_arrays
-from spes_swarm.reference import ReferenceTable
+from spes_swarm.port import Commands
 from spes_swarm.trainer_setup import TrainerSetup
 
 _COMMAND_TIMEOUT_S = 60.0
@@ -43,9 +43,9 @@ def save_peer(
         NetworkProcessError: the network process does not answer.
     """
     layout, network = setup.model.layout, setup.network
-    table: ReferenceTable = network.ask("table", _COMMAND_TIMEOUT_S)
-    commits, marks = network.ask("lineage", _COMMAND_TIMEOUT_S)
-    swarm_tokens: int = network.ask("swarm_tokens", _COMMAND_TIMEOUT_S)
+    table = network.ask(Commands.table, _COMMAND_TIMEOUT_S)
+    commits, marks = network.ask(Commands.lineage, _COMMAND_TIMEOUT_S)
+    swarm_tokens = network.ask(Commands.swarm_tokens, _COMMAND_TIMEOUT_S)
     live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
     live.read_trained(live_N)
     meta = CheckpointMeta(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
 from spes_swarm.leases import Reassignment
 from spes_swarm.manifest import Manifest
@@ -105,22 +103,3 @@ class RunSettings:
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
     upload_mbps: float | None = None  # as declared by the user; transfers to newcomers keep within it
-
-
-class Listener(Protocol):
-    """Who is told what happens: the trainer, through the network process's pipe."""
-
-    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        """A peer did something wrong, or something went wrong with it."""
-
-    def on_called(self, round_number: int) -> None:
-        """A leader calls for a round."""
-
-    def on_view(self, view: SwarmView) -> None:
-        """There is news about the others."""
-
-    def on_group(self, round_number: int, members: int) -> None:
-        """A group has formed; its exchange begins now."""
-
-    def on_round_over(self) -> None:
-        """A round has ended, with or without a commit."""

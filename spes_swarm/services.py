@@ -24,7 +24,7 @@ from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.daemon import Daemon
 from spes_swarm.dht import join_dht
-from spes_swarm.download import SyncProgress, TransferReport
+from spes_swarm.download import TransferReport
 from spes_swarm.election import periods_to_wait
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.exchange import Exchange
@@ -35,13 +35,14 @@ from spes_swarm.lineage import Lineage
 from spes_swarm.moments import MomentLimits, Moments, Received, num_moments, slices
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
+from spes_swarm.port import Called, GroupFormed, Listener, RunCommands
 from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, RunRecordValidator, Volunteer
-from spes_swarm.reference import Reference
+from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.rendezvous import Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import CaughtUp, Listener, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
+from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
 from spes_swarm.shared_vector import attach_from
 from spes_swarm.standing import Neighbour, Standing
 from spes_swarm.stating import Work, difference_rms, make_statement
@@ -54,7 +55,7 @@ _REFRESH_S = 1.0  # how often the records of the others are read
 _Record = TypeVar("_Record", bound=Record)
 
 
-class RunServices:
+class RunServices(RunCommands):
     """The services of one run and the state they share."""
 
     def __init__(self, listener: Listener, daemon: Daemon, rpc: Rpc, identity: Identity, settings: RunSettings) -> None:
@@ -95,8 +96,9 @@ class RunServices:
             clip=run.round.clip,
             warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
         )
-        self.lineage = Lineage({})
+        self._lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []
+        self._round_task: asyncio.Task[Any] | None = None
         self._greetings = Greetings(
             rpc, self._roster, self._acquaintances, lambda: self._own_maddrs if self.reachable else []
         )
@@ -123,7 +125,7 @@ class RunServices:
             live_peers=lambda: self._roster.neighbours(run.round.window_s),
             defers=lambda: self._roster.defers,
             target_round=self._target_round,
-            on_called=listener.on_called,
+            on_called=lambda round_number: listener.tell(Called(round_number)),
             on_ahead=self._on_ahead,
         )
         self._timekeeper = Timekeeper(rpc, self._run_id, identity.peer_id, self._on_fault)
@@ -138,7 +140,7 @@ class RunServices:
             reachable=lambda: self.reachable,
             on_fault=lambda error: self._on_fault(identity.peer_id, error),
         )
-        self.catching_up = CatchingUp(
+        self._catching_up = CatchingUp(
             self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh, run
         )
         self._token_count = TokenCount(
@@ -229,47 +231,53 @@ class RunServices:
         return dict(self._settings.manifest.to_wire())
 
     async def count_tokens(self) -> TokenCounts:
-        """See network.NetworkProcess.count_tokens."""
+        """See RunCommands."""
         return await self._token_count.others()
 
     # The reference.
 
-    def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int) -> str:
-        """See network.NetworkProcess.adopt."""
-        self.lineage = lineage
+    async def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int = 0) -> str:
+        """See RunCommands."""
+        self._lineage = lineage
         self._announcer.swarm_tokens.count = swarm_tokens
         self.reference.finish(table_round, list(enumerate(versions)))
         self._transfer.open()
         return self.reference.digest.hex()
 
-    async def download(
-        self,
-        if_newer: bool,
-        partial: Path | None = None,
-        on_progress: Callable[[SyncProgress], None] = lambda progress: None,
-    ) -> TransferReport | None:
-        """See network.NetworkProcess.download."""
-        report = await self.catching_up.download(if_newer, partial, on_progress)
+    async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
+        """See RunCommands."""
+        report = await self._catching_up.download(if_newer, partial, self._listener.tell)
         if report is not None:
             self._roster.standing.follow()
             self._announcer.swarm_tokens.missed_commits()
             self._announcer.learn_swarm_tokens(self._roster)
         return report
 
-    @property
-    def swarm_tokens(self) -> int:
-        """Tokens of all peers that have gone into commits until the reference's round."""
+    async def swarm_table(self) -> ReferenceTable | None:
+        """See RunCommands."""
+        return await self._catching_up.swarm_table()
+
+    async def table(self) -> ReferenceTable:
+        """See RunCommands."""
+        return self.reference.table
+
+    async def lineage(self) -> tuple[list[int], bytes]:
+        """See RunCommands."""
+        return self._lineage.to_lists()
+
+    async def swarm_tokens(self) -> int:
+        """See RunCommands."""
         return self._announcer.swarm_tokens.count
 
     # Records.
 
     def beat(self) -> None:
-        """See network.NetworkProcess.beat."""
+        """See port.ProcessCommands."""
         self._announcer.beat()
 
     async def _look_around(self) -> None:
         await self.refresh()
-        self._listener.on_view(self.view())
+        self._listener.tell(self._view())
 
     async def _reunite(self) -> None:
         assert self._node is not None
@@ -308,8 +316,12 @@ class RunServices:
         """The records of peers that have answered a call: a record alone neither takes experts nor publishes."""
         return {peer: record for peer, record in records.items() if self._roster.standing.has_answered(peer)}
 
-    def view(self) -> SwarmView:
-        """See SwarmView."""
+    async def view(self) -> SwarmView:
+        """See RunCommands."""
+        await self.refresh()
+        return self._view()
+
+    def _view(self) -> SwarmView:
         answering = self._roster.answering()
         voices = self._roster.voices()
         held = {e for view in answering for e in view.progress.experts} | set(self._leases.held)
@@ -333,22 +345,22 @@ class RunServices:
         return periods_to_wait(self._volunteers, volunteering[0], self._identity.peer_id)
 
     async def volunteer(self, target: bytes | None, publishing: bool) -> None:
-        """See network.NetworkProcess.volunteer."""
+        """See RunCommands."""
         self._announcer.volunteering = (target, publishing) if target is not None else None
         self._announcer.announce_soon()
 
     async def peer_maddrs(self) -> list[str]:
-        """See network.NetworkProcess.peer_maddrs."""
+        """See RunCommands."""
         return self._acquaintances.of([view.peer_id for view in self._roster.answering()])
 
     async def set_presence(self, presence: Presence) -> None:
-        """See network.NetworkProcess.set_presence."""
+        """See RunCommands."""
         self._announcer.set_presence(presence)
 
     # Leases.
 
     async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
-        """See network.NetworkProcess.claim."""
+        """See RunCommands."""
         assert self._records is not None
         self._leases.room, self._leases.fixed = room, fixed
         await self.refresh()
@@ -370,14 +382,14 @@ class RunServices:
                 await self._announcer.publish_lease()
         return self._leases.held
 
-    def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
-        """See network.NetworkProcess.offer_moments."""
+    async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
+        """See RunCommands."""
         self._moments.offer(round_number, step, self._moment_slices(experts, memory_fd))
 
     async def fetch_moments(
         self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
     ) -> dict[int, Received]:
-        """See network.NetworkProcess.fetch_moments."""
+        """See RunCommands."""
         return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
 
     def _moment_slices(self, experts: tuple[int, ...], memory_fd: int) -> dict[int, FloatArray]:
@@ -385,7 +397,7 @@ class RunServices:
         return slices(attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, layout)), experts, layout)
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
-        """See network.NetworkProcess.wait_until_fetched."""
+        """See RunCommands."""
         return await self._moments.wait_until_fetched(timeout_s)
 
     # Rounds.
@@ -399,7 +411,8 @@ class RunServices:
             self._ahead = round_number
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        """See network.NetworkProcess.run_round."""
+        """See RunCommands."""
+        self._round_task = asyncio.current_task()
         self._announcer.in_round = True
         self._announcer.announce_soon()
         try:
@@ -407,18 +420,31 @@ class RunServices:
         except RoundError:
             self._faults.note("round")
             raise
+        except Exception as exc:  # one failed round must not end the stay; the work is in the next difference
+            raise RoundError(f"unexpected: {exc!r}") from exc
         finally:
             self._announcer.in_round = False
             self._announcer.announce_soon()
+
+    @property
+    def in_round(self) -> bool:
+        """Whether a round is under way."""
+        return self._announcer.in_round
+
+    async def cancel_round(self) -> None:
+        """See RunCommands."""
+        if self._round_task is not None and not self._round_task.done():
+            self._round_task.cancel()
+            await asyncio.wait({self._round_task})
 
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         started = time.monotonic()
         # A frozen node makes the DHT slow for seconds while the others wait; records are read all the time anyway.
         await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
-        caught_up = await self.catching_up.fetch_if_lost()
+        caught_up = await self._catching_up.fetch_if_lost()
         if caught_up is not None:
             if caught_up.complete:
-                self.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
+                self._lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
             self._announcer.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.begin_anew()
@@ -428,7 +454,7 @@ class RunServices:
         statement = make_statement(
             Work(self._target_round(), held, tokens, routed, rms, leaving),
             self.reference,
-            self.lineage,
+            self._lineage,
             self._leases,
             self._tracks,
             bandwidth_mbps=self._settings.bandwidth_mbps,
@@ -441,7 +467,7 @@ class RunServices:
         if group.round != self.reference.round + 1:
             self._announcer.swarm_tokens.missed_commits()
         plan = self._make_plan(group)
-        self._listener.on_group(group.round, len(group.members))
+        self._listener.tell(GroupFormed(group.round, len(group.members)))
         mine = self.reference, self._contribution_N
         state = RoundState(group, plan, me, *mine, self._codec, self._limits, self._tracks)
         try:
@@ -462,7 +488,7 @@ class RunServices:
         self._roster.vouch(
             [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
         )
-        self.lineage = common_lineage(group.members).after(group.round, group.id)
+        self._lineage = common_lineage(group.members).after(group.round, group.id)
         experts = self._leases.after_commit(group, plan)
         self._moments.expect(group.round, experts.lost)
         if (experts.gained or experts.lost) and not leaving:
@@ -475,13 +501,13 @@ class RunServices:
             time.monotonic() - grouped,
             self.reference.digest.hex(),
             experts,
-            self.swarm_tokens,
+            self._announcer.swarm_tokens.count,
         )
         self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report
 
     async def traffic(self) -> tuple[int, int]:
-        """See network.NetworkProcess.traffic."""
+        """See RunCommands."""
         with self._transfer.round_under_way():  # others still fetch their results from here
             self._announcer.traffic = await self._exchange.traffic()
         self._announcer.announce_soon()

@@ -6,12 +6,12 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import RunConfig
 from spes_swarm.daemon import listen_again, with_port
+from spes_swarm.download import SyncProgress
 from spes_swarm.errors import (
     BootstrapError,
     LeftEarlyError,
     ManifestError,
-    NetworkProcessError,
     UserError,
 )
 from spes_swarm.experts_wanted import ExpertsWanted, parse_experts
@@ -36,13 +36,13 @@ from spes_swarm.join_request import JoinRequest
 from spes_swarm.kernels import load_kernel
 from spes_swarm.manifest import Manifest
 from spes_swarm.model import SparseModel, build_model, layout_of
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.network_client import NetworkClient, no_answer
 from spes_swarm.out_of_memory import as_user_error
 from spes_swarm.panel import PeerConsole, experts_text, interpreter, round_line
+from spes_swarm.port import Commands, Event, FaultSeen
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.reach import Reach, tcp_endpoint
-from spes_swarm.reference import ReferenceTable
 from spes_swarm.run_data import LocalData, PeerData
 from spes_swarm.run_directory import RunDirectory, lock_identity
 from spes_swarm.run_finder import RunFinder, tokenizer_of
@@ -65,6 +65,9 @@ _BARRIER_S = 120.0  # at most, while all are present: some may wait for more pee
 _ABSENCE_S = 20.0  # after a peer has left or failed
 _STOP_POLL_S = 0.1
 _SAY_PROGRESS_S = 5.0
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -104,17 +107,18 @@ class Session:
         self._initial_peers = list(self._peer.initial_peers)
         self._tokens_per_step = 0
 
-    def _on_network_event(self, name: str, fields: dict[str, Any]) -> None:
+    def _on_network_event(self, event: Event) -> None:
         # This is the reader's thread. On a full disk the trainer's own next event fails as well, and ends the stay.
         with suppress(UserError):
-            self._metrics.write(name, **fields)
-        if name == "fault":
+            self._metrics.write(event.metric, **asdict(event))
+        if isinstance(event, FaultSeen):
             self._status.faults += 1
-        elif name == "sync_progress" and time.monotonic() - self._said_progress_at > _SAY_PROGRESS_S:
+        elif isinstance(event, SyncProgress) and time.monotonic() - self._said_progress_at > _SAY_PROGRESS_S:
             self._said_progress_at = time.monotonic()
-            done, total, donors = (fields[key] for key in ("done_bytes", "total_bytes", "chunks_by_donor"))
-            megabytes = f"{done / 1e6:.1f} of {total / 1e6:.1f} MB"
-            self._console.say(f"fetched {done / total:.0%}: {megabytes}, from {plural(len(donors), 'donor')}")
+            self._console.say(
+                f"fetched {event.done_bytes / event.total_bytes:.0%}: {event.done_bytes / 1e6:.1f} of "
+                f"{event.total_bytes / 1e6:.1f} MB, from {plural(len(event.chunks_by_donor), 'donor')}"
+            )
 
     def run(self) -> None:
         """Joins, trains until told to stop, leaves.
@@ -138,13 +142,20 @@ class Session:
             os.close(self._identity_lock)
             os.close(self._lock)
 
-    def _ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
-        """Like NetworkClient.ask, but a person who wants to leave does not have to wait for the answer.
+    def _ask(
+        self,
+        command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],
+        wait_s: float | None,
+        /,
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> _Result:
+        """Like Port.ask, but a person who wants to leave does not have to wait for the answer.
 
         Raises:
             LeftEarlyError: told to stop meanwhile.
         """
-        future = self._network.submit(command, **arguments)
+        future = self._network.submit(command, *args, **kwargs)
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
             with suppress(FutureTimeoutError):
@@ -153,7 +164,7 @@ class Session:
             if self._stop.is_set():
                 raise LeftEarlyError("told to stop while joining")
             if deadline is not None and time.monotonic() > deadline:
-                raise NetworkProcessError(f"the network process did not answer `{command}`")
+                raise no_answer(command.__name__)
 
     def _join(self) -> tuple[Trainer, str]:
         """All until the first step; returns a trainer that is ready, and the run's id."""
@@ -203,7 +214,7 @@ class Session:
                 "start again when one of them runs, give --initial-peers, or leave out --client-mode"
             )
         self._ask(
-            "open_run",
+            Commands.open_run,
             _COMMAND_TIMEOUT_S,
             settings=RunSettings(
                 manifest=manifest,
@@ -226,7 +237,7 @@ class Session:
         self._directory.remember(manifest)
         self._data.remember(data.local)
         if run.training.at_end == "stop" and self._initial_peers:
-            newest: ReferenceTable | None = self._ask("swarm_table")
+            newest = self._ask(Commands.swarm_table, None)
             self._leave_if_over(manifest, newest.round if newest is not None else 0)
         table = start.obtain(
             reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
@@ -264,7 +275,7 @@ class Session:
         if self._wait_for_peers():
             # All may have come back from different checkpoints: they go on from the newest of them.
             start.download(if_newer=True)
-            table = self._ask("table", _COMMAND_TIMEOUT_S)
+            table = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
             self._leave_if_over(manifest, table.round)
         if checkpoint is not None:
             trainer.restore(checkpoint, table)
@@ -273,7 +284,7 @@ class Session:
         if self._peer.wait_for_peers > 1:
             self._announce("training")
             others = self._peer.wait_for_peers - 1
-            await_training(lambda: self._ask("view", _COMMAND_TIMEOUT_S), others, self._stop)
+            await_training(lambda: self._ask(Commands.view, _COMMAND_TIMEOUT_S), others, self._stop)
         self._joined = True
         self._metrics.write("lease", gained=list(held), lost=[])
         self._metrics.write(
@@ -314,9 +325,8 @@ class Session:
 
     def _start_daemon(self, host_maddrs: list[str], *, private: bool = False) -> list[str]:
         """Starts p2pd, or starts it again for a peer that cannot be reached; returns this peer's addresses."""
-        maddrs: list[str]
-        maddrs, _ = self._ask(
-            "start_daemon",
+        maddrs = self._ask(
+            Commands.start_daemon,
             _COMMAND_TIMEOUT_S,
             host_maddrs=host_maddrs,
             announce_maddrs=list(self._peer.announce_maddrs),
@@ -337,7 +347,7 @@ class Session:
         self._start_daemon(with_port(peer.host_maddrs, self._directory.known_port()), private=True)
         if self._initial_peers:
             self._ask(
-                "bootstrap",
+                Commands.bootstrap,
                 peer.bootstrap_timeout_s + 30.0,
                 maddrs=self._initial_peers,
                 timeout_s=peer.bootstrap_timeout_s,
@@ -350,14 +360,14 @@ class Session:
         elif self._peer.assume_reachable:
             reach = Reach(True, None, ())
         else:
-            reach = self._ask("check_reach", _COMMAND_TIMEOUT_S)
-        self._metrics.write("reach", **reach.to_event())
+            reach = self._ask(Commands.check_reach, _COMMAND_TIMEOUT_S)
+        self._metrics.write(reach.metric, **asdict(reach))
         for line in reach.describe():
             self._console.say(line)
         return reach
 
     def _remember_peers(self) -> None:
-        self._directory.remember_peers(self._network.ask("peer_maddrs", _COMMAND_TIMEOUT_S))
+        self._directory.remember_peers(self._network.ask(Commands.peer_maddrs, _COMMAND_TIMEOUT_S))
 
     def _open_data(self, run: RunConfig, tokenizer: Tokenizer) -> _Opened:
         local = self._data.open(run.data, tokenizer)
@@ -410,13 +420,12 @@ class Session:
                 f"{room} experts are asked for: "
                 f"one peer keeps {run.most_experts} of them where others can hold the rest"
             )
-        held: tuple[int, ...] = self._ask("claim", _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
-        return held
+        return self._ask(Commands.claim, _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
 
     def _announce(self, state: Any) -> None:
         self._status.phase = state
         self._ask(
-            "set_presence",
+            Commands.set_presence,
             _COMMAND_TIMEOUT_S,
             presence=Presence(
                 name=self._peer.name or "",
@@ -438,7 +447,7 @@ class Session:
         self._announce("waiting")
         shown = 0
         while not self._stop.is_set():
-            view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
+            view = self._ask(Commands.view, _COMMAND_TIMEOUT_S)
             here = view.num_ready + 1
             if here >= wanted:
                 break

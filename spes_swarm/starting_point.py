@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from spes_swarm.checkpoint import Checkpoint, load_newest
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import PeerConfig
-from spes_swarm.download import TransferReport
 from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.errors import HubError, PublicationError
 from spes_swarm.hub.source import PublicationSource, another_revision
@@ -34,10 +33,9 @@ from spes_swarm.metrics import Metrics
 from spes_swarm.model import flat_from_model
 from spes_swarm.panel import PeerConsole
 from spes_swarm.partial_reference import PartialReference
+from spes_swarm.port import Ask, Commands
 from spes_swarm.reference import ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.run_directory import RunDirectory
-from spes_swarm.run_finder import Ask
-from spes_swarm.service_messages import SwarmView
 from spes_swarm.wording import plural
 
 _COMMAND_TIMEOUT_S = 120.0
@@ -160,7 +158,7 @@ class StartingPoint:
         if not initial_peers or not self._num_others():
             return False
         announce_syncing()
-        table: ReferenceTable | None = self._ask("swarm_table")
+        table = self._ask(Commands.swarm_table, None)
         if table is None or table.round < source.publication.round:
             return False
         pairs = zip(source.publication.blocks, table.digests, strict=False)
@@ -261,7 +259,7 @@ class StartingPoint:
                     raise
                 self._console.say(f"{exc}; this peer begins from what is published")
                 self._adopt(self._load_publication(source, reference_N))
-        own: ReferenceTable = self._ask("table", _COMMAND_TIMEOUT_S)
+        own = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
         if source is not None and own.round < source.publication.round:
             raise UserError(
                 f"this peer's reference is of round {own.round}, and round {source.publication.round} is published: "
@@ -272,12 +270,12 @@ class StartingPoint:
         return own
 
     def _num_others(self) -> int:
-        view: SwarmView = self._ask("view", _COMMAND_TIMEOUT_S)
+        view = self._ask(Commands.view, _COMMAND_TIMEOUT_S)
         return view.num_peers
 
     def _adopt(self, filled: _Filled) -> None:
         digest = self._ask(
-            "adopt",
+            Commands.adopt,
             _COMMAND_TIMEOUT_S,
             table_round=filled.round,
             versions=filled.versions,
@@ -293,7 +291,7 @@ class StartingPoint:
         # Who has something to compare with has a start; only a newcomer would have to begin anew.
         partial = None if if_newer else self._directory.partial_reference
         try:
-            report: TransferReport | None = self._ask("download", if_newer=if_newer, partial=partial)
+            report = self._ask(Commands.download, None, if_newer=if_newer, partial=partial)
         except RoundError as exc:
             raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
         if report is None:

@@ -29,6 +29,7 @@ from spes_swarm.losses import LossWeights, language_model_loss
 from spes_swarm.optimiser_state import load_optimiser_arrays
 from spes_swarm.out_of_memory import StepMemory
 from spes_swarm.pace import Pace
+from spes_swarm.port import Commands
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.round_event import RoundEvents
 from spes_swarm.saving import save_peer
@@ -174,7 +175,7 @@ class Trainer:
         if self._leaving:
             self._setup.status.phase = "handing over"
             # Whoever adopts an expert comes for its moments; one that does not come has gone itself.
-            self._network.ask("wait_until_fetched", None, timeout_s=2 * self._round_config.stall_timeout_s)
+            self._network.ask(Commands.wait_until_fetched, None, timeout_s=2 * self._round_config.stall_timeout_s)
         if setup.publishing is not None:
             if self.run_is_over:
                 setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
@@ -319,7 +320,7 @@ class Trainer:
             return False
         self._work.contribute()
         self._pending = self._network.submit(
-            "run_round",
+            Commands.run_round,
             tokens=self._work.tokens,
             routed=tuple(int(self._work.routed_E[expert]) for expert in self._model.held),
             leaving=self._leaving or self._is_last_round(),
@@ -339,7 +340,7 @@ class Trainer:
                 # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
                 stop_deadline = stop_deadline or time.monotonic() + limit_s
                 if time.monotonic() > stop_deadline:
-                    self._network.ask("cancel_round", 30.0)
+                    self._network.ask(Commands.cancel_round, 30.0)
                     if not self._pending.done():
                         self._pending = None
                         return
@@ -395,7 +396,7 @@ class Trainer:
         self._report(report, alpha, train_loss, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics, setup.say)
         # The view is from before the commit: until a new one comes, nobody has done anything yet.
-        self._network.view = self._network.ask("view", 30.0)
+        self._network.renew_view(30.0)
         if self._rounds_done % setup.checkpoint_every_rounds == 0:
             self._save()
         if setup.publishing is not None:
@@ -464,7 +465,7 @@ class Trainer:
         status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
         status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
         self._network.submit(
-            "set_presence",
+            Commands.set_presence,
             presence=Presence(
                 name=self._setup.nickname,
                 state=state,

@@ -18,7 +18,7 @@ from spes_swarm.codec import FloatArray
 from spes_swarm.config import RunConfig
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
-from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Port
 from spes_swarm.publishing import Publishing
 from spes_swarm.sampler import Sampler
 
@@ -52,7 +52,7 @@ class TrainerSetup:
     nickname: str
     run: RunConfig
     model: SparseModel
-    network: NetworkClient
+    network: Port
     reference_N: FloatArray
     contribution_N: FloatArray
     sampler: Sampler

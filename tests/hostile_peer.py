@@ -30,6 +30,7 @@ from spes_swarm.identity import Identity
 from spes_swarm.manifest import Manifest, open_manifest
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import Contribution, Form, Part
+from spes_swarm.port import Called, GroupFormed, News
 from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
 from spes_swarm.rpc import Rpc
 from spes_swarm.service_messages import CaughtUp, Presence, RunSettings, SwarmView
@@ -164,16 +165,16 @@ class _Listener:
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
         print("fault", peer_id, error, flush=True)
 
-    def on_called(self, round_number: int) -> None:
-        self.called.set()
-
-    def on_view(self, view: SwarmView) -> None:
-        self.viewed.set()
-
-    def on_group(self, round_number: int, members: int) -> None:
-        self.group = (round_number, members)
-
     def on_round_over(self) -> None: ...
+
+    def tell(self, news: News) -> None:
+        match news:
+            case Called():
+                self.called.set()
+            case SwarmView():
+                self.viewed.set()
+            case GroupFormed():
+                self.group = (news.round, news.peers)
 
 
 async def beat_forever(services: RunServices) -> None:

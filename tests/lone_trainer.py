@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,13 +17,14 @@ from spes_swarm.config import RunConfig
 from spes_swarm.leases import Reassignment
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
-from spes_swarm.network_client import NetworkClient
-from spes_swarm.reference import Reference
+from spes_swarm.port import Port
+from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.round_state import CommitReport
 from spes_swarm.sampler import Sampler
-from spes_swarm.service_messages import CaughtUp, RoundReport, SwarmView, TokenCounts
+from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.trainer import Trainer
 from spes_swarm.trainer_setup import TrainerSetup
+from tests.ports import LocalPort
 from tests.swarm import TINY_RUN, merged
 
 HELD = (1, 4)
@@ -57,69 +57,46 @@ class StubNetwork:
 
     Attributes:
         others: how many other peers take part.
-        traffic_known: whether a round's traffic is known when it is asked for.
         answers: in place of the next rounds, one after the other.
         presences: states that the trainer has announced, in order.
-        commands: all commands, in order.
     """
 
     reference: Reference
     contribution_N: NDArray[np.float32]
     held: tuple[int, ...]
     others: int = 0
-    traffic_known: bool = True
     called_round: int = 0
     answers: list[Callable[[StubNetwork], CaughtUp]] = field(default_factory=list)
     presences: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
     on_traffic: Callable[[], None] = lambda: None
 
-    @property
-    def view(self) -> SwarmView:
-        """See NetworkClient."""
-        return SwarmView(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8)
-
-    @view.setter
-    def view(self, view: SwarmView) -> None:
-        """What the trainer was told; here always as above."""
-
-    def submit(self, command: str, /, **arguments: Any) -> Future[Any]:
-        """See NetworkClient."""
-        self.commands.append(command)
-        future: Future[Any] = Future()
-        if command == "traffic":
-            self.on_traffic()
-            if not self.traffic_known:
-                return future
-        future.set_result(getattr(self, f"_{command}", lambda **_: None)(**arguments))
-        return future
-
-    def ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
-        """See NetworkClient."""
-        return self.submit(command, **arguments).result(0)
-
-    def _set_presence(self, presence: Any) -> None:
+    async def set_presence(self, presence: Presence) -> None:
+        """See port.Commands; so are those that follow."""
         self.presences.append(presence.state)
 
-    def _view(self) -> SwarmView:
-        return self.view
+    async def view(self) -> SwarmView:
+        return SwarmView(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8)
 
-    def _table(self) -> Any:
+    async def table(self) -> ReferenceTable:
         return self.reference.table
 
-    def _lineage(self) -> tuple[list[int], bytes]:
+    async def lineage(self) -> tuple[list[int], bytes]:
         return [], b""
 
-    def _swarm_tokens(self) -> int:
+    async def swarm_tokens(self) -> int:
         return 0
 
-    def _traffic(self) -> tuple[int, int]:
+    async def traffic(self) -> tuple[int, int]:
+        self.on_traffic()
         return 10, 20
 
-    def _count_tokens(self) -> TokenCounts:
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        return True
+
+    async def count_tokens(self) -> TokenCounts:
         return TokenCounts(1 << 40, (1000.0,) * self.others)
 
-    def _run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         if self.answers:
             return self.answers.pop(0)(self)
         number = self.reference.round + 1
@@ -130,6 +107,44 @@ class StubNetwork:
         self.reference.finish(number, [(index, number) for index in trained])
         commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8)
         return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), Reassignment(self.held), 0)
+
+
+def read_events(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a file of metrics."""
+    events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [event for event in events if event["event"] == kind]
+
+
+def trainer_setup(
+    directory: Path,
+    run: RunConfig,
+    model: SparseModel,
+    port: Port,
+    reference_N: NDArray[np.float32],
+    contribution_N: NDArray[np.float32],
+    **changes: Any,
+) -> TrainerSetup:
+    """What a trainer of the tiny run works with, on a CPU and without evaluations."""
+    directory.mkdir(exist_ok=True)
+    fields: dict[str, Any] = {"evaluation": [], "max_rounds": None, "stop": threading.Event(), **changes}
+    return TrainerSetup(
+        run_id="test",
+        peer_id="me",
+        nickname="",
+        run=run,
+        model=model,
+        network=port,
+        reference_N=reference_N,
+        contribution_N=contribution_N,
+        sampler=cast(Sampler, StubSampler()),
+        device=torch.device("cpu"),
+        batch_size=2,
+        metrics=Metrics(directory / "metrics.jsonl", "me"),
+        checkpoints=directory / "checkpoints",
+        checkpoint_every_rounds=100,
+        keep_checkpoints=1,
+        **fields,
+    )
 
 
 class LoneTrainer:
@@ -144,29 +159,21 @@ class LoneTrainer:
         contribution_N = np.zeros(layout.num_elements, dtype=np.float32)
         reference.finish(0, list(enumerate([0] * len(layout.blocks))))
         self.network = StubNetwork(reference, contribution_N, HELD)
+        self.port = LocalPort(self.network)
         self.model = SparseModel(model, HELD)
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []
-        self.setup = TrainerSetup(
-            run_id="test",
-            peer_id="me",
-            nickname="",
-            run=self.run,
-            model=self.model,
-            network=cast(NetworkClient, self.network),
-            reference_N=reference.values_N,
-            contribution_N=contribution_N,
-            sampler=cast(Sampler, StubSampler()),
-            device=torch.device("cpu"),
-            batch_size=2,
-            metrics=Metrics(self.metrics_path, "me"),
-            checkpoints=directory / "checkpoints",
-            checkpoint_every_rounds=100,
-            keep_checkpoints=1,
+        self.setup = trainer_setup(
+            directory,
+            self.run,
+            self.model,
+            self.port,
+            reference.values_N,
+            contribution_N,
             stop=self.stop,
             say=self.said.append,
-            **{"evaluation": [], "max_rounds": None, **setup},
+            **setup,
         )
         self.trainer = Trainer(self.setup)
         self.trainer.load_reference(reference.table)
@@ -177,8 +184,7 @@ class LoneTrainer:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What it has written to its metrics."""
-        lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+        return read_events(self.metrics_path, kind)
 
     def live(self) -> NDArray[np.float32]:
         """The weights that it trains with, of all blocks."""

@@ -13,6 +13,7 @@ import pytest
 from spes_swarm.errors import NetworkProcessError
 from spes_swarm.identity import Identity
 from spes_swarm.network_client import NetworkClient
+from spes_swarm.port import Commands
 
 _NEVER_S = 120.0  # what waits for so long waits for ever
 
@@ -22,7 +23,7 @@ def frozen(tmp_path: Path) -> Iterator[NetworkClient]:
     """A client whose network process is stopped."""
     identity = tmp_path / "identity.key"
     Identity.load_or_create(identity)
-    client = NetworkClient(identity, lambda name, fields: None)
+    client = NetworkClient(identity, lambda event: None)
     os.kill(client.pid, signal.SIGSTOP)
     yield client
     client.stop(timeout_s=0.1)
@@ -38,16 +39,16 @@ def finishes(action: Callable[[], object]) -> bool:
 
 def test_commands_to_a_frozen_process_never_wait(frozen: NetworkClient) -> None:
     """Its pipe holds some hundreds: a trainer writes them in a minute, and a joiner's heartbeat in five."""
-    assert finishes(lambda: [frozen.submit("beat") for _ in range(2000)])
+    assert finishes(lambda: [frozen.submit(Commands.beat) for _ in range(2000)])
 
 
 def test_a_frozen_process_is_ended_although_its_pipe_is_full(frozen: NetworkClient) -> None:
-    assert finishes(lambda: [frozen.submit("beat") for _ in range(2000)])
+    assert finishes(lambda: [frozen.submit(Commands.beat) for _ in range(2000)])
     assert finishes(lambda: frozen.stop(timeout_s=0.5))
     with pytest.raises(NetworkProcessError):
-        frozen.ask("view", 1.0)
+        frozen.ask(Commands.view, 1.0)
 
 
 def test_a_process_that_reads_no_commands_for_long_is_given_up(frozen: NetworkClient) -> None:
     with pytest.raises(NetworkProcessError, match="does not read its commands"):
-        [frozen.submit("beat") for _ in range(100_000)]
+        [frozen.submit(Commands.beat) for _ in range(100_000)]

@@ -15,6 +15,7 @@ from spes_swarm.download import TransferReport
 from spes_swarm.errors import LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.directory import DirectoryTarget
 from spes_swarm.hub.source import PublicationSource, open_source
+from spes_swarm.lineage import Lineage
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import build_model
 from spes_swarm.panel import PeerConsole
@@ -23,6 +24,7 @@ from spes_swarm.reference import Reference, ReferenceTable, chunks_of
 from spes_swarm.run_directory import RunDirectory
 from spes_swarm.service_messages import SwarmView
 from spes_swarm.starting_point import StartingPoint
+from tests.ports import LocalPort
 from tests.publications import MODELS, layout_for, manifest_of, output_dir, packed, values
 from tests.rounds import identity
 
@@ -65,28 +67,27 @@ class Newcomer:
             self.directory,
             identity(1),
             manifest_of(),
-            self._ask,
+            LocalPort(self).ask,
             self.stop,
             PeerConsole(),
             self.metrics,
         )
 
-    def _ask(self, command: str, wait_s: float | None = None, /, **arguments: Any) -> Any:
-        match command:
-            case "view":
-                return SwarmView(int(self.others is not None), 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
-            case "swarm_table":
-                return None if self.others is None else self.others.table
-            case "table":
-                return self.reference.table
-            case "adopt":
-                self.reference.finish(arguments["table_round"], list(enumerate(arguments["versions"])))
-                return self.reference.digest.hex()
-            case "download":
-                return self._download(**arguments)
-        raise AssertionError(command)
+    async def view(self) -> SwarmView:
+        """See port.Commands; so are those that follow."""
+        return SwarmView(int(self.others is not None), 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
 
-    def _download(self, if_newer: bool, partial: Path | None) -> TransferReport | None:
+    async def swarm_table(self) -> ReferenceTable | None:
+        return None if self.others is None else self.others.table
+
+    async def table(self) -> ReferenceTable:
+        return self.reference.table
+
+    async def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int) -> str:
+        self.reference.finish(table_round, list(enumerate(versions)))
+        return self.reference.digest.hex()
+
+    async def download(self, if_newer: bool, partial: Path | None) -> TransferReport | None:
         """What download.py does, with nothing between the peers."""
         if self.others is None or self.breaks:
             raise RoundError("nobody delivers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from spes_swarm.checkpoint import load_newest
 from spes_swarm.merge import merge_flat
 from spes_swarm.service_messages import CaughtUp
-from tests.lone_trainer import HELD, LoneTrainer, StubNetwork, run_config
+from tests.lone_trainer import HELD, LoneTrainer, StubNetwork, read_events, run_config
+from tests.memory_swarm import memory_swarm
 
 Make = Callable[..., LoneTrainer]
 
@@ -35,7 +37,7 @@ def test_a_peer_that_leaves_just_after_a_commit_writes_that_round_too(make: Make
     """Its last round, the goodbye, begins before the traffic of the one before is known."""
     peer = make({"round": {"stall_timeout_s": 0.1}})
     peer.network.others = 1
-    peer.network.traffic_known = False
+    peer.port.unanswered = {"traffic"}
     peer.network.on_traffic = lambda: peer.stop.set() if peer.network.reference.round == 3 else None
     peer.trainer.run()
     assert [event["round"] for event in peer.events("round")] == [1, 2, 3, 4]
@@ -140,13 +142,13 @@ def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     """After beginning again a peer's weight in a round is what it has done since, and nothing is told of the rest."""
     peer = make()
     contributed: list[tuple[int, int]] = []
-    hold = peer.network._run_round
+    hold = peer.network.run_round
 
-    def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
+    async def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
         contributed.append((tokens, sum(routed)))
-        return hold(tokens, routed, leaving)
+        return await hold(tokens, routed, leaving)
 
-    peer.network._run_round = note  # type: ignore[method-assign]
+    peer.network.run_round = note  # type: ignore[method-assign]
     for _ in range(7):
         peer.trainer._train_step()
     peer.trainer._begin_again()
@@ -159,3 +161,24 @@ def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     # Top 2 of two layers: no more choices than that, whichever of the experts are held.
     assert routed <= 2 * 2 * one_step
     assert peer.trainer.step == 8  # what was done is no secret, but it is not work for a round
+
+
+def test_trainers_that_share_nothing_but_a_port_agree_round_after_round(tmp_path: Path) -> None:
+    """Three trainers and their rounds, with no network process, no pipe and no socket between them."""
+    peers = memory_swarm(tmp_path, [(0, 1, 2), (3, 4, 5), (6, 7)], max_rounds=4)
+    start_N = peers[0].setup.reference_N.copy()
+    threads = [threading.Thread(target=peer.trainer.run) for peer in peers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, *others = (read_events(peer.setup.checkpoints.parent / "metrics.jsonl", "round") for peer in peers)
+    assert [event["round"] for event in first] == [1, 2, 3, 4]
+    for events in others:
+        assert [event["digest"] for event in events] == [event["digest"] for event in first]
+    for block in peers[0].model.layout.blocks:  # every expert was trained by one of them
+        assert not np.array_equal(
+            peers[2].setup.reference_N[block.start : block.stop], start_N[block.start : block.stop]
+        )
+    for peer in peers[1:]:
+        np.testing.assert_array_equal(peer.live_shared(), peers[0].live_shared())
