@@ -34,7 +34,7 @@ from spes_swarm.losses import LossWeights, cross_entropy_of_sequences, language_
 from spes_swarm.model import SparseModel, build_model, flat_from_model
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.reference import Reference
-from spes_swarm.round_state import ExchangeLimits, RoundState
+from spes_swarm.round_state import Bounds, RoundState
 from spes_swarm.sampler import Sampler, TokenStream
 from spes_swarm.schedule import learning_rate
 from spes_swarm.statement import Statement, form_group, seal_statement
@@ -150,9 +150,9 @@ def hold_round(peers: list[Peer], number: int) -> tuple[int, int]:
     config, layout = peers[0].run.round, peers[0].model.layout
     group = form_group(RUN_ID, number, [p.sealed_statement(number) for p in peers], len(layout.blocks))
     plan = make_plan(group, layout, config.part_elements, clip=config.clip)
-    codec, limits = get_codec(config.codec), ExchangeLimits.of(config)
+    codec, bounds = get_codec(config.codec), Bounds.of(config.clip, config.max_update_rms)
     states = [
-        RoundState(group, plan, i, p.reference, p.contribution_N, codec, limits, p.tracks) for i, p in enumerate(peers)
+        RoundState(group, plan, i, p.reference, p.contribution_N, codec, bounds, p.tracks) for i, p in enumerate(peers)
     ]
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):

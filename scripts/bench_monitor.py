@@ -44,7 +44,8 @@ from spes_swarm.monitor.prometheus import metrics_text
 from spes_swarm.monitor.state import to_text
 from spes_swarm.monitor.terminal import screen
 from spes_swarm.monitor.watcher import NetworkOptions, connect
-from spes_swarm.records import Lease, Progress, RunRecordValidator, record_key
+from spes_swarm.record_schemas import Lease, Progress
+from spes_swarm.records import RunRecordValidator, record_key
 from spes_swarm.rpc import Rpc
 from spes_swarm.signed import seal
 

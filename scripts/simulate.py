@@ -26,7 +26,7 @@ from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import make_plan
-from spes_swarm.records import Lease, Progress
+from spes_swarm.record_schemas import Lease, Progress
 from spes_swarm.rpc import MAX_RPC_BYTES
 from spes_swarm.signed import seal, unseal
 from spes_swarm.simulation import Report, Scenario, Simulation, Weibull, traffic

@@ -11,7 +11,8 @@ from dataclasses import replace
 from spes_swarm.config import RoundConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.leases import Leases
-from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, Volunteer
+from spes_swarm.record_schemas import Lease, Progress, RecentFaults, Record, Volunteer
+from spes_swarm.records import Records
 from spes_swarm.reference import Reference
 from spes_swarm.roster import Roster
 from spes_swarm.service_messages import Presence

@@ -17,8 +17,8 @@ import numpy as np
 from spes_swarm.codec import EXACT, FloatArray
 from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.reference import DIGEST_BYTES, Chunk, chunk_digest
-from spes_swarm.wire import Frame, FrameKind
 
 PIECE_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 4096

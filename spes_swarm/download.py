@@ -19,14 +19,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from spes_swarm.changes import Changes
 from spes_swarm.chunk_queue import ChunkQueue
 from spes_swarm.chunk_stream import PIECE_BYTES, Arrivals
 from spes_swarm.codec import EXACT, FloatArray
 from spes_swarm.donors import Donors, Electorate
 from spes_swarm.errors import ProtocolError, RoundError
+from spes_swarm.frames import FrameKind
 from spes_swarm.partial_reference import PartialReference
 from spes_swarm.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
-from spes_swarm.wire import STREAM_ERRORS, FrameKind
+from spes_swarm.wire import STREAM_ERRORS
 
 # Of how many donors chunks are fetched at a time: some, and while that takes long one by one more.
 _NUM_DONORS, _MAX_DONORS = 8, 16
@@ -102,7 +104,7 @@ class Download:
         # Of the present pass.
         self._wanted: dict[int, bytes] = {}
         self._queue = ChunkQueue((), stall_timeout_s)
-        self._changed = asyncio.Event()  # replaced by a new one at each change of the queue
+        self._changed = Changes()  # of the queue
 
     async def run(self) -> TransferReport:
         """Downloads.
@@ -256,9 +258,7 @@ class Download:
                 idle_s = queue.idle_s(donor, time.monotonic())
                 if idle_s is None:
                     return
-                changed = self._changed
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), idle_s + 0.01)
+                await self._changed.wait(idle_s + 0.01)
         except ProtocolError as exc:
             self._electorate.note_failure(donor, exc)
         except STREAM_ERRORS as exc:
@@ -266,11 +266,7 @@ class Download:
             self._electorate.note_failure(donor, ProtocolError("donor", f"a transfer ended early: {reason}"))
         finally:
             queue.give_up(donor)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+            self._changed.notify()
 
     async def _converse(self, donor: str, first: int, round_number: int) -> None:
         """Fetches `first` and whatever else the queue has for this donor over one stream."""
@@ -302,7 +298,7 @@ class Download:
                     if answer.values_N is None:
                         report.moved_on[donor] += 1
                         queue.lacks(donor, self._chunks_of_block[self._chunks[answer.number].block])
-                        self._notify()
+                        self._changed.notify()
                         continue
                     queue.measured(donor, now - answered_at)
                     answered_at = now
@@ -329,7 +325,7 @@ class Download:
         self._report.chunks_by_donor[donor] += 1
         with suppress(asyncio.QueueFull):
             self._unwritten.put_nowait((chunk, values_N))
-        self._notify()
+        self._changed.notify()
         return True
 
     def _tell_progress(self, round_number: int) -> None:

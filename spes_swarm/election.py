@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from blake3 import blake3
 
-from spes_swarm.records import Volunteer
+from spes_swarm.record_schemas import Volunteer
 
 # A volunteer that says it is uploading is given so many periods before the next in line takes over.
 _PATIENCE_PERIODS = 2

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,15 @@ from hivemind.p2p import P2P
 
 from spes_swarm import blame
 from spes_swarm.bitmap import bitmap, members_of
+from spes_swarm.changes import Changes
 from spes_swarm.codec import EXACT
+from spes_swarm.config import RoundConfig
 from spes_swarm.errors import ProtocolError, RoundError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.plan import Contribution, Part
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.round_state import CommitReport, RoundState
 from spes_swarm.rpc import RemoteError, Rpc
-from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
+from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 from spes_swarm.wording import plural
 
 _MAX_PUSH_HELLO_BYTES = 1024
@@ -32,6 +37,19 @@ _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
 _COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE = 0.5, 0.75, 0.9
 FaultSink = Callable[[str, ProtocolError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """Deadlines of an exchange."""
+
+    stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
+    timeout_s: float  # the whole exchange; see above for the shares of its phases
+
+    @classmethod
+    def of(cls, config: RoundConfig) -> ExchangeLimits:
+        """Those of a run."""
+        return cls(config.stall_timeout_s, config.timeout_s)
 
 
 class Exchange:
@@ -45,7 +63,10 @@ class Exchange:
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
         self._round: RoundState | None = None
-        self._round_changed = asyncio.Event()
+        self._begun = Changes()  # a round
+        self._reduced = Changes()  # a part, in this round
+        self._served = Changes()  # a member, in this round
+        self._last_heard: dict[int, float] = {}  # of each member, in this round
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -60,11 +81,9 @@ class Exchange:
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
-        self._round = state
+        self._begin(state)
         if state.own_faults:
             self._on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
-        self._round_changed.set()
-        self._round_changed = asyncio.Event()
         in_time = True
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -80,6 +99,13 @@ class Exchange:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         return state.commit()
 
+    def _begin(self, state: RoundState) -> None:
+        """Serves the streams of this round from now on."""
+        self._round = state
+        self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
+        state.on_reduced = self._reduced.notify
+        self._begun.notify()
+
     def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
         for member, error in faults:
             self._on_fault(state.group.members[member].peer_id, error)
@@ -89,11 +115,10 @@ class Exchange:
         state = self._round
         if state is None:
             return 0, 0
-        if state.unserved:
-            try:
-                await asyncio.wait_for(state.all_served.wait(), self._limits.stall_timeout_s)
-            except TimeoutError:
-                pass  # somebody never came; what was sent until now is the figure
+        with suppress(TimeoutError):  # somebody never came; what was sent until now is the figure
+            async with asyncio.timeout(self._limits.stall_timeout_s):
+                while state.unserved:
+                    await self._served.wait()
         return state.payload_bytes_sent, state.payload_bytes_received
 
     async def _transfer(self, state: RoundState) -> None:
@@ -185,13 +210,10 @@ class Exchange:
         probes: dict[int, asyncio.Task[bool]] = {}
         try:
             while len(state.reduced) < state.num_to_reduce:
-                changed = state.reduced_changed
-                try:
-                    await asyncio.wait_for(changed.wait(), stall_s / 8)
-                except TimeoutError:
+                if not await self._reduced.wait(stall_s / 8):
                     now = time.monotonic()
                     for member in state.awaited_contributors():
-                        silent_s = now - state.last_heard[member]
+                        silent_s = now - self._last_heard[member]
                         if silent_s > stall_s / 8 and member not in probes:
                             probes[member] = asyncio.create_task(self._is_gone(state, member))
                         if silent_s > stall_s:
@@ -291,7 +313,7 @@ class Exchange:
         try:
             async with asyncio.timeout(self._limits.stall_timeout_s / 2):
                 while self._round is None or self._round.group.id != group_id:
-                    await self._round_changed.wait()
+                    await self._begun.wait()
         except TimeoutError:
             raise ProtocolError("group", "no round of that group is open here") from None
         member = self._round.group.index_of(peer_id)
@@ -312,6 +334,7 @@ class Exchange:
                     break
                 if frame.kind is not FrameKind.DATA:
                     raise ProtocolError("malformed", f"a {frame.kind.name} frame among contributions")
+                self._last_heard[member] = time.monotonic()
                 try:
                     state.accept(member, frame)
                 except ProtocolError as exc:
@@ -341,16 +364,14 @@ class Exchange:
                 await self._stream_reduced(state, member, channel)
             finally:
                 state.served(member)
+                self._served.notify()
         await channel.send(Frame(FrameKind.END))
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
         position = 0
         while position < state.num_to_reduce and state is self._round:
             if position == len(state.reduced):
-                changed = state.reduced_changed
-                try:
-                    await asyncio.wait_for(changed.wait(), self._limits.stall_timeout_s / 4)
-                except TimeoutError:
+                if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
                     await channel.send(Frame(FrameKind.KEEPALIVE))
                 continue
             index = state.reduced[position]

@@ -11,7 +11,7 @@ from spes_swarm import ownership
 from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.ownership import Holding, Rules
 from spes_swarm.plan import Plan
-from spes_swarm.records import Lease
+from spes_swarm.record_schemas import Lease
 from spes_swarm.statement import Group
 
 

@@ -28,12 +28,14 @@ import numpy as np
 from blake3 import blake3
 from hivemind.p2p import P2P
 
+from spes_swarm.changes import Changes
 from spes_swarm.codec import EXACT, FloatArray
 from spes_swarm.config import TrainingConfig
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.layout import Layout
 from spes_swarm.reference import CHUNK_ELEMENTS
-from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
+from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 
 _MAX_HELLO_BYTES = 1024
 _MAX_STEP = 1 << 40
@@ -127,15 +129,11 @@ class Moments:
         self._due: dict[int, set[str]] = {}  # who will come for what
         self._offered: dict[int, FloatArray] = {}
         self._step = 0
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     async def start(self) -> None:
         """Registers the handler."""
         await serve_channel(self._p2p, self._name, self._serve, self._stall_timeout_s, self._on_fault)
-
-    def _touch(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     # Giving.
 
@@ -144,13 +142,13 @@ class Moments:
         self._round = round_number
         self._due = {expert: set(peers) for expert, peers in due.items() if peers}
         self._offered = {}
-        self._touch()
+        self._changed.notify()
 
     def offer(self, round_number: int, step: int, moments: Mapping[int, FloatArray]) -> None:
         """Serves these moments, each of shape (2N,), to those who are due to come for them."""
         if round_number == self._round:
             self._step, self._offered = step, dict(moments)
-            self._touch()
+            self._changed.notify()
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
         """Waits until everybody who is due has come; whether that was so before the deadline."""
@@ -191,7 +189,7 @@ class Moments:
             self._due[expert].discard(channel.peer_id)
             if not self._due[expert]:
                 del self._due[expert]
-            self._touch()
+            self._changed.notify()
 
     # Taking.
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from spes_swarm.changes import Changes
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.identity import Identity
 from spes_swarm.rpc import Rpc
@@ -58,11 +59,7 @@ class _Gathering:
     lost: set[str] = field(default_factory=set)
     past: set[str] = field(default_factory=set)  # peers that say that this round is over
     redirect: str | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def touch(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+    changed: Changes = field(default_factory=Changes)
 
 
 class Rendezvous:
@@ -194,7 +191,7 @@ class Rendezvous:
     def _stop_leading(self, finished_round: int) -> None:
         for round_number in [r for r in self._gatherings if r <= finished_round]:
             gathering = self._gatherings.pop(round_number)
-            gathering.touch()
+            gathering.changed.notify()
             self._leading.pop(round_number).cancel()
 
     def _add(self, gathering: _Gathering, round_number: int, sealed: bytes) -> Member:
@@ -202,7 +199,7 @@ class Rendezvous:
         if gathering.sealed.get(member.peer_id) != sealed:
             gathering.sealed[member.peer_id] = sealed
             gathering.members[member.peer_id] = member
-            gathering.touch()
+            gathering.changed.notify()
         gathering.lost.discard(member.peer_id)
         gathering.last_poll[member.peer_id] = time.monotonic()
         return member
@@ -224,7 +221,7 @@ class Rendezvous:
             if self._is_most(gathering.past):  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
             self._add(gathering, round_number, sealed)
-            await self._wait(gathering.changed, _POLL_S)
+            await gathering.changed.wait(_POLL_S)
         return None
 
     async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
@@ -246,7 +243,7 @@ class Rendezvous:
                 if gathering.sealed and (not awaited or waited_s > self._window_s):
                     self._close(round_number, gathering)
                     return
-                await self._wait(gathering.changed, min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
+                await gathering.changed.wait(min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
         finally:
             for task in callers.values():
                 task.cancel()
@@ -266,7 +263,7 @@ class Rendezvous:
                 if isinstance(leader, str) and leader not in failed and self._better(leader, round_number):
                     self._note_return(leader)
                     gathering.redirect = leader
-                    gathering.touch()
+                    gathering.changed.notify()
                     return
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
@@ -279,7 +276,7 @@ class Rendezvous:
                 failures += 1
             await asyncio.sleep(_POLL_S / 2)
         gathering.lost.add(peer_id)
-        gathering.touch()
+        gathering.changed.notify()
 
     def _voices(self) -> set[str]:
         """The other peers whose word counts here. Who defers to others knows nobody yet, and hears everybody."""
@@ -306,7 +303,7 @@ class Rendezvous:
         sealed = [data for peer, data in gathering.sealed.items() if peer not in silent]
         if sealed:
             self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
-        gathering.touch()
+        gathering.changed.notify()
 
     # Following.
 
@@ -397,7 +394,7 @@ class Rendezvous:
         if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
             self._closed = group
         for gathering in self._gatherings.values():
-            gathering.touch()
+            gathering.changed.notify()
 
     def _closed_group(self, round_number: int) -> Group | None:
         return self._closed if self._closed is not None and self._closed.round == round_number else None
@@ -447,7 +444,7 @@ class Rendezvous:
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             self._add(gathering, round_number, sealed)
-            await self._wait(gathering.changed, _POLL_S)
+            await gathering.changed.wait(_POLL_S)
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
@@ -472,12 +469,6 @@ class Rendezvous:
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
         return {}
-
-    async def _wait(self, event: asyncio.Event, timeout_s: float) -> None:
-        try:
-            await asyncio.wait_for(event.wait(), timeout_s)
-        except TimeoutError:
-            return
 
 
 async def _hold(asked: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median_low
 
-from spes_swarm.records import Progress
+from spes_swarm.record_schemas import Progress
 from spes_swarm.standing import Neighbour, Standing
 
 # Records are written and read about once a second; what a peer has answered since is newer for so long.

@@ -7,10 +7,9 @@ Shapes: N elements of one part.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,30 +18,27 @@ from spes_swarm import blame
 from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
 from spes_swarm.codec import EXACT, Codec, FloatArray
-from spes_swarm.config import RoundConfig
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.plan import Contribution, Form, Part, Plan
 from spes_swarm.reference import Reference
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.statement import Group
 from spes_swarm.track_record import TrackRecords
-from spes_swarm.wire import Frame, FrameKind
 from spes_swarm.wording import plural
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeLimits:
-    """Deadlines and bounds of an exchange."""
+class Bounds:
+    """What is accepted of other members."""
 
-    stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
-    timeout_s: float  # the whole exchange; see exchange.py for the shares of its phases
-    max_update_rms: float  # largest root mean square of a part's difference that is accepted
-    bounded: bool = True  # contributions and results are held to the plan's limits
+    max_update_rms: float  # largest root mean square of a part's difference
+    bounded: bool = True  # contributions and results are held to the plan's limits, too
 
     @classmethod
-    def of(cls, config: RoundConfig) -> ExchangeLimits:
-        """Those of a run."""
-        return cls(config.stall_timeout_s, config.timeout_s, config.max_update_rms, bounded=config.clip > 0)
+    def of(cls, clip: float, max_update_rms: float) -> Bounds:
+        """Those of a run's settings `round.clip` and `round.max_update_rms`."""
+        return cls(max_update_rms, bounded=clip > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +90,9 @@ class RoundState:
         contribution_N: this member's live weights (only shared and held blocks are read); at commit it becomes what
             the live weights of those blocks have to be.
         tracks: what this peer has seen of the others.
+
+    Attributes:
+        on_reduced: called when a part has been reduced here.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class RoundState:
         reference: Reference,
         contribution_N: FloatArray,
         codec: Codec,
-        limits: ExchangeLimits,
+        bounds: Bounds,
         tracks: TrackRecords | None = None,
     ) -> None:
         self.group = group
@@ -113,20 +112,18 @@ class RoundState:
         self.reference = reference
         self.contribution_N = contribution_N
         self.codec = codec
-        self.limits = limits
+        self._bounds = bounds
         self.results: dict[int, Result] = {}
         self.dropped: set[int] = set()  # parts whose results have come, and were refused
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
-        self.reduced_changed = asyncio.Event()  # replaced by a new one at each completion
+        self.on_reduced: Callable[[], None] = lambda: None
         self.ended: set[int] = set()  # reducers that have said that they are through
         self.finished = False  # no more results will come from reducers
         self.committed = False
         self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
         self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
-        self.all_served = asyncio.Event()
         self.payload_bytes_sent = 0
         self.payload_bytes_received = 0
-        self.last_heard = dict.fromkeys(range(plan.num_members), time.monotonic())
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self._tracks = tracks or TrackRecords()
         self._block_sizes: Counter[int] = Counter()  # elements of each block, and of those the ones reduced here
@@ -173,8 +170,6 @@ class RoundState:
     def served(self, member: int) -> None:
         """Notes that a member has been sent all that it can get here, or is gone."""
         self.unserved.discard(member)
-        if not self.unserved:
-            self.all_served.set()
 
     # What this member sends.
 
@@ -202,7 +197,6 @@ class RoundState:
         Raises:
             ProtocolError: it is not what the plan says, or its values are not acceptable; nothing has changed.
         """
-        self.last_heard[member] = time.monotonic()
         accumulator = self._accumulators.get(frame.part)
         if accumulator is None:
             if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
@@ -242,7 +236,7 @@ class RoundState:
         Nothing was stated about it, so it is measured part by part. Who has committed with this peer since cannot be
         further apart than that.
         """
-        if not self.limits.bounded or not math.isfinite(contribution.limit_rms):
+        if not self._bounds.bounded or not math.isfinite(contribution.limit_rms):
             return difference_N
         peer_id = self.group.members[contribution.member].peer_id
         since = self._tracks.rounds_since(peer_id, self.plan.round)
@@ -254,7 +248,7 @@ class RoundState:
 
     def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
         """What was stated decides how a member is scaled: more than that must not come."""
-        if not self.limits.bounded:
+        if not self._bounds.bounded:
             return
         key = contribution.member, part.block
         budget = self._budgets.get(key)
@@ -277,8 +271,8 @@ class RoundState:
 
     def _check_norm(self, difference_N: FloatArray) -> None:
         rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
-        if not rms <= self.limits.max_update_rms:
-            raise ProtocolError("norm", f"RMS {rms:.3g} of a difference exceeds {self.limits.max_update_rms:.3g}")
+        if not rms <= self._bounds.max_update_rms:
+            raise ProtocolError("norm", f"RMS {rms:.3g} of a difference exceeds {self._bounds.max_update_rms:.3g}")
 
     def give_up(self, member: int) -> int:
         """Stops waiting for a contributor; returns for how many parts it was still awaited."""
@@ -307,15 +301,14 @@ class RoundState:
             values_N = self.reference.values_N[part.start : part.start + part.size]
             self.results[index] = Result(Form.FULL, EXACT.encode(values_N), frozenset())
         self.reduced.append(index)
-        self.reduced_changed.set()
-        self.reduced_changed = asyncio.Event()
+        self.on_reduced()
 
     def _mean(self, part: Part, accumulator: _Accumulator) -> FloatArray:
         """The weighted mean, in which nobody pulls further aside than most do; see clipping.Agreement."""
         members = list(accumulator.differences)
         weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
         coefficients = weights / weights.sum()
-        if self.limits.bounded:
+        if self._bounds.bounded:
             block_plan = self.plan.block_of(part)
             free_rms = FREE_DEVIATION * block_plan.median_rms
             differences_MN = np.stack([accumulator.differences[member] for member in members])
@@ -330,7 +323,7 @@ class RoundState:
 
     def clipped(self) -> list[tuple[int, ProtocolError]]:
         """The members whose contributions were shortened; see blame.clipped."""
-        if not self.limits.bounded:
+        if not self._bounds.bounded:
             return []
         ids = [member.peer_id for member in self.group.members]
         new = {i for i, peer_id in enumerate(ids) if self._tracks.is_new(peer_id)}
@@ -417,7 +410,7 @@ class RoundState:
 
     def refuse_excessive(self) -> list[tuple[int, ProtocolError]]:
         """Drops results that are longer than what goes into them, as if they had not come; says whose they were."""
-        if not self.limits.bounded:
+        if not self._bounds.bounded:
             return []
         known = {index: (result.included, result.energy) for index, result in self.results.items()}
         errors = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from spes_swarm.layout import Layout
 from spes_swarm.leases import Reassignment
 from spes_swarm.manifest import Manifest
-from spes_swarm.records import State
+from spes_swarm.record_schemas import State
 from spes_swarm.round_state import CommitReport
 
 

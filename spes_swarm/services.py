@@ -27,7 +27,7 @@ from spes_swarm.dht import join_dht
 from spes_swarm.download import TransferReport
 from spes_swarm.election import periods_to_wait
 from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.exchange import Exchange
+from spes_swarm.exchange import Exchange, ExchangeLimits
 from spes_swarm.greetings import Greetings
 from spes_swarm.identity import Identity
 from spes_swarm.leases import Leases
@@ -36,11 +36,12 @@ from spes_swarm.moments import MomentLimits, Moments, Received, num_moments, sli
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.port import Called, GroupFormed, Listener, RunCommands
-from spes_swarm.records import Lease, Progress, RecentFaults, Record, Records, RunRecordValidator, Volunteer
+from spes_swarm.record_schemas import Lease, Progress, RecentFaults, Record, Volunteer
+from spes_swarm.records import Records, RunRecordValidator
 from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.rendezvous import Rendezvous
 from spes_swarm.roster import Roster
-from spes_swarm.round_state import ExchangeLimits, RoundState
+from spes_swarm.round_state import Bounds, RoundState
 from spes_swarm.rpc import Rpc
 from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
 from spes_swarm.shared_vector import attach_from
@@ -73,7 +74,7 @@ class RunServices(RunCommands):
         )
         self._contribution_N = attach_from(settings.trainer_pid, settings.contribution_fd, num_elements)
         self._codec = get_codec(run.round.codec)
-        self._limits = ExchangeLimits.of(run.round)
+        self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         told = set(map(peer_id_of, settings.initial_peers)) - {identity.peer_id}
         self._roster = Roster(identity.peer_id, run.round.progress_ttl_s, Standing(told))
         self._told = told
@@ -102,8 +103,9 @@ class RunServices(RunCommands):
         self._greetings = Greetings(
             rpc, self._roster, self._acquaintances, lambda: self._own_maddrs if self.reachable else []
         )
-        self._exchange = Exchange(daemon.p2p, rpc, self._run_id, self._limits, self._on_fault)
         stall_timeout_s = run.round.stall_timeout_s
+        limits = ExchangeLimits.of(run.round)
+        self._exchange = Exchange(daemon.p2p, rpc, self._run_id, limits, self._on_fault)
         self._transfer = Transfer(
             daemon.p2p, rpc, self._run_id, self.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
         )
@@ -469,7 +471,7 @@ class RunServices(RunCommands):
         plan = self._make_plan(group)
         self._listener.tell(GroupFormed(group.round, len(group.members)))
         mine = self.reference, self._contribution_N
-        state = RoundState(group, plan, me, *mine, self._codec, self._limits, self._tracks)
+        state = RoundState(group, plan, me, *mine, self._codec, self._bounds, self._tracks)
         try:
             with self._transfer.round_under_way():
                 commit = await self._exchange.run(state)

@@ -23,13 +23,14 @@ from spes_swarm.codec import EXACT
 from spes_swarm.donors import Electorate
 from spes_swarm.download import Download, SyncProgress, TransferReport
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.layout import Layout
 from spes_swarm.partial_reference import PartialReference
 from spes_swarm.rate_limit import TransferLimit
 from spes_swarm.reference import DIGEST_BYTES, Chunk, Reference, ReferenceTable, chunks_of
 from spes_swarm.rpc import Rpc
 from spes_swarm.statement import MAX_ROUND
-from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel, serve_channel
+from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 
 _RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun or ended
 # Copies for newcomers take no more memory than this, or one block.

@@ -12,8 +12,6 @@ import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, TypeVar
 
 import msgpack
@@ -21,6 +19,7 @@ from hivemind.p2p import P2P, PeerID
 
 from spes_swarm.decoding import unpack
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import MAX_ERROR_BYTES, Frame, FrameKind
 
 T = TypeVar("T")
 
@@ -29,37 +28,10 @@ STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
 
 _HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
 MAX_EXTRA_BYTES = 4096
-MAX_ERROR_BYTES = 1024
 # An honest peer has one stream of a kind open, two or three while an old one is closing.
 MAX_STREAMS_PER_PEER = 8
 # Of one kind, from all peers together: each one costs a file descriptor.
 MAX_STREAMS = 256
-
-
-class FrameKind(IntEnum):
-    """What a frame is for."""
-
-    HELLO = 0  # opens a stream; the payload is a msgpack map
-    DATA = 1  # values of one part or chunk
-    KEEPALIVE = 2  # "I am alive and waiting for others"
-    END = 3  # nothing more will come
-    ERROR = 4  # the payload says why the stream ends
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One message on a stream."""
-
-    kind: FrameKind
-    form: int = 0
-    part: int = 0
-    weight: float = 0.0
-    extra: bytes = b""
-    payload: bytes = b""
-
-    def error_text(self) -> str:
-        """What an ERROR frame says, cut to a length that can be logged."""
-        return self.payload[:MAX_ERROR_BYTES].decode(errors="replace")
 
 
 class Channel:

@@ -25,18 +25,19 @@ from spes_swarm.bitmap import bitmap
 from spes_swarm.codec import EXACT, FloatArray
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.exchange import Exchange
+from spes_swarm.exchange import Exchange, ExchangeLimits
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.identity import Identity
 from spes_swarm.manifest import Manifest, open_manifest
 from spes_swarm.model import build_model, layout_of
 from spes_swarm.plan import Contribution, Form, Part
 from spes_swarm.port import Called, GroupFormed, News
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.round_state import CommitReport, RoundState
 from spes_swarm.rpc import Rpc
 from spes_swarm.service_messages import CaughtUp, Presence, RunSettings, SwarmView
 from spes_swarm.services import RunServices
 from spes_swarm.shared_vector import SharedVector
-from spes_swarm.wire import STREAM_ERRORS, Channel, Frame, FrameKind, open_channel
+from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel
 
 # frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
 # sent at all; slow: valid frames, but a trickle, and keepalives for ever; two_faced: other results for every member.
@@ -91,9 +92,7 @@ class HostileExchange(Exchange):
     async def run(self, state: RoundState) -> CommitReport:
         """As an honest member, but what is reduced here stays at the old reference, as with those it is hidden from."""
         self.mine = {part.index for part in state.plan.parts if part.reducer == state.me}
-        self._round = state
-        self._round_changed.set()
-        self._round_changed = asyncio.Event()
+        self._begin(state)
         with contextlib.suppress(TimeoutError, RoundError):
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
@@ -223,7 +222,8 @@ async def membership(
         )
         listener = _Listener(directory)
         services = RunServices(listener, daemon, rpc, identity, settings)
-        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, ExchangeLimits.of(run.round), listener.on_fault)
+        limits = ExchangeLimits.of(run.round)
+        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
         services._exchange = exchange
         await services.start()
         await services.download(if_newer=False)

@@ -16,7 +16,7 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.records import Lease, Progress
+from spes_swarm.record_schemas import Lease, Progress
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins

@@ -11,19 +11,19 @@ from tempfile import mkdtemp
 
 from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.codec import FloatArray, get_codec
+from spes_swarm.frames import Frame
 from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
 from spes_swarm.lineage import Lineage
 from spes_swarm.plan import Plan, common_lineage, make_plan
 from spes_swarm.reference import Reference
-from spes_swarm.round_state import CommitReport, ExchangeLimits, RoundState
+from spes_swarm.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.statement import Group, Statement, form_group, seal_statement
 from spes_swarm.stating import difference_rms
-from spes_swarm.wire import Frame
 
 RUN_ID = "test-run"
-LIMITS = ExchangeLimits(stall_timeout_s=5.0, timeout_s=30.0, max_update_rms=1e3, bounded=False)
-BOUNDED = dataclasses.replace(LIMITS, bounded=True)
+UNBOUNDED = Bounds(max_update_rms=1e3, bounded=False)
+BOUNDED = dataclasses.replace(UNBOUNDED, bounded=True)
 
 
 @lru_cache(maxsize=64)
@@ -102,8 +102,8 @@ def hold_round(
     layout = peers[0].reference.layout
     group = form(peers, round_number)
     plan = make_plan(group, layout, part_elements, clip=clip)
-    limits = BOUNDED if clip else LIMITS
-    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), limits) for i, p in enumerate(peers)]
+    bounds = BOUNDED if clip else UNBOUNDED
+    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), bounds) for i, p in enumerate(peers)]
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):
             for part, contribution in plan.pushes(sender, reducer):

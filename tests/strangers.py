@@ -21,7 +21,8 @@ from typing import Any
 from hivemind.dht import DHTNode
 
 from spes_swarm.identity import Identity
-from spes_swarm.records import Progress, Records
+from spes_swarm.record_schemas import Progress
+from spes_swarm.records import Records
 from tests.hostile_peer import joined
 
 GHOST_LIFE_S = 600.0

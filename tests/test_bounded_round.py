@@ -10,12 +10,12 @@ from spes_swarm.bitmap import bitmap
 from spes_swarm.clipping import MAX_ROUNDS_APART
 from spes_swarm.codec import FloatArray
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.plan import BlockPlan, Form, make_plan
 from spes_swarm.result_bounds import excessive_results
 from spes_swarm.round_state import RoundState
 from spes_swarm.statement import MAX_RMS
 from spes_swarm.track_record import TrackRecords
-from spes_swarm.wire import Frame, FrameKind
 from tests.bounded_rounds import (
     CLIP,
     HOLDINGS,

@@ -12,11 +12,11 @@ import pytest
 
 from spes_swarm.chunk_stream import PIECE_BYTES, Arrivals, piece_frames, read_request, request_frame
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.layout import Layout
 from spes_swarm.partial_reference import PartialReference
 from spes_swarm.reference import CHUNK_ELEMENTS, Reference, chunk_digest, chunks_of
 from spes_swarm.transfer import Copies
-from spes_swarm.wire import Frame, FrameKind
 
 CHUNK_BYTES = 4 * CHUNK_ELEMENTS
 

@@ -14,7 +14,8 @@ from hivemind.dht import DHTNode
 from spes_swarm.clock import TOLERANCE_S, Timekeeper
 from spes_swarm.identity import Identity
 from spes_swarm.local_peer import PATIENCE_S, LocalPeer
-from spes_swarm.records import Progress, Records, RunRecordValidator
+from spes_swarm.record_schemas import Progress
+from spes_swarm.records import Records, RunRecordValidator
 from tests.dht_clock import in_hivemind
 from tests.hostile_peer import joined
 from tests.rounds import identity

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from spes_swarm.bitmap import bitmap
 from spes_swarm.codec import EXACT, get_codec
 from spes_swarm.errors import ProtocolError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.plan import Form, Plan, make_plan
 from spes_swarm.reference import Reference
 from spes_swarm.round_state import RoundState
-from spes_swarm.wire import Frame, FrameKind
-from tests.rounds import LIMITS, FakePeer, form, hold_round, peer, small_layout
+from tests.rounds import UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
 
 HOSTILE = 2  # index of the hostile member among three
 CODEC = get_codec("fp16")
@@ -86,7 +86,7 @@ def three_peers() -> tuple[list[FakePeer], Plan, list[RoundState]]:
         p.live_N += rng.normal(0, 0.01, p.live_N.size).astype(np.float32)
     group = form(peers, 1)
     plan = make_plan(group, layout, 64)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, LIMITS) for i, p in enumerate(peers)]
+    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
     return peers, plan, states
 
 
@@ -232,7 +232,7 @@ def test_a_peer_whose_own_weights_are_nan_spoils_nothing() -> None:
     peers, plan, _ = three_peers()
     peers[HOSTILE].live_N[:] = math.nan
     group = form(peers, 1)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, LIMITS) for i, p in enumerate(peers)]
+    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
     assert {error.kind for error in states[HOSTILE].own_faults} == {"norm"}
     for sender in states:
         for target in states:
@@ -308,7 +308,7 @@ def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: 
     for p in honest:
         moved_N = p.reference.values_N - expected_without_hostile()[0]
         assert np.isfinite(p.live_N).all()
-        assert np.sqrt(np.mean(np.square(moved_N))) <= LIMITS.max_update_rms
+        assert np.sqrt(np.mean(np.square(moved_N))) <= UNBOUNDED.max_update_rms
 
 
 @settings(max_examples=100)
@@ -338,7 +338,7 @@ def test_a_full_contribution_that_overflows_is_refused() -> None:
     peers[HOSTILE].reference.finish(1, [(0, 1)])
     group = form(peers, 2)
     plan = make_plan(group, peers[0].reference.layout, 64)
-    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, LIMITS)
+    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, UNBOUNDED)
     part, contribution = next((p, c) for p, c in plan.pushes(HOSTILE, 0) if c.form is Form.FULL)
     state.reference.values_N[part.start : part.start + part.size] = -3e38
     payload = EXACT.encode(np.full(part.size, 3e38, np.float32))

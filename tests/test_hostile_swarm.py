@@ -21,14 +21,16 @@ from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.forked_peer import ForkServer
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.identity import Identity
 from spes_swarm.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.manifest import Manifest
-from spes_swarm.records import MAX_RECORD_BYTES, Lease, record_key
+from spes_swarm.record_schemas import Lease
+from spes_swarm.records import MAX_RECORD_BYTES, record_key
 from spes_swarm.rpc import MAX_REQUEST_BYTES, Rpc
 from spes_swarm.signed import seal
 from spes_swarm.statement import Statement, seal_statement
-from spes_swarm.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, Frame, FrameKind, open_channel
+from spes_swarm.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, open_channel
 from tests import hostile_peer
 from tests.hostile_peer import MODES, joined
 from tests.rounds import identity

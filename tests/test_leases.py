@@ -10,7 +10,7 @@ from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.leases import Leases, Reassignment, reassign_group
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import Plan, make_plan
-from spes_swarm.records import Lease
+from spes_swarm.record_schemas import Lease
 from spes_swarm.statement import Group, Member
 from tests.rounds import small_layout
 from tests.test_plan import MAX_PART, ROUND, group, member

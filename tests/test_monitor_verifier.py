@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.records import MAX_RECORD_BYTES, Record, record_key
+from spes_swarm.record_schemas import Record
+from spes_swarm.records import MAX_RECORD_BYTES, record_key
 from spes_swarm.signed import seal
 from tests.monitoring import START, TTL_S, lease, progress
 from tests.rounds import identity

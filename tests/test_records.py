@@ -29,20 +29,8 @@ from pydantic import ValidationError
 
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.identity import Identity, verify
-from spes_swarm.records import (
-    MAX_EXPERTS,
-    MAX_FAULTS,
-    MAX_LIFETIME_S,
-    MAX_RECORD_BYTES,
-    FaultNote,
-    Lease,
-    Progress,
-    RecentFaults,
-    Record,
-    Records,
-    RunRecordValidator,
-    record_key,
-)
+from spes_swarm.record_schemas import MAX_EXPERTS, MAX_FAULTS, FaultNote, Lease, Progress, RecentFaults, Record
+from spes_swarm.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, Records, RunRecordValidator, record_key
 from spes_swarm.signed import SignedModel, seal
 from spes_swarm.verified_records import VerifiedRecords
 from tests.rounds import identity

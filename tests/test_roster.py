@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spes_swarm import roster as roster_module
-from spes_swarm.records import Progress
+from spes_swarm.record_schemas import Progress
 from spes_swarm.roster import Roster
 from spes_swarm.standing import GRACE_SHARE, Standing
 

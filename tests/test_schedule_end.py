@@ -16,7 +16,7 @@ from spes_swarm.hub.target import open_target
 from spes_swarm.layout import Layout
 from spes_swarm.leases import Leases
 from spes_swarm.ownership import Rules
-from spes_swarm.records import Progress
+from spes_swarm.record_schemas import Progress
 from spes_swarm.reference import Reference
 from spes_swarm.roster import Roster
 from spes_swarm.schedule_end import ScheduleEnd

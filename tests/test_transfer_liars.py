@@ -13,9 +13,10 @@ from spes_swarm import donors as donors_module
 from spes_swarm import download as download_module
 from spes_swarm.chunk_stream import piece_frames
 from spes_swarm.errors import ProtocolError, RoundError
+from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.transfer import table_to_wire
-from spes_swarm.wire import Channel, Frame, FrameKind
+from spes_swarm.wire import Channel
 from tests.transfer_net import (
     CHUNK_BYTES,
     NUM_BLOCKS,

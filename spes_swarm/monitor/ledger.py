@@ -28,7 +28,7 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.records import Lease, Progress
+from spes_swarm.record_schemas import Lease, Progress
 
 # Rounds around the swarm's whose reports are still taken in.
 _WINDOW: Final = 8

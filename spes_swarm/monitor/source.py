@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 
+from spes_swarm.changes import Changes
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
 
@@ -15,7 +14,7 @@ class HeldState:
     def __init__(self, state: SwarmState, history: Sequence[HistoryPoint] = ()) -> None:
         self._state = state
         self._history = list(history)
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     def state(self) -> SwarmState:
         """See StateSource."""
@@ -27,11 +26,9 @@ class HeldState:
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """See StateSource."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        await self._changed.wait(timeout_s)
 
     def update(self, state: SwarmState, history: Sequence[HistoryPoint]) -> None:
         """Replaces what is known, and wakes everybody."""
         self._state, self._history = state, list(history)
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self._changed.notify()

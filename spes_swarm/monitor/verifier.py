@@ -11,7 +11,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.errors import ProtocolError
-from spes_swarm.records import MAX_LIFETIME_S, Record, RunRecordValidator, record_key
+from spes_swarm.record_schemas import Record
+from spes_swarm.records import MAX_LIFETIME_S, RunRecordValidator, record_key
 
 # What a person is told about a refused record, by the reason that the validator gives.
 _REFUSALS: Final = {

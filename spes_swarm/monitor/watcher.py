@@ -30,7 +30,8 @@ from spes_swarm.manifest import Manifest
 from spes_swarm.manifest_query import ask_for_manifest
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.reach import ReachService
-from spes_swarm.records import Lease, Progress, record_key, search
+from spes_swarm.record_schemas import Lease, Progress
+from spes_swarm.records import record_key, search
 from spes_swarm.rpc import Rpc
 
 _CALL_TIMEOUT_S: Final = 5.0

@@ -1,0 +1,29 @@
+"""An event that happens again and again."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Changes:
+    """Wakes all tasks that wait for the next change; one that happened before they waited does not count."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wakes those who wait."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the next change.
+
+        Returns:
+            Whether there was one within `timeout_s`.
+        """
+        try:
+            await asyncio.wait_for(self._next.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
