@@ -96,13 +96,13 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     import numpy as np
 
     from spes_swarm.daemon import Daemon
-    from spes_swarm.download import SyncProgress
     from spes_swarm.errors import ProtocolError, RoundError
     from spes_swarm.identity import Identity
     from spes_swarm.manifest import open_manifest
     from spes_swarm.model import build_model, layout_of
     from spes_swarm.reference import Reference
     from spes_swarm.rpc import Rpc
+    from spes_swarm.service_messages import SyncProgress
     from spes_swarm.transfer import Transfer
 
     def complain(peer_id: str, error: ProtocolError) -> None:

@@ -113,3 +113,15 @@ def best_first(maddrs: Sequence[str]) -> list[str]:
         return 0 if ip.is_global else 3 if ip.is_loopback else 1
 
     return sorted(maddrs, key=reach)
+
+
+def tcp_endpoint(maddr: str) -> tuple[str, int] | None:
+    """The IP address and TCP port of a multiaddress; None if it has none of its own (names, UDP, circuits)."""
+    if "/p2p-circuit" in maddr:
+        return None
+    try:
+        values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
+    except (MultiaddrError, ValueError, KeyError):
+        return None
+    host, port = values.get("ip4") or values.get("ip6"), values.get("tcp")
+    return (host, int(port)) if host is not None and port is not None else None

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from spes_swarm.codec import FloatArray
 from spes_swarm.config import RunConfig
-from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
 from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.roster import PeerView, Roster
 from spes_swarm.schedule_end import ScheduleEnd
-from spes_swarm.service_messages import CaughtUp
+from spes_swarm.service_messages import CaughtUp, SyncProgress, TransferReport
 from spes_swarm.transfer import Transfer
 
 # A peer that has missed so many rounds would be sent nearly the whole model in the middle of one.

@@ -15,9 +15,10 @@ from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.links import Links
 from spes_swarm.port import LinkMade
-from spes_swarm.reach import UNKNOWN, Reach, ReachService
+from spes_swarm.reach import ReachService
 from spes_swarm.relay import Relay
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import UNKNOWN, Reach
 from spes_swarm.standing import Neighbour
 
 _TEND_S = 2.0

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import ClassVar
 
 from spes_swarm.changes import Changes
 from spes_swarm.chunk_queue import ChunkQueue
@@ -28,6 +26,7 @@ from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.frames import FrameKind
 from spes_swarm.partial_reference import PartialReference
 from spes_swarm.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
+from spes_swarm.service_messages import SyncProgress, TransferReport
 from spes_swarm.wire import STREAM_ERRORS
 
 # Of how many donors chunks are fetched at a time: some, and while that takes long one by one more.
@@ -38,33 +37,6 @@ _LOOK_S = 10.0  # how often more donors are looked for
 _PATIENCE = 4.0  # stall timeouts in which at least one piece must come
 _PROGRESS_S = 1.0
 _MAX_UNWRITTEN = 64  # chunks that wait for the disk; a download does not
-
-
-@dataclass
-class TransferReport:
-    """How a download went. payload_bytes = what was kept + refetched_bytes + superseded_bytes."""
-
-    round: int
-    digest: str = ""  # of what was adopted, in hex
-    payload_bytes: int = 0  # all that donors have sent, including what was thrown away
-    refetched_bytes: int = 0  # of that, thrown away: unfinished chunks of failed donors, duplicates, lies
-    superseded_bytes: int = 0  # of that, verified and kept until the swarm had changed them
-    resumed_bytes: int = 0  # verified chunks of an earlier attempt, from disk
-    outdated_blocks: int = 0  # blocks that are not as in the last vote: the swarm commits faster than they arrive
-    chunks_by_donor: Counter[str] = field(default_factory=Counter)
-    moved_on: Counter[str] = field(default_factory=Counter)  # chunks that a donor had changed before it was asked
-
-
-@dataclass(frozen=True)
-class SyncProgress:
-    """How far a download is."""
-
-    metric: ClassVar[str] = "sync_progress"
-    round: int
-    done_bytes: int  # in place and verified
-    total_bytes: int
-    payload_bytes: int
-    chunks_by_donor: dict[str, int]
 
 
 class Download:

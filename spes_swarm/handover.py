@@ -12,8 +12,9 @@ from spes_swarm.adoption import WarmUp, read_moments, write_moments
 from spes_swarm.codec import FloatArray
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
-from spes_swarm.moments import Received, moments_digest, num_moments, slices
+from spes_swarm.moment_rules import moments_digest, num_moments, slices
 from spes_swarm.port import Commands, Port
+from spes_swarm.service_messages import Received
 from spes_swarm.shared_vector import SharedVector
 
 _COMMAND_TIMEOUT_S = 30.0

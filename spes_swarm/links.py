@@ -12,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from spes_swarm.address import tcp_endpoint
 from spes_swarm.daemon import Daemon
-from spes_swarm.reach import greets, tcp_endpoint
+from spes_swarm.reach import greets
 from spes_swarm.relay import CIRCUIT, is_circuit
 from spes_swarm.standing import Neighbour
 

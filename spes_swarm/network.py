@@ -28,9 +28,8 @@ from spes_swarm.manifest import Manifest
 from spes_swarm.manifest_query import ask_for_manifest
 from spes_swarm.pipe import Reply, Sent
 from spes_swarm.port import Commands, FaultSeen, News, ProcessCommands, RunCommands
-from spes_swarm.reach import Reach
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import RunSettings
+from spes_swarm.service_messages import Reach, RunSettings
 from spes_swarm.services import RunServices
 
 _WATCH_S = 1.0

@@ -17,14 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import ProtocolError
 from spes_swarm.lineage import Lineage
 from spes_swarm.manifest import Manifest
-from spes_swarm.moments import Received
-from spes_swarm.reach import Reach
 from spes_swarm.reference import ReferenceTable
-from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
+from spes_swarm.service_messages import (
+    CaughtUp,
+    Presence,
+    Reach,
+    Received,
+    RoundReport,
+    RunSettings,
+    SwarmView,
+    SyncProgress,
+    TokenCounts,
+    TransferReport,
+)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

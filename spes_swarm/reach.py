@@ -13,14 +13,13 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from multiaddr import Multiaddr
-from multiaddr.exceptions import Error as MultiaddrError
-
+from spes_swarm.address import tcp_endpoint
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import UNKNOWN, Reach
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
@@ -47,49 +46,8 @@ async def greets(host: str, port: int, timeout_s: float) -> bool:
             writer.transport.abort()
 
 
-def tcp_endpoint(maddr: str) -> tuple[str, int] | None:
-    """The IP address and TCP port of a multiaddress; None if it has none of its own (names, UDP, circuits)."""
-    if "/p2p-circuit" in maddr:
-        return None
-    try:
-        values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
-    except (MultiaddrError, ValueError, KeyError):
-        return None
-    host, port = values.get("ip4") or values.get("ip6"), values.get("tcp")
-    return (host, int(port)) if host is not None and port is not None else None
-
-
 def _maddr(host: str, port: int) -> str:
     return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
-
-
-@dataclass(frozen=True)
-class Reach:
-    """What is known about whether this peer can be reached."""
-
-    metric: ClassVar[str] = "reach"
-    reachable: bool | None  # None: nobody could tell
-    address: str | None  # where it was tried
-    via: tuple[str, ...]  # the peers that tried
-
-    def describe(self) -> list[str]:
-        """What the user should know; nothing where there is no news, as for peers on one machine."""
-        endpoint = None if self.address is None else tcp_endpoint(self.address)
-        if endpoint is None or ipaddress.ip_address(endpoint[0]).is_loopback:
-            return []
-        asked = f"{len(self.via)} peer" + ("s" if len(self.via) > 1 else "")
-        if self.reachable:
-            return [f"reachable at {self.address} (tried by {asked})"]
-        host, port = endpoint
-        return [
-            f"not reachable from outside: {host} takes no connections on TCP port {port} (tried by {asked}); taking "
-            "part as a client, whose parts others average",
-            f"to be reachable, open TCP port {port} in the router or firewall (--host-maddrs chooses the port), or use "
-            "--announce-maddrs",
-        ]
-
-
-UNKNOWN = Reach(None, None, ())
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ipaddress
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+from spes_swarm.address import tcp_endpoint
 from spes_swarm.layout import Layout
 from spes_swarm.leases import Reassignment
 from spes_swarm.manifest import Manifest
@@ -103,3 +107,68 @@ class RunSettings:
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
     upload_mbps: float | None = None  # as declared by the user; transfers to newcomers keep within it
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What is known about whether this peer can be reached."""
+
+    metric: ClassVar[str] = "reach"
+    reachable: bool | None  # None: nobody could tell
+    address: str | None  # where it was tried
+    via: tuple[str, ...]  # the peers that tried
+
+    def describe(self) -> list[str]:
+        """What the user should know; nothing where there is no news, as for peers on one machine."""
+        endpoint = None if self.address is None else tcp_endpoint(self.address)
+        if endpoint is None or ipaddress.ip_address(endpoint[0]).is_loopback:
+            return []
+        asked = f"{len(self.via)} peer" + ("s" if len(self.via) > 1 else "")
+        if self.reachable:
+            return [f"reachable at {self.address} (tried by {asked})"]
+        host, port = endpoint
+        return [
+            f"not reachable from outside: {host} takes no connections on TCP port {port} (tried by {asked}); taking "
+            "part as a client, whose parts others average",
+            f"to be reachable, open TCP port {port} in the router or firewall (--host-maddrs chooses the port), or use "
+            "--announce-maddrs",
+        ]
+
+
+UNKNOWN = Reach(None, None, ())
+
+
+@dataclass
+class TransferReport:
+    """How a download went. payload_bytes = what was kept + refetched_bytes + superseded_bytes."""
+
+    round: int
+    digest: str = ""  # of what was adopted, in hex
+    payload_bytes: int = 0  # all that donors have sent, including what was thrown away
+    refetched_bytes: int = 0  # of that, thrown away: unfinished chunks of failed donors, duplicates, lies
+    superseded_bytes: int = 0  # of that, verified and kept until the swarm had changed them
+    resumed_bytes: int = 0  # verified chunks of an earlier attempt, from disk
+    outdated_blocks: int = 0  # blocks that are not as in the last vote: the swarm commits faster than they arrive
+    chunks_by_donor: Counter[str] = field(default_factory=Counter)
+    moved_on: Counter[str] = field(default_factory=Counter)  # chunks that a donor had changed before it was asked
+
+
+@dataclass(frozen=True)
+class SyncProgress:
+    """How far a download is."""
+
+    metric: ClassVar[str] = "sync_progress"
+    round: int
+    done_bytes: int  # in place and verified
+    total_bytes: int
+    payload_bytes: int
+    chunks_by_donor: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One expert's moments as they arrived."""
+
+    peer_id: str
+    step: int  # of the giver's optimiser
+    digest: str  # hex BLAKE3 of the values

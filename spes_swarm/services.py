@@ -24,7 +24,6 @@ from spes_swarm.clock import Timekeeper, give_to_hivemind
 from spes_swarm.codec import FloatArray, get_codec
 from spes_swarm.daemon import Daemon
 from spes_swarm.dht import join_dht
-from spes_swarm.download import TransferReport
 from spes_swarm.election import periods_to_wait
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.exchange import Exchange, ExchangeLimits
@@ -32,7 +31,8 @@ from spes_swarm.greetings import Greetings
 from spes_swarm.identity import Identity
 from spes_swarm.leases import Leases
 from spes_swarm.lineage import Lineage
-from spes_swarm.moments import MomentLimits, Moments, Received, num_moments, slices
+from spes_swarm.moment_rules import MomentLimits, num_moments, slices
+from spes_swarm.moments import Moments
 from spes_swarm.ownership import Rules
 from spes_swarm.plan import common_lineage, make_plan
 from spes_swarm.port import Called, GroupFormed, Listener, RunCommands
@@ -43,7 +43,16 @@ from spes_swarm.rendezvous import Rendezvous
 from spes_swarm.roster import Roster
 from spes_swarm.round_state import Bounds, RoundState
 from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, RunSettings, SwarmView, TokenCounts
+from spes_swarm.service_messages import (
+    CaughtUp,
+    Presence,
+    Received,
+    RoundReport,
+    RunSettings,
+    SwarmView,
+    TokenCounts,
+    TransferReport,
+)
 from spes_swarm.shared_vector import attach_from
 from spes_swarm.standing import Neighbour, Standing
 from spes_swarm.stating import Work, difference_rms, make_statement
@@ -113,7 +122,7 @@ class RunServices(RunCommands):
             daemon.p2p,
             self._run_id,
             settings.layout,
-            limits=MomentLimits.of(run.training),
+            limits=MomentLimits.of(run.training.max_grad_norm, run.training.adam_beta1, run.training.adam_beta2),
             stall_timeout_s=stall_timeout_s,
             on_fault=self._on_fault,
         )

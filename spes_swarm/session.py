@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from spes_swarm.address import best_first, without_own
+from spes_swarm.address import best_first, tcp_endpoint, without_own
 from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
 from spes_swarm.config import RunConfig
 from spes_swarm.daemon import listen_again, with_port
-from spes_swarm.download import SyncProgress
 from spes_swarm.errors import (
     BootstrapError,
     LeftEarlyError,
@@ -42,13 +41,12 @@ from spes_swarm.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.port import Commands, Event, FaultSeen
 from spes_swarm.publishing import Publishing
 from spes_swarm.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
-from spes_swarm.reach import Reach, tcp_endpoint
 from spes_swarm.run_data import LocalData, PeerData
 from spes_swarm.run_directory import RunDirectory, lock_identity
 from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
 from spes_swarm.schedule_end import ScheduleEnd
-from spes_swarm.service_messages import Presence, RunSettings, SwarmView
+from spes_swarm.service_messages import Presence, Reach, RunSettings, SwarmView, SyncProgress
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.starting_point import StartingPoint
 from spes_swarm.stop_signals import StopSignals

@@ -21,7 +21,7 @@ from hivemind.p2p import P2P
 from spes_swarm.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.codec import EXACT
 from spes_swarm.donors import Electorate
-from spes_swarm.download import Download, SyncProgress, TransferReport
+from spes_swarm.download import Download
 from spes_swarm.errors import ProtocolError
 from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.layout import Layout
@@ -29,6 +29,7 @@ from spes_swarm.partial_reference import PartialReference
 from spes_swarm.rate_limit import TransferLimit
 from spes_swarm.reference import DIGEST_BYTES, Chunk, Reference, ReferenceTable, chunks_of
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import SyncProgress, TransferReport
 from spes_swarm.statement import MAX_ROUND
 from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 

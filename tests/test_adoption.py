@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from spes_swarm.adoption import WarmUp, read_moments, write_moments
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import TrainingConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.model import SparseModel, build_model
-from spes_swarm.moments import MomentLimits, check_moments, largest_ratio
+from spes_swarm.moment_rules import MomentLimits, check_moments, largest_ratio
 from tests.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)
@@ -138,7 +137,7 @@ def test_second_moments_of_clipped_gradients_are_accepted_and_larger_ones_are_no
     max_grad_norm: float, beta2: float
 ) -> None:
     """As torch computes them once very many steps with the largest gradients that clipping lets through were taken."""
-    limits = MomentLimits.of(training(max_grad_norm, 0.0, beta2))
+    limits = MomentLimits.of(max_grad_norm, 0.0, beta2)
     for size in (1, 1000):
         second_N = torch.full((size,), max_grad_norm**2 / size)
         for _ in range(3000):
@@ -155,25 +154,12 @@ def test_second_moments_of_clipped_gradients_are_accepted_and_larger_ones_are_no
 def test_a_forged_second_moment_does_not_make_an_expert_stand_still() -> None:
     """It passes every other check, and the adopter's steps would be 1,000 times too small for hundreds of steps."""
     with pytest.raises(ProtocolError, match="moments"):
-        check_moments(np.array([0.0, 1e6], dtype=np.float32), MomentLimits.of(training(1.0, *BETAS)))
+        check_moments(np.array([0.0, 1e6], dtype=np.float32), MomentLimits.of(1.0, *BETAS))
 
 
 def test_where_nothing_is_ever_clipped_only_the_other_bound_holds() -> None:
-    limits = MomentLimits.of(training(1e200, *BETAS))
+    limits = MomentLimits.of(1e200, *BETAS)
     assert limits.second == np.inf
     check_moments(np.array([0.0, 3e38], dtype=np.float32), limits)
     with pytest.raises(ProtocolError, match="moments"):
         check_moments(np.array([3e38, 1.0], dtype=np.float32), limits)
-
-
-def training(max_grad_norm: float, beta1: float, beta2: float) -> TrainingConfig:
-    return TrainingConfig(
-        sequence_length=8,
-        batch_size=1,
-        learning_rate=1e-3,
-        warmup_steps=0,
-        total_steps=1,
-        max_grad_norm=max_grad_norm,
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-    )

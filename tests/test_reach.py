@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from spes_swarm.address import tcp_endpoint
 from spes_swarm.daemon import Daemon, listen_again, port_is_free
 from spes_swarm.errors import AddressError
-from spes_swarm.reach import UNKNOWN, Reach, _Answer, greets, judge, tcp_endpoint
+from spes_swarm.reach import _Answer, greets, judge
 from spes_swarm.rpc import RemoteError
 from spes_swarm.run_directory import RunDirectory
+from spes_swarm.service_messages import UNKNOWN, Reach
 from tests.hosts import hosts, run
 from tests.rounds import identity
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from spes_swarm.catching_up import CatchingUp
-from spes_swarm.download import TransferReport
 from spes_swarm.errors import ConfigError
 from spes_swarm.hub.target import open_target
 from spes_swarm.layout import Layout
@@ -20,6 +19,7 @@ from spes_swarm.record_schemas import Progress
 from spes_swarm.reference import Reference
 from spes_swarm.roster import Roster
 from spes_swarm.schedule_end import ScheduleEnd
+from spes_swarm.service_messages import TransferReport
 from spes_swarm.transfer import Transfer
 from tests.lone_trainer import run_config
 from tests.monitoring import progress

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from spes_swarm.config import PeerConfig
-from spes_swarm.download import TransferReport
 from spes_swarm.errors import LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.directory import DirectoryTarget
 from spes_swarm.hub.source import PublicationSource, open_source
@@ -22,7 +21,7 @@ from spes_swarm.panel import PeerConsole
 from spes_swarm.partial_reference import PartialReference
 from spes_swarm.reference import Reference, ReferenceTable, chunks_of
 from spes_swarm.run_directory import RunDirectory
-from spes_swarm.service_messages import SwarmView
+from spes_swarm.service_messages import SwarmView, TransferReport
 from spes_swarm.starting_point import StartingPoint
 from tests.ports import LocalPort
 from tests.publications import MODELS, layout_for, manifest_of, output_dir, packed, values

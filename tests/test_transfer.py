@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from spes_swarm.chunk_stream import PIECE_BYTES, Answer, Arrivals, piece_frames, request_frame
-from spes_swarm.download import SyncProgress
 from spes_swarm.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
 from spes_swarm.reference import Reference, chunks_of
+from spes_swarm.service_messages import SyncProgress
 from spes_swarm.wire import Channel, open_channel
 from tests.transfer_net import (
     CHUNK_BYTES,

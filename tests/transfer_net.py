@@ -17,11 +17,11 @@ import pytest
 from spes_swarm import donors as donors_module
 from spes_swarm import download as download_module
 from spes_swarm.daemon import Daemon
-from spes_swarm.download import SyncProgress, TransferReport
 from spes_swarm.errors import ProtocolError
 from spes_swarm.layout import Layout
 from spes_swarm.reference import CHUNK_ELEMENTS, Reference, chunks_of
 from spes_swarm.rpc import Rpc
+from spes_swarm.service_messages import SyncProgress, TransferReport
 from spes_swarm.transfer import Transfer
 from tests.rounds import RUN_ID, identity
 
