@@ -16,7 +16,7 @@ from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
 from spes_swarm.reference import Reference, ReferenceTable
 from spes_swarm.roster import PeerView, Roster
-from spes_swarm.schedule_end import ScheduleEnd
+from spes_swarm.schedule import ScheduleEnd
 from spes_swarm.service_messages import CaughtUp, SyncProgress, TransferReport
 from spes_swarm.transfer import Transfer
 

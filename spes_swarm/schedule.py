@@ -1,10 +1,11 @@
-"""The learning rate as a function of the swarm's progress."""
+"""The learning rate on the swarm's progress, and what happens when the steps of the schedule are done."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from spes_swarm.config import TrainingConfig
+from spes_swarm.config import RunConfig, TrainingConfig
 
 
 def learning_rate(step: float, training: TrainingConfig) -> float:
@@ -21,3 +22,63 @@ def learning_rate(step: float, training: TrainingConfig) -> float:
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = training.min_learning_rate_ratio
     return training.learning_rate * (floor + (1 - floor) * cosine)
+
+
+class ScheduleEnd:
+    """The end of a run's schedule.
+
+    Args:
+        run: its `training.total_steps` are the schedule, `training.at_end` says what comes after them.
+
+    Attributes:
+        round: with whose commit the steps are done.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        self._training = run.training
+        self._inner_steps = run.round.inner_steps
+        self._told = False
+        self.round = -(-run.training.total_steps // run.round.inner_steps)
+
+    @property
+    def last_round(self) -> int | None:
+        """The round that the run ends with; None: it goes on for as long as there are peers."""
+        return self.round if self._training.at_end == "stop" else None
+
+    def ends_run(self, round_number: int) -> bool:
+        """Whether the run is over once this round is committed."""
+        return self.last_round is not None and round_number >= self.last_round
+
+    def tell_if_reached(self, round_number: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
+        """Says that the schedule is over, and what to do, the first time that it is."""
+        if self._told or round_number < self.round:
+            return
+        self._told = True
+        training = self._training
+        write(
+            "schedule_end",
+            round=round_number,
+            steps=round_number * self._inner_steps,
+            total_steps=training.total_steps,
+            at_end=training.at_end,
+        )
+        if self.last_round is not None:
+            say(f"the schedule is over: {self._steps_done}; the run ends with round {round_number}")
+            return
+        lowest = training.learning_rate * training.min_learning_rate_ratio
+        say(
+            f"the schedule is over: {self._steps_done}. Training goes on at the lowest learning rate ({lowest:g}); to "
+            "finish, leave with Ctrl-C and export the model; to train it further, found a run from the export with "
+            "--initial-weights"
+        )
+
+    def why_over(self, run_id: str) -> str:
+        """What someone is told who joins a run that has ended."""
+        return (
+            f"run {run_id} is over: {self._steps_done}, and it ended with round {self.round}; export the model from an "
+            "output directory that took part, or found a run from an export with --initial-weights"
+        )
+
+    @property
+    def _steps_done(self) -> str:
+        return f"all {self._training.total_steps:,} steps of training.total_steps are done"

@@ -45,7 +45,7 @@ from spes_swarm.run_data import LocalData, PeerData
 from spes_swarm.run_directory import RunDirectory, lock_identity
 from spes_swarm.run_finder import RunFinder, tokenizer_of
 from spes_swarm.sampler import Sampler, TokenStream
-from spes_swarm.schedule_end import ScheduleEnd
+from spes_swarm.schedule import ScheduleEnd
 from spes_swarm.service_messages import Presence, Reach, RunSettings, SwarmView, SyncProgress
 from spes_swarm.shared_vector import SharedVector
 from spes_swarm.starting_point import StartingPoint

@@ -33,8 +33,7 @@ from spes_swarm.port import Commands
 from spes_swarm.reference import ReferenceTable
 from spes_swarm.round_event import RoundEvents
 from spes_swarm.saving import save_peer
-from spes_swarm.schedule import learning_rate
-from spes_swarm.schedule_end import ScheduleEnd
+from spes_swarm.schedule import ScheduleEnd, learning_rate
 from spes_swarm.service_messages import CaughtUp, Presence, RoundLosses, RoundReport
 from spes_swarm.trainer_setup import TrainerSetup
 
@@ -142,7 +141,7 @@ class Trainer:
             NetworkProcessError: the network process ended.
         """
         setup = self._setup
-        self._schedule_end.tell_if_reached(self.round, setup.metrics, setup.say)
+        self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         self._announce("training")
         while not setup.stop.is_set() and not self._finished():
             if self._pending is not None:
@@ -373,7 +372,7 @@ class Trainer:
             payload_bytes=report.payload_bytes,
             why=report.why,
         )
-        self._schedule_end.tell_if_reached(self.round, self._setup.metrics, self._setup.say)
+        self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
 
     def _follow_commit(self, report: RoundReport) -> None:
         """Brings the live weights to the outcome of a round."""
@@ -394,7 +393,7 @@ class Trainer:
             eval_loss_stderr=_finite(held_out.stderr if held_out else None),
         )
         self._report(report, alpha, train_loss, held_out)
-        self._schedule_end.tell_if_reached(self.round, setup.metrics, setup.say)
+        self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         # The view is from before the commit: until a new one comes, nobody has done anything yet.
         self._network.renew_view(30.0)
         if self._rounds_done % setup.checkpoint_every_rounds == 0:

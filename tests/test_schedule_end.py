@@ -18,7 +18,7 @@ from spes_swarm.ownership import Rules
 from spes_swarm.record_schemas import Progress
 from spes_swarm.reference import Reference
 from spes_swarm.roster import Roster
-from spes_swarm.schedule_end import ScheduleEnd
+from spes_swarm.schedule import ScheduleEnd
 from spes_swarm.service_messages import TransferReport
 from spes_swarm.transfer import Transfer
 from tests.lone_trainer import run_config

@@ -19,9 +19,8 @@ from spes_swarm.config import RunConfig
 from spes_swarm.errors import UserError
 from spes_swarm.hub.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
 from spes_swarm.join_command import data_arguments, describe_data, join_command
-from spes_swarm.monitor.figures import amount
 from spes_swarm.monitor.names import clean_name
-from spes_swarm.wording import loss_with_error, plural
+from spes_swarm.wording import amount, loss_with_error, plural
 
 _MAX_ROWS = 100
 _MARKUP = re.compile(r"([*_~#+\-.!(){}=^:@/])")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from spes_swarm.errors import DataError, UserError
-from spes_swarm.monitor.figures import amount, seconds
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
-from spes_swarm.wording import plural
+from spes_swarm.wording import amount, plural, seconds
 
 _INCHES: Final = (11.0, 6.5)
 _DOTS_PER_INCH: Final = 150

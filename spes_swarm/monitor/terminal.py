@@ -12,20 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from spes_swarm.monitor.figures import (
-    amount,
-    curve,
-    cut,
-    loss,
-    name_of,
-    peer_words,
-    ranges,
-    refusals,
-    seconds,
-    with_error,
-)
+from spes_swarm.monitor.figures import curve, name_of, peer_words, refusals
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, StateSource, SwarmState
-from spes_swarm.wording import plural
+from spes_swarm.wording import amount, cut, loss, plural, ranges, seconds, with_error
 
 WIDTH: Final = 80
 _CURVE_HEIGHT: Final = 3
