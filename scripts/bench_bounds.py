@@ -24,7 +24,8 @@ import torch
 
 from spes_swarm.bitmap import num_bitmap_bytes
 from spes_swarm.codec import get_codec
-from spes_swarm.config import RunConfig, default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig
 from spes_swarm.corpus import STDLIB, open_source
 from spes_swarm.held_out import held_out_loss
 from spes_swarm.identity import Identity

@@ -45,7 +45,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from spes_swarm import export
 from spes_swarm.checkpoint import CheckpointMeta, save_checkpoint
-from spes_swarm.config import RunConfig, default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE
 from spes_swarm.hub.snapshot import take_snapshot
 from spes_swarm.hub.weights import split_blocks

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from spes_swarm.config import default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.corpus import STDLIB, open_source
 from spes_swarm.held_out import held_out_loss
 from spes_swarm.local_peer import LocalPeer

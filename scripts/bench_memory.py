@@ -24,7 +24,7 @@ import torch
 import yaml
 
 from spes_swarm.capacity import Workload
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.tiny_run import tiny_run
 

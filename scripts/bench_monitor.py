@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spes_swarm.clock import Timekeeper
-from spes_swarm.config import default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.daemon import Daemon
 from spes_swarm.errors import ProtocolError
 from spes_swarm.identity import Identity

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.config import RoundConfig
+from spes_swarm.config.run import RoundConfig
 from spes_swarm.identity import Identity
 from spes_swarm.layout import Layout
 from spes_swarm.ownership import Rules

@@ -22,7 +22,7 @@ report_interrupt("upcycle")
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
-from spes_swarm.config import load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.errors import UserError
 from spes_swarm.tokenizer import BYTES, ByteTokenizer, load_tokenizer
 from spes_swarm.upcycling import Comparison, UpcyclingReport, compare, upcycle

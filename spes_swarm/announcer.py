@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from spes_swarm.config import RoundConfig
+from spes_swarm.config.run import RoundConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.leases import Leases
 from spes_swarm.record_schemas import Lease, Progress, RecentFaults, Record, Volunteer

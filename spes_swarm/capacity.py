@@ -21,7 +21,8 @@ from itertools import chain
 import torch
 
 from spes_swarm.codec import get_codec
-from spes_swarm.config import PeerConfig, RunConfig
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import CapacityError, ConfigError
 from spes_swarm.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.host_memory import free_host_bytes

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import RoundError
 from spes_swarm.leases import Leases
 from spes_swarm.reference import Reference, ReferenceTable

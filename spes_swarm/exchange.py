@@ -23,7 +23,7 @@ from spes_swarm import blame
 from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.changes import Changes
 from spes_swarm.codec import EXACT
-from spes_swarm.config import RoundConfig
+from spes_swarm.config.run import RoundConfig
 from spes_swarm.errors import ProtocolError, RoundError
 from spes_swarm.frames import Frame, FrameKind
 from spes_swarm.plan import Contribution, Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from spes_swarm.config import DataConfig
+from spes_swarm.config.run import DataConfig
 from spes_swarm.manifest import Manifest
 
 _YOUR_DATA = "YOUR_DATA"

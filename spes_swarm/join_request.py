@@ -6,14 +6,9 @@ import argparse
 from dataclasses import dataclass
 
 from spes_swarm.address import check_listen_address, check_peer_address
-from spes_swarm.config import (
-    PeerConfig,
-    RawConfigFile,
-    RunConfig,
-    default_config_path,
-    override,
-    read_config_file,
-)
+from spes_swarm.config.file import RawConfigFile, default_config_path, read_config_file
+from spes_swarm.config.peer import PeerConfig, override
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import ConfigError
 from spes_swarm.experts_wanted import parse_experts
 from spes_swarm.hub.location import parse_location

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.model import SparseModel
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.decoding import load_json
 from spes_swarm.errors import ConfigError, ManifestError, ProtocolError
 from spes_swarm.identity import Identity, verify

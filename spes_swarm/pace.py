@@ -11,7 +11,7 @@ import time
 from concurrent.futures import Future
 from statistics import median
 
-from spes_swarm.config import RoundConfig
+from spes_swarm.config.run import RoundConfig
 from spes_swarm.port import Commands, Port
 from spes_swarm.service_messages import TokenCounts
 

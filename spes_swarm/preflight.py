@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spes_swarm.address import without_own
-from spes_swarm.config import PeerConfig, TrainingConfig
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import TrainingConfig
 from spes_swarm.corpus import check_source
 from spes_swarm.errors import CheckpointError, ConfigError, DataError, UserError
 from spes_swarm.hub.location import parse_location

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spes_swarm.config import DataConfig, PeerConfig
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import DataConfig
 from spes_swarm.content_check import check_contents_once
 from spes_swarm.corpus import STDLIB, default_cache_dir, open_source
 from spes_swarm.corpus_index import Membership, membership

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from spes_swarm.capacity import choose_device, plan_experts
-from spes_swarm.config import RunConfig, frozen_embedding
+from spes_swarm.config.run import RunConfig, frozen_embedding
 from spes_swarm.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.hub.source import PublicationSource, open_source
 from spes_swarm.identity import Identity

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spes_swarm.config import RunConfig, TrainingConfig
+from spes_swarm.config.run import RunConfig, TrainingConfig
 
 
 def learning_rate(step: float, training: TrainingConfig) -> float:

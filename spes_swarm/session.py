@@ -20,7 +20,7 @@ from blake3 import blake3
 from spes_swarm.address import best_first, tcp_endpoint, without_own
 from spes_swarm.capacity import choose_device, plan_experts
 from spes_swarm.checkpoint import Checkpoint
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.daemon import listen_again, with_port
 from spes_swarm.errors import (
     BootstrapError,

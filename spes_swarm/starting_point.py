@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from spes_swarm.checkpoint import Checkpoint, load_newest
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import PeerConfig
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.errors import HubError, PublicationError
 from spes_swarm.hub.source import PublicationSource, another_revision

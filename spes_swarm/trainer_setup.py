@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel
 from spes_swarm.port import Port

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import ConfigError
 from spes_swarm.initial_weights import CONFIG_FILE, model_section, read_config
 from spes_swarm.model_settings import config_from_settings, refusals

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.leases import Reassignment
 from spes_swarm.metrics import Metrics
 from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of

@@ -11,7 +11,7 @@ import numpy as np
 
 from spes_swarm.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.hub.pack import RunFacts, pack
 from spes_swarm.hub.publication import Publication
 from spes_swarm.hub.snapshot import Snapshot, take_snapshot

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from spes_swarm.checkpoint import load_newest
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.local_peer import LocalPeer
 from spes_swarm.manifest import found_run
 from spes_swarm.model import build_model, layout_of

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.config import MergeConfig, ModelConfig, PeerConfig, RunConfig, override, transformers_config
+from spes_swarm.config.peer import PeerConfig, override
+from spes_swarm.config.run import MergeConfig, ModelConfig, RunConfig, transformers_config
 from spes_swarm.errors import ConfigError
 from tests.config_values import VALUES, with_value
 

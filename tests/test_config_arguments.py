@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.config import PeerConfig, override
+from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.errors import ConfigError
 from spes_swarm.experts_wanted import parse_experts
 

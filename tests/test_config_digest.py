@@ -11,11 +11,11 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.config import (
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import (
     EvaluationConfig,
     MergeConfig,
     ModelConfig,
-    PeerConfig,
     RoundConfig,
     RunConfig,
     TokenizerConfig,
@@ -149,7 +149,7 @@ def test_canonical_json_is_ascii_sorted_and_without_spaces() -> None:
 def test_digest_is_the_same_in_another_process_and_changes_with_every_field() -> None:
     run = RunConfig.from_dict(VALUES, "f")
     code = (
-        "import json, sys; from spes_swarm.config import RunConfig; "
+        "import json, sys; from spes_swarm.config.run import RunConfig; "
         "print(RunConfig.from_dict(json.load(sys.stdin), 'f').digest)"
     )
     other = subprocess.run(

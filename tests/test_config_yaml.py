@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.config import PeerConfig, default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.errors import ConfigError
 
 

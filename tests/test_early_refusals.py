@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from spes_swarm import __version__
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.manifest import found_run
 from spes_swarm.preflight import has_cuda_hardware
 from spes_swarm.run_directory import RunDirectory

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from spes_swarm.config import RunConfig, load_config
+from spes_swarm.config.file import load_config
+from spes_swarm.config.run import RunConfig
 from spes_swarm.live_weights import LiveWeights
 from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
 from tests.swarm import TINY_RUN, merged

@@ -14,7 +14,8 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.config import RunConfig, default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import CheckpointError, ManifestError, UserError
 from spes_swarm.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, found_run, open_manifest
 from spes_swarm.run_directory import RunDirectory
@@ -140,7 +141,7 @@ def test_whatever_transformers_makes_of_a_manifest_is_one_error(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("spes_swarm.config.config_from_settings", fail)
+    monkeypatch.setattr("spes_swarm.config.run.config_from_settings", fail)
     with pytest.raises(ManifestError, match="what peer sent as the run's manifest is malformed"):
         open_manifest(manifest.to_wire(), "peer")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.config import load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.errors import DataError, UserError
 from spes_swarm.manifest import Manifest, found_run
 from spes_swarm.monitor.books import Known

@@ -19,7 +19,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_swarm.clock import Timekeeper
-from spes_swarm.config import load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.daemon import Daemon, bootstrap
 from spes_swarm.errors import BootstrapError, ManifestError, ProtocolError
 from spes_swarm.manifest import Manifest, found_run

@@ -25,7 +25,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spes_swarm.config import RunConfig, default_config_path, load_config, transformers_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig, transformers_config
 from spes_swarm.model import build_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -10,7 +10,7 @@ import pytest
 
 from spes_swarm.bitmap import bitmap, members_of
 from spes_swarm.codec import EXACT, get_codec
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import ProtocolError
 from spes_swarm.exchange import ExchangeLimits
 from spes_swarm.frames import Frame, FrameKind

@@ -15,7 +15,9 @@ import pytest
 from blake3 import blake3
 
 from spes_swarm import content_check
-from spes_swarm.config import DataConfig, PeerConfig, RunConfig, default_config_path, load_config
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import DataConfig, RunConfig
 from spes_swarm.content_check import check_contents_once
 from spes_swarm.corpus_index import INDEX_FILE, membership
 from spes_swarm.errors import ConfigError, DataError, LeftEarlyError

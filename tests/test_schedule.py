@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.config import TrainingConfig
+from spes_swarm.config.run import TrainingConfig
 from spes_swarm.schedule import learning_rate
 
 PEAK = 0.004

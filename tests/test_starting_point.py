@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.config import PeerConfig
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.errors import LeftEarlyError, RoundError, UserError
 from spes_swarm.hub.directory import DirectoryTarget
 from spes_swarm.hub.source import PublicationSource, open_source

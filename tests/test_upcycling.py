@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from spes_swarm.config import load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.errors import CheckpointError, ConfigError, UserError
 from spes_swarm.initial_weights import WeightDirectory
 from spes_swarm.tokenizer import ByteTokenizer

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import ModelConfig
+from spes_swarm.config.run import ModelConfig
 from spes_swarm.errors import CheckpointError, ConfigError
 from spes_swarm.initial_weights import load_initial_reference, model_section
 from spes_swarm.layout import Layout

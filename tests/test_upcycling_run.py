@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from spes_swarm.config import ModelConfig, RunConfig, load_config
+from spes_swarm.config.file import load_config
+from spes_swarm.config.run import ModelConfig, RunConfig
 from spes_swarm.initial_weights import load_initial_reference, model_section
 from spes_swarm.layout import Layout
 from spes_swarm.model import build_model, flat_from_model, layout_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import UserError
 from spes_swarm.hub.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
 from spes_swarm.join_command import data_arguments, describe_data, join_command

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
 from spes_swarm.codec import FloatArray
-from spes_swarm.config import RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.errors import DataError
 from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.hub.weights import Array, SavedTensor, saved_tensors, split_blocks

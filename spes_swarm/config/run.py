@@ -1,9 +1,8 @@
-"""What a run is (`RunConfig`, the same for the whole swarm) and how one peer takes part in it (`PeerConfig`).
+"""What a run is, the same for the whole swarm.
 
-A RunConfig travels in the run's manifest: whoever joins builds exactly the founder's model and schedule, and
-its digest is compared. A PeerConfig never leaves its machine. Both come from one YAML file with the optional
-sections `run:` and `peer:`. Every section checks itself when it is made, wherever its values came from: types
-are strict; an int becomes a float where a float is wanted, so that equal configurations are equal bytes.
+A RunConfig travels in the run's manifest: whoever joins builds exactly the founder's model and schedule, and its digest
+is compared. Every section checks itself when it is made, wherever its values came from: types are strict; an int
+becomes a float where a float is wanted, so that equal configurations are equal bytes.
 """
 
 from __future__ import annotations
@@ -11,37 +10,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from blake3 import blake3
 
 from spes_swarm.codec import CODECS
+from spes_swarm.config.constraints import (
+    BatchSize,
+    Beta,
+    Count,
+    CountOrNone,
+    Fraction,
+    Hex64,
+    NotNegative,
+    Positive,
+    Seed,
+    Setting,
+    Text,
+)
 from spes_swarm.errors import ConfigError
 from spes_swarm.model_settings import check_mixture, config_from_settings, no_mixture
 from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_positive, check_size, first_of, num_parameters
-from spes_swarm.strict import Pattern, Range, Section, check_section, nearest_key, read_section, show, to_dict
-from spes_swarm.strict_yaml import load_yaml
+from spes_swarm.strict import Pattern, Range, Section, read_section, show, to_dict
 from spes_swarm.wording import one_to, plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# ---------------------------------------------------------------------------------------------- constraints
-
-Count = Annotated[int, Range(1, 2**40)]
-CountOrNone = Annotated[int, Range(0, 2**40)]  # 0 switches something off
-BatchSize = Annotated[int, Range(1, 2**20)]
-Positive = Annotated[float, Range(0, open_low=True)]
-NotNegative = Annotated[float, Range(0)]
-Fraction = Annotated[float, Range(0, 1)]
-Beta = Annotated[float, Range(0, 0.999999)]
-Seed = Annotated[int, Range(0, 2**63 - 1)]
-Text = Annotated[str, Pattern(r".+", "a text that is not empty")]
-Hex64 = Annotated[str, Pattern(r"[0-9a-f]{64}", "64 hexadecimal digits")]
-Setting = int | float | bool | str | list[Any] | dict[str, Any] | None
-
-# --------------------------------------------------------------------------------------------- swarm-wide
 
 # A local step's tokens are one array; the paper's largest step has 2**19.
 _MAX_TOKENS_PER_STEP = 2**24
@@ -358,137 +352,6 @@ class RunConfig(Section):
         return blake3(canonical_json(self)).hexdigest()
 
 
-# --------------------------------------------------------------------------------------------- peer-local
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class PeerConfig(Section):
-    """How this peer takes part; never leaves the machine."""
-
-    output_dir: Text = "runs/peer"  # checkpoints and metrics
-    identity: Text | None = None  # file of the private key; None = inside output_dir
-    experts: Text = "auto"  # "auto" (the run's experts_per_peer), "N" experts, or which ones: "i,j,k"
-    data: Text | None = None  # data source; None = that of the last stay, or the standard library where the run uses it
-    data_differs: bool = False  # train on data that are not the run's
-    device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
-    batch_size: BatchSize | None = None  # sequences per local step; None = the run's
-    kernel: Text = "torch"  # expert kernel
-    num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
-    seed: Seed | None = None  # of the data order; None = derived from the peer id
-    initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
-    run_id: Text | None = None  # the run to join; None = the one that the initial peers take part in
-    host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
-    announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to tell others; none = those listened on
-    client_mode: bool = False  # accept no connections: for peers that cannot be reached
-    assume_reachable: bool = False  # do not ask others whether they can open connections to this peer
-    relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # pass on others' connections, and use relays
-    wait_for_peers: Count = 1  # peers, this one included, that must be there before training starts
-    max_rounds: Count | None = None  # rounds after which this peer leaves; None = stay
-    checkpoint_every_rounds: Count = 1  # rounds between checkpoints
-    keep_checkpoints: Count = 2  # newest checkpoints that are kept
-    bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
-    name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
-    upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
-    initial_weights: Text | None = None  # model directory that a new run begins from; None = random
-    publish_to: Text | None = None  # USER/REPO on the Hub, or file:DIRECTORY; None = this peer does not publish
-    publish_every: Count = 100  # rounds between publications
-    publish_mbps: Positive | None = None  # how fast publishing may send; None = a tenth of upload_mbps, or 10 Mbit/s
-    publish_keep: Count | None = None  # newest published rounds that keep a name of their own there; None = all
-    from_hub: Text | None = None  # go on with a run from where it was published: USER/REPO[@REVISION] or file:DIRECTORY
-    log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
-
-    def _check(self) -> None:
-        if self.client_mode and self.assume_reachable:
-            raise ConfigError("assume_reachable: found true, expected false in client_mode, which takes no connections")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        return to_dict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
-        """Reads plain values that came from `source`; raises ConfigError as RunConfig.from_dict does."""
-        return read_section(cls, values, f"{source}: ", "peer")
-
-
-def override(peer: PeerConfig, **flags: Any) -> PeerConfig:
-    """The configuration with command line flags applied; a flag that is None was not given.
-
-    Raises:
-        ConfigError: a value of the wrong type or an impossible one.
-    """
-    given = {name: value for name, value in flags.items() if value is not None}
-    return PeerConfig.from_dict(peer.to_dict() | given, "command line")
-
-
-# ------------------------------------------------------------------------------------------- serialisation
-
-
 def canonical_json(run: RunConfig) -> bytes:
     """The one byte string of a configuration: ASCII, sorted keys, no spaces, shortest round-trip floats."""
     return json.dumps(run.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-# ----------------------------------------------------------------------------------------------------- files
-
-
-class ConfigFile(NamedTuple):
-    """What a configuration file says."""
-
-    run: RunConfig | None  # None: the file has no `run:` section
-    peer: PeerConfig  # defaults where the file has no `peer:` section
-
-
-@dataclass(frozen=True)
-class RawConfigFile:
-    """The same before it is known whether its model can be built, which takes seconds to find out."""
-
-    source: str
-    run: Mapping[str, Any] | None  # keys and values are those of a RunConfig
-    peer: PeerConfig
-
-    def build_run(self) -> RunConfig | None:
-        """Builds the `run:` section; imports transformers.
-
-        Raises:
-            ConfigError: its model cannot be built, or does not go with its other settings.
-        """
-        return None if self.run is None else RunConfig.from_dict(self.run, self.source)
-
-
-def default_config_path() -> Path:
-    """The quickstart configuration inside the package."""
-    return Path(__file__).parent / "default_config" / "quickstart.yaml"
-
-
-def load_config(path: str | Path) -> ConfigFile:
-    """Reads a configuration file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or says something that cannot be used.
-    """
-    raw = read_config_file(path)
-    return ConfigFile(run=raw.build_run(), peer=raw.peer)
-
-
-def read_config_file(path: str | Path) -> RawConfigFile:
-    """Reads a configuration file as far as that goes without transformers.
-
-    Raises:
-        ConfigError: as `load_config`, but for what concerns the model.
-    """
-    source = str(path)
-    content = load_yaml(path)
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source}: found {show(content)}, expected the sections run: and peer:")
-    sections = {"run": RunConfig, "peer": PeerConfig}
-    for key in content:
-        if key not in sections:
-            raise ConfigError(f"{source}: {key}: unknown key{nearest_key(sections, str(key))}")
-    run = content.get("run")
-    peer = content.get("peer")
-    if run is not None:
-        check_section(RunConfig, run, f"{source}: ", "run")
-    return RawConfigFile(source, run, PeerConfig() if peer is None else PeerConfig.from_dict(peer, source))
