@@ -26,9 +26,9 @@ from typing import Any
 
 import yaml
 
-from spes_swarm.chaos.peer import accuses
-from spes_swarm.identity import Identity
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.testing.chaos.peer import accuses
+from spes_swarm.testing.local_peer import LocalPeer
 
 ROOT = Path(__file__).parent.parent
 NUM_HONEST = 4

@@ -22,27 +22,27 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spes_swarm.bitmap import num_bitmap_bytes
-from spes_swarm.codec import get_codec
+from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
-from spes_swarm.corpus import STDLIB, open_source
-from spes_swarm.held_out import held_out_loss
-from spes_swarm.identity import Identity
-from spes_swarm.lineage import Lineage
-from spes_swarm.live_weights import LiveWeights
-from spes_swarm.losses import LossWeights, cross_entropy_of_sequences, language_model_loss
-from spes_swarm.model import SparseModel, build_model, flat_from_model
-from spes_swarm.plan import common_lineage, make_plan
-from spes_swarm.reference import Reference
-from spes_swarm.round_state import Bounds, RoundState
-from spes_swarm.sampler import Sampler, TokenStream
-from spes_swarm.schedule import learning_rate
-from spes_swarm.statement import Statement, form_group, seal_statement
-from spes_swarm.stating import difference_rms
-from spes_swarm.token_file import TokenFile
-from spes_swarm.tokenizer import load_tokenizer
-from spes_swarm.track_record import TrackRecords
+from spes_swarm.config.schedule import learning_rate
+from spes_swarm.data.corpus import STDLIB, open_source
+from spes_swarm.data.sampler import Sampler, TokenStream
+from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.model.losses import LossWeights, cross_entropy_of_sequences, language_model_loss
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.plan import common_lineage, make_plan
+from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
+from spes_swarm.protocol.rounds.statement import Statement, form_group, seal_statement
+from spes_swarm.protocol.rounds.stating import difference_rms
+from spes_swarm.protocol.rounds.track_record import TrackRecords
+from spes_swarm.training.held_out import held_out_loss
+from spes_swarm.training.live_weights import LiveWeights
 
 RUN_ID = "bounds"
 NUM_PEERS = 4

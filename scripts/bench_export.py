@@ -44,18 +44,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from spes_swarm import export
-from spes_swarm.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
-from spes_swarm.hub.shard_size import MAX_SHARD_SIZE
-from spes_swarm.hub.snapshot import take_snapshot
-from spes_swarm.hub.weights import split_blocks
-from spes_swarm.identity import Identity
-from spes_swarm.manifest import found_run
-from spes_swarm.model import build_model, layout_of
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.upcycling import compare, upcycle
-from spes_swarm.upcycling_recipes import RECIPES, UpcyclingOptions
+from spes_swarm.convert.recipes import RECIPES, UpcyclingOptions
+from spes_swarm.convert.upcycling import compare, upcycle
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE
+from spes_swarm.publishing.snapshot import take_snapshot
+from spes_swarm.publishing.weights import split_blocks
+from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
+from spes_swarm.storage.run_directory import RunDirectory
 
 SHARD_SIZES = (MAX_SHARD_SIZE, "50MB")
 NOISE_STDS = (0.0, 0.02)  # exact copies, and the paper's

@@ -25,13 +25,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spes_swarm.config.file import default_config_path, load_config
-from spes_swarm.corpus import STDLIB, open_source
-from spes_swarm.held_out import held_out_loss
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.losses import cross_entropy_of_sequences
-from spes_swarm.sampler import Sampler, TokenStream
-from spes_swarm.token_file import TokenFile
-from spes_swarm.tokenizer import load_tokenizer
+from spes_swarm.data.corpus import STDLIB, open_source
+from spes_swarm.data.sampler import Sampler, TokenStream
+from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.model.losses import cross_entropy_of_sequences
+from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.training.held_out import held_out_loss
 
 DRAWS = 500
 BATCH_SIZE = 16

@@ -1,4 +1,4 @@
-"""What a peer's memory comes to, beside what is counted before it starts (spes_swarm/capacity.py).
+"""What a peer's memory comes to, beside what is counted before it starts (spes_swarm/peer/capacity.py).
 
     .venv/bin/python scripts/bench_memory.py --experts 8 1
 
@@ -23,10 +23,10 @@ import psutil
 import torch
 import yaml
 
-from spes_swarm.capacity import Workload
 from spes_swarm.config.run import RunConfig
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.tiny_run import tiny_run
+from spes_swarm.peer.capacity import Workload
+from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.testing.tiny_run import tiny_run
 
 ROUNDS = 2
 BATCH_SIZE = 2

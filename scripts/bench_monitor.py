@@ -32,22 +32,22 @@ from hivemind.dht.routing import DHTID
 from rich.console import Console
 from rich.table import Table
 
-from spes_swarm.clock import Timekeeper
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.file import default_config_path, load_config
-from spes_swarm.daemon import Daemon
-from spes_swarm.errors import ProtocolError
-from spes_swarm.identity import Identity
-from spes_swarm.manifest import Manifest, found_run
+from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
-from spes_swarm.monitor.prometheus import metrics_text
 from spes_swarm.monitor.state import to_text
-from spes_swarm.monitor.terminal import screen
+from spes_swarm.monitor.views.prometheus import metrics_text
+from spes_swarm.monitor.views.terminal import screen
 from spes_swarm.monitor.watcher import NetworkOptions, connect
-from spes_swarm.record_schemas import Lease, Progress
-from spes_swarm.records import RunRecordValidator, record_key
-from spes_swarm.rpc import Rpc
-from spes_swarm.signed import seal
+from spes_swarm.network.link.clock import Timekeeper
+from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_records import RunRecordValidator, record_key
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.signed import seal
 
 _LIMIT_S = 2.0
 _SHARE_RENEWED = 3

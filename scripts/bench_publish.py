@@ -32,10 +32,10 @@ from pathlib import Path
 
 from bench_transfer import NUM_DONORS, ROUND_S, START_S, start_donors
 
-from spes_swarm.lifetime import die_with_parent
-from spes_swarm.local_network import LocalNetwork, enter_namespace
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.rate_limit import DURING_ROUNDS_SHARE
+from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.base.rate_limit import DURING_ROUNDS_SHARE
+from spes_swarm.testing.local_network import LocalNetwork, enter_namespace
+from spes_swarm.testing.local_peer import LocalPeer
 
 KINDS = ("shipped", "no limit")
 TOKEN = "hf_test_owner"

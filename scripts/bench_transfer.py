@@ -32,10 +32,10 @@ from typing import Any
 
 import yaml
 
-from spes_swarm.lifetime import die_with_parent
-from spes_swarm.local_network import LocalNetwork, enter_namespace
-from spes_swarm.local_peer import LocalPeer, PeerProcess
-from spes_swarm.tiny_run import tiny_run
+from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.testing.local_network import LocalNetwork, enter_namespace
+from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
+from spes_swarm.testing.tiny_run import tiny_run
 
 NUM_DONORS = 3
 KINDS = ("declared", "silent", "no limit")
@@ -84,7 +84,7 @@ class Outcome:
 
 def take_part(arguments: list[str]) -> int:
     """A peer whose transfers know no limit."""
-    from spes_swarm import rate_limit
+    from spes_swarm.base import rate_limit
     from spes_swarm.join import main as join
 
     rate_limit.DURING_ROUNDS_SHARE = 1e6
@@ -95,15 +95,15 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     """A newcomer that never joins; prints a line for each download, and about once a second the bytes so far."""
     import numpy as np
 
-    from spes_swarm.daemon import Daemon
-    from spes_swarm.errors import ProtocolError, RoundError
-    from spes_swarm.identity import Identity
-    from spes_swarm.manifest import open_manifest
-    from spes_swarm.model import build_model, layout_of
-    from spes_swarm.reference import Reference
-    from spes_swarm.rpc import Rpc
-    from spes_swarm.service_messages import SyncProgress
-    from spes_swarm.transfer import Transfer
+    from spes_swarm.base.errors import ProtocolError, RoundError
+    from spes_swarm.config.manifest import open_manifest
+    from spes_swarm.model.sparse_model import build_model, layout_of
+    from spes_swarm.network.link.daemon import Daemon
+    from spes_swarm.network.link.rpc import Rpc
+    from spes_swarm.network.transfer.transfer import Transfer
+    from spes_swarm.port.messages import SyncProgress
+    from spes_swarm.protocol.consensus.reference import Reference
+    from spes_swarm.protocol.members.identity import Identity
 
     def complain(peer_id: str, error: ProtocolError) -> None:
         print(json.dumps({"fault": f"{peer_id}: {error}"}), flush=True)

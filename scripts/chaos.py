@@ -22,18 +22,18 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from spes_swarm.arguments import report_interrupt
+from spes_swarm.base.arguments import report_interrupt
 
 report_interrupt("chaos")
 
-from spes_swarm.chaos.report import describe, fault_table, markdown, to_json, totals_table
-from spes_swarm.chaos.schedule import MIN_PEERS, Kind, draw_schedule
-from spes_swarm.chaos.swarm import ChaosSwarm, HangError
-from spes_swarm.errors import UserError
-from spes_swarm.local_network import LocalNetwork, unavailable_reason
-from spes_swarm.local_peer import LocalPeerError
-from spes_swarm.tiny_run import tiny_run
-from spes_swarm.user_paths import remake_directory
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.user_paths import remake_directory
+from spes_swarm.testing.chaos.report import describe, fault_table, markdown, to_json, totals_table
+from spes_swarm.testing.chaos.schedule import MIN_PEERS, Kind, draw_schedule
+from spes_swarm.testing.chaos.swarm import ChaosSwarm, HangError
+from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
+from spes_swarm.testing.local_peer import LocalPeerError
+from spes_swarm.testing.tiny_run import tiny_run
 
 _MAX_HANGS = 3  # then the experiment ends
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.testing.local_peer import LocalPeer
 
 NUM_PEERS = 4
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]

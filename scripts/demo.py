@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from spes_swarm.arguments import report_interrupt
+from spes_swarm.base.arguments import report_interrupt
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spes_swarm.corpus import open_source, unigram_entropy
-from spes_swarm.errors import UserError
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.panel import experts_text
-from spes_swarm.tokenizer import load_tokenizer
-from spes_swarm.user_paths import remake_directory
-from spes_swarm.wording import loss_with_error, plural
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.user_paths import remake_directory
+from spes_swarm.base.wording import loss_with_error, plural
+from spes_swarm.data.corpus import open_source, unigram_entropy
+from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.peer.panel import experts_text
+from spes_swarm.testing.local_peer import LocalPeer
 
 PROMPT = "def main():\n    "
 console = Console(highlight=False, soft_wrap=True)

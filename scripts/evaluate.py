@@ -11,15 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_swarm.arguments import report_interrupt
+from spes_swarm.base.arguments import report_interrupt
 
 report_interrupt("evaluate")
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from spes_swarm.errors import ConfigError, UserError
-from spes_swarm.evaluation import Evaluation, attach, evaluate
+from spes_swarm.base.errors import ConfigError, UserError
+from spes_swarm.convert.evaluation import Evaluation, attach, evaluate
 
 _LOCAL_TASKS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
 _DEFAULT_TASKS = "python_lines,python_bytes"

@@ -25,11 +25,11 @@ from typing import Final, Literal
 from PIL import Image
 from playwright.async_api import Error, async_playwright
 
-from spes_swarm.errors import UserError
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.base.errors import UserError
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.web import listen, serve
-from spes_swarm.monitor.web.synthetic import NAMES, SyntheticSwarm
+from spes_swarm.monitor.views.web import listen, serve
+from spes_swarm.monitor.views.web.synthetic import NAMES, SyntheticSwarm
+from spes_swarm.testing.local_peer import LocalPeer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 # Chromium looks up and updates things of its own unless told not to.

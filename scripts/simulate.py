@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/simulate.py --peers 256 --experts 64 --median-session 1800 --hours 24 --seed 0
 
-Runs spes_swarm/simulation.py, and makes the byte plan of some of the rounds for a whole model. What travels besides
+Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. What travels besides
 payload, and what it costs to check it, is measured on real signed messages. Prints a table; --json writes it, too.
 """
 
@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.config.run import RoundConfig
-from spes_swarm.identity import Identity
-from spes_swarm.layout import Layout
-from spes_swarm.ownership import Rules
-from spes_swarm.plan import make_plan
-from spes_swarm.record_schemas import Lease, Progress
-from spes_swarm.rpc import MAX_RPC_BYTES
-from spes_swarm.signed import seal, unseal
-from spes_swarm.simulation import Report, Scenario, Simulation, Weibull, traffic
-from spes_swarm.statement import Group, open_statement, seal_statement
+from spes_swarm.network.link.rpc import MAX_RPC_BYTES
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.signed import seal, unseal
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.rounds.plan import make_plan
+from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement
+from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 
 BYTES_PER_VALUE = 2.0  # fp16
 RECORDS_READ_EVERY_S = 1.0  # services._REFRESH_S

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from spes_swarm.arguments import report_interrupt
+from spes_swarm.base.arguments import report_interrupt
 
 report_interrupt("tokenize_corpus")
 
 from tqdm import tqdm
 
-from spes_swarm.errors import UserError
-from spes_swarm.readers import find_documents
-from spes_swarm.sharding import (
+from spes_swarm.base.errors import UserError
+from spes_swarm.data.readers import find_documents
+from spes_swarm.data.sharding import (
     DEFAULT_SHARD_TOKENS,
     DocumentFormat,
     ShardSummary,
@@ -30,7 +30,7 @@ from spes_swarm.sharding import (
     sample_documents,
     write_shards,
 )
-from spes_swarm.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 _BPE_SAMPLE_CHARS = 200_000_000
 

@@ -15,18 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from spes_swarm.arguments import report_interrupt
+from spes_swarm.base.arguments import report_interrupt
 
 report_interrupt("upcycle")
 
 import yaml
 from transformers.utils.logging import disable_progress_bar
 
+from spes_swarm.base.errors import UserError
 from spes_swarm.config.file import load_config
-from spes_swarm.errors import UserError
-from spes_swarm.tokenizer import BYTES, ByteTokenizer, load_tokenizer
-from spes_swarm.upcycling import Comparison, UpcyclingReport, compare, upcycle
-from spes_swarm.upcycling_recipes import DTYPES, UpcyclingOptions, starting_run
+from spes_swarm.convert.recipes import DTYPES, UpcyclingOptions, starting_run
+from spes_swarm.convert.upcycling import Comparison, UpcyclingReport, compare, upcycle
+from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, load_tokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spes_swarm.arguments import OneLineParser
-from spes_swarm.errors import UserError
-from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
+from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.errors import UserError
+from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE, shard_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,14 +31,14 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(arguments)
         shard_bytes(options.max_shard_size)
-        from spes_swarm.run_directory import RunDirectory
-        from spes_swarm.user_paths import check_is_new
+        from spes_swarm.base.user_paths import check_is_new
+        from spes_swarm.storage.run_directory import RunDirectory
 
         check_is_new(options.destination)
         RunDirectory(options.output_dir).require_run()
         # Only from here on torch and transformers are imported: that takes seconds.
-        from spes_swarm.hub.pack import RunFacts, pack
-        from spes_swarm.hub.snapshot import newest_snapshot
+        from spes_swarm.publishing.pack import RunFacts, pack
+        from spes_swarm.publishing.snapshot import newest_snapshot
 
         snapshot = newest_snapshot(options.output_dir, on_complaint=_say_passed_over)
         pack(snapshot, options.destination, RunFacts(), options.max_shard_size)

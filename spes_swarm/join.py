@@ -11,9 +11,9 @@ import logging
 import sys
 from pathlib import Path
 
-from spes_swarm.arguments import OneLineParser
-from spes_swarm.errors import LeftEarlyError, NetworkProcessError, UserError
-from spes_swarm.stop_signals import StopSignals
+from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError, UserError
+from spes_swarm.peer.stop_signals import StopSignals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -79,8 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
         with signals.interruptible():
             options = parse_arguments(arguments)
             # Even these imports take long enough for a Ctrl-C.
-            from spes_swarm.join_request import read_request
-            from spes_swarm.preflight import check_machine, check_run
+            from spes_swarm.peer.join_request import read_request
+            from spes_swarm.peer.preflight import check_machine, check_run
 
             draft = read_request(options)
             check_machine(draft.peer)
@@ -88,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
             # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should
             # have to wait for a mistake.
             request = draft.complete()
-            from spes_swarm.panel import PeerConsole
-            from spes_swarm.session import Session
+            from spes_swarm.peer.panel import PeerConsole
+            from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(request, PeerConsole(), signals).run()

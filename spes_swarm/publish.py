@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from spes_swarm.arguments import OneLineParser
-from spes_swarm.errors import UserError
-from spes_swarm.hub.shard_size import MAX_SHARD_SIZE, shard_bytes
+from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.errors import UserError
+from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE, shard_bytes
 
 
 def go_to_background() -> None:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         shard_bytes(options.max_shard_size)
         _check_source(options.directory)
         # Only from here on torch and transformers are imported: that takes seconds.
-        from spes_swarm.hub.publisher import publish
+        from spes_swarm.publishing.publisher import publish
 
         published, gone = publish(options)
     except UserError as exc:
@@ -82,8 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _check_source(directory: Path) -> None:
     """Refuses what cannot be published."""
-    from spes_swarm.hub.publication import PUBLICATION_FILE
-    from spes_swarm.run_directory import RunDirectory
+    from spes_swarm.publishing.publication import PUBLICATION_FILE
+    from spes_swarm.storage.run_directory import RunDirectory
 
     if not (directory / PUBLICATION_FILE).is_file():
         RunDirectory(directory).require_run()
@@ -93,7 +93,7 @@ def _discreet(message: str, options: argparse.Namespace) -> str:
     """The message without paths and tokens, whoever has put them in: a supervisor may log it, or pass it on."""
     from huggingface_hub import get_token
 
-    from spes_swarm.hub.location import parse_location
+    from spes_swarm.publishing.location import parse_location
 
     location = parse_location(options.to) if options.to.startswith("file:") and options.to != "file:" else None
     secrets: list[tuple[str, str]] = [(get_token() or "", "(token)")]

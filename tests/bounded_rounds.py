@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.codec import FloatArray, get_codec
-from spes_swarm.layout import Layout
-from spes_swarm.plan import Plan, make_plan
-from spes_swarm.round_state import RoundState
+from spes_swarm.protocol.consensus.codec import FloatArray, get_codec
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.rounds.plan import Plan, make_plan
+from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.rounds import BOUNDED, FakePeer, form, peer, small_layout
 
 CLIP = 1.5

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from spes_swarm.clock import SwarmClock, give_to_hivemind
+from spes_swarm.network.link.clock import SwarmClock, give_to_hivemind
 
 
 @contextmanager

@@ -21,23 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.bitmap import bitmap
-from spes_swarm.codec import EXACT, FloatArray
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.exchange import Exchange, ExchangeLimits
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.identity import Identity
-from spes_swarm.manifest import Manifest, open_manifest
-from spes_swarm.model import build_model, layout_of
-from spes_swarm.plan import Contribution, Form, Part
-from spes_swarm.port import Called, GroupFormed, News
-from spes_swarm.round_state import CommitReport, RoundState
-from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import CaughtUp, Presence, RunSettings, SwarmView
-from spes_swarm.services import RunServices
-from spes_swarm.shared_vector import SharedVector
-from spes_swarm.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.base.bitmap import bitmap
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.shared_vector import SharedVector
+from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.services import RunServices
+from spes_swarm.port.commands import Called, GroupFormed, News
+from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
+from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
+from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
 
 # frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
 # sent at all; slow: valid frames, but a trickle, and keepalives for ever; two_faced: other results for every member.

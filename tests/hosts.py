@@ -9,10 +9,10 @@ from typing import Any
 
 from hivemind.p2p import P2P, PeerID
 
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import ProtocolError
-from spes_swarm.reach import ReachService
-from spes_swarm.rpc import Rpc
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.reach import ReachService
+from spes_swarm.network.link.rpc import Rpc
 from tests.rounds import identity
 
 

@@ -27,7 +27,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
-from spes_swarm.local_peer import PATIENCE_S
+from spes_swarm.testing.local_peer import PATIENCE_S
 
 TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_stranger"
 USER = "user"

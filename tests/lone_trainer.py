@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 from spes_swarm.config.run import RunConfig
-from spes_swarm.leases import Reassignment
-from spes_swarm.metrics import Metrics
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
-from spes_swarm.port import Port
-from spes_swarm.reference import Reference, ReferenceTable
-from spes_swarm.round_state import CommitReport
-from spes_swarm.sampler import Sampler
-from spes_swarm.service_messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
-from spes_swarm.trainer import Trainer
-from spes_swarm.trainer_setup import TrainerSetup
+from spes_swarm.data.sampler import Sampler
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.port.commands import Port
+from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
+from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
+from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.rounds.round_state import CommitReport
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.trainer import Trainer
 from tests.ports import LocalPort
 from tests.swarm import TINY_RUN, merged
 

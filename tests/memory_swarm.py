@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.leases import Reassignment
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
-from spes_swarm.reference import ReferenceTable
-from spes_swarm.service_messages import Presence, RoundReport, SwarmView, TokenCounts
-from spes_swarm.trainer import Trainer
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.port.messages import Presence, RoundReport, SwarmView, TokenCounts
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.training.trainer import Trainer
 from tests.lone_trainer import run_config, trainer_setup
 from tests.ports import LocalPort
 from tests.rounds import FakePeer, hold_round, peer

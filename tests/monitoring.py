@@ -16,7 +16,7 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.record_schemas import Lease, Progress
+from spes_swarm.protocol.members.records import Lease, Progress
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
@@ -153,7 +153,7 @@ def swarm_state(peers: Sequence[PeerState] = (), **changes: Any) -> SwarmState:
 
 def troubled_state() -> SwarmState:
     """A state in which much is wrong, with names that want to harm."""
-    from spes_swarm.monitor.names import clean_name
+    from spes_swarm.base.names import clean_name
 
     peers = [
         peer_state(0, name=clean_name("\x1b[2J<b>[red]x")),

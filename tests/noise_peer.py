@@ -23,15 +23,15 @@ from unittest import mock
 
 import numpy as np
 
-from spes_swarm import services as services_module
-from spes_swarm.codec import FloatArray
-from spes_swarm.errors import RoundError
-from spes_swarm.exchange import Exchange
-from spes_swarm.layout import Layout
-from spes_swarm.plan import Part
-from spes_swarm.round_state import RoundState
-from spes_swarm.service_messages import CaughtUp
-from spes_swarm.stating import difference_rms
+from spes_swarm.base.errors import RoundError
+from spes_swarm.network import services as services_module
+from spes_swarm.network.round.exchange import Exchange
+from spes_swarm.port.messages import CaughtUp
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.rounds.plan import Part
+from spes_swarm.protocol.rounds.round_state import RoundState
+from spes_swarm.protocol.rounds.stating import difference_rms
 from tests.hostile_peer import membership
 
 KINDS = ("loud", "measured", "understated", "reducer")

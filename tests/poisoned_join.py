@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from spes_swarm import trainer
-from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.training import trainer
 
 
 def launch_poisoned(step: int) -> ForkServer:

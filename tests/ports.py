@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from spes_swarm.port import Commands, Port
-from spes_swarm.service_messages import SwarmView
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.port.messages import SwarmView
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

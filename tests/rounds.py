@@ -9,17 +9,17 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from spes_swarm.bitmap import num_bitmap_bytes
-from spes_swarm.codec import FloatArray, get_codec
-from spes_swarm.frames import Frame
-from spes_swarm.identity import Identity
-from spes_swarm.layout import Layout
-from spes_swarm.lineage import Lineage
-from spes_swarm.plan import Plan, common_lineage, make_plan
-from spes_swarm.reference import Reference
-from spes_swarm.round_state import Bounds, CommitReport, RoundState
-from spes_swarm.statement import Group, Statement, form_group, seal_statement
-from spes_swarm.stating import difference_rms
+from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.protocol.consensus.codec import FloatArray, get_codec
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
+from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.protocol.rounds.stating import difference_rms
 
 RUN_ID = "test-run"
 UNBOUNDED = Bounds(max_update_rms=1e3, bounded=False)

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from spes_swarm.forked_peer import ForkServer
 from spes_swarm.join import main
+from spes_swarm.testing.forked_peer import ForkServer
 
 MARK = "spinning"  # a file in the output directory: the phase has begun
 
@@ -21,7 +21,7 @@ def launch_spinning() -> ForkServer:
 
 
 def _spinning_main(arguments: list[str]) -> int:
-    from spes_swarm import session
+    from spes_swarm.peer import session
 
     setattr(session.Session, "_open_data", lambda *_: _spin(arguments))  # noqa: B010 - mypy lets no method be assigned to
     return main(arguments)

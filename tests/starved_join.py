@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from spes_swarm import trainer
 from spes_swarm.join import main
+from spes_swarm.training import trainer
 
 
 def starve(step: int) -> None:

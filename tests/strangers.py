@@ -20,9 +20,9 @@ from typing import Any
 
 from hivemind.dht import DHTNode
 
-from spes_swarm.identity import Identity
-from spes_swarm.record_schemas import Progress
-from spes_swarm.records import Records
+from spes_swarm.network.link.run_records import Records
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import Progress
 from tests.hostile_peer import joined
 
 GHOST_LIFE_S = 600.0

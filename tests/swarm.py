@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import yaml
 
-from spes_swarm.forked_peer import ForkServer
-from spes_swarm.local_peer import LocalPeer, PeerProcess
-from spes_swarm.tiny_run import tiny_run
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
+from spes_swarm.testing.tiny_run import tiny_run
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 

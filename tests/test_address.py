@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.address import best_first, check_listen_address, check_peer_address, peer_id_of, without_own
-from spes_swarm.errors import AddressError
+from spes_swarm.base.address import best_first, check_listen_address, check_peer_address, peer_id_of, without_own
+from spes_swarm.base.errors import AddressError
 
 # Written out, so that the tests have the same names in every process that collects them.
 PEER = "QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"

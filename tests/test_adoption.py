@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.adoption import WarmUp, read_moments, write_moments
-from spes_swarm.codec import FloatArray
-from spes_swarm.errors import ProtocolError
-from spes_swarm.model import SparseModel, build_model
-from spes_swarm.moment_rules import MomentLimits, check_moments, largest_ratio
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.model.sparse_model import SparseModel, build_model
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, largest_ratio
+from spes_swarm.training.adoption import WarmUp, read_moments, write_moments
 from tests.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)

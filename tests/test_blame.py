@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from spes_swarm import blame
-from spes_swarm.plan import Form, Plan
-from spes_swarm.round_state import RoundState
-from spes_swarm.track_record import NUM_FIRST_COMMITS, TrackRecords
+from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds.plan import Form, Plan
+from spes_swarm.protocol.rounds.round_state import RoundState
+from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, TrackRecords
 from tests.bounded_rounds import HOLDINGS, HOSTILE, LARGE, STEP, add_noise, states_of, swarm, train
 from tests.rounds import BOUNDED, hold_round
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spes_swarm import blame
-from spes_swarm.bitmap import bitmap
-from spes_swarm.clipping import MAX_ROUNDS_APART
-from spes_swarm.codec import FloatArray
-from spes_swarm.errors import ProtocolError
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.plan import BlockPlan, Form, make_plan
-from spes_swarm.result_bounds import excessive_results
-from spes_swarm.round_state import RoundState
-from spes_swarm.statement import MAX_RMS
-from spes_swarm.track_record import TrackRecords
+from spes_swarm.base.bitmap import bitmap
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
+from spes_swarm.protocol.rounds.result_bounds import excessive_results
+from spes_swarm.protocol.rounds.round_state import RoundState
+from spes_swarm.protocol.rounds.statement import MAX_RMS
+from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.bounded_rounds import (
     CLIP,
     HOLDINGS,

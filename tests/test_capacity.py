@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm import capacity
-from spes_swarm.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
+from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.errors import CapacityError, ConfigError
-from spes_swarm.host_memory import cgroup_free_bytes, free_host_bytes
-from spes_swarm.layout import Layout
+from spes_swarm.peer import capacity
+from spes_swarm.peer.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
+from spes_swarm.peer.host_memory import cgroup_free_bytes, free_host_bytes
+from spes_swarm.protocol.consensus.layout import Layout
 from tests.rounds import small_layout
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.chaos.peer import ChaosPeer
-from spes_swarm.chaos.report import (
+from spes_swarm.testing.chaos.peer import ChaosPeer
+from spes_swarm.testing.chaos.report import (
     PROBLEMS,
     Attempt,
     Commit,
@@ -30,7 +30,7 @@ from spes_swarm.chaos.report import (
     totals,
     totals_table,
 )
-from spes_swarm.chaos.schedule import (
+from spes_swarm.testing.chaos.schedule import (
     ENDING,
     MIN_PEERS,
     STARTING,
@@ -42,7 +42,7 @@ from spes_swarm.chaos.schedule import (
     draw_schedule,
     split_in_two,
 )
-from spes_swarm.local_peer import Event, LocalPeer
+from spes_swarm.testing.local_peer import Event, LocalPeer
 from tests.test_local_peer import launch_nothing
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "chaos.py"

@@ -17,10 +17,10 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from spes_swarm.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
-from spes_swarm.codec import FloatArray
-from spes_swarm.errors import CheckpointError
-from spes_swarm.layout import Layout
+from spes_swarm.base.errors import CheckpointError
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.storage.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
 from tests.rounds import small_layout
 
 LAYOUT = small_layout(4)
@@ -263,7 +263,9 @@ def test_a_process_that_dies_while_saving_leaves_the_last_good_one(
         return wrapped
 
     with monkeypatch.context() as patches, contextlib.suppress(PowerCut):
-        patches.setattr("spes_swarm.checkpoint.save_file", dying(__import__("safetensors.numpy").numpy.save_file))
+        patches.setattr(
+            "spes_swarm.storage.checkpoint.save_file", dying(__import__("safetensors.numpy").numpy.save_file)
+        )
         patches.setattr("os.fsync", dying(os.fsync))
         patches.setattr("pathlib.Path.rename", dying(Path.rename))
         save(tmp_path, 2)
@@ -314,7 +316,7 @@ def test_a_full_disk_comes_with_advice(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("spes_swarm.checkpoint.save_file", fail)
+    monkeypatch.setattr("spes_swarm.storage.checkpoint.save_file", fail)
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path, 1)
     assert (f"free space for {tmp_path}, or move" in str(caught.value)) == advice

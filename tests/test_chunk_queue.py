@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.chunk_queue import ChunkQueue
+from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 
 
 def test_every_chunk_is_asked_of_one_donor_and_comes_once() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_swarm.chunk_stream import PIECE_BYTES, Arrivals, piece_frames, read_request, request_frame
-from spes_swarm.errors import ProtocolError
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.layout import Layout
-from spes_swarm.partial_reference import PartialReference
-from spes_swarm.reference import CHUNK_ELEMENTS, Reference, chunk_digest, chunks_of
-from spes_swarm.transfer import Copies
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals, piece_frames, read_request, request_frame
+from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.network.transfer.transfer import Copies
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunk_digest, chunks_of
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 
 CHUNK_BYTES = 4 * CHUNK_ELEMENTS
 

@@ -20,14 +20,14 @@ import psutil
 import pytest
 import yaml
 
-from spes_swarm.checkpoint import load_newest
+from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.manifest import found_run
-from spes_swarm.model import build_model, layout_of
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.token_file import TokenWriter
-from spes_swarm.tokenizer import ByteTokenizer
+from spes_swarm.data.token_file import TokenWriter
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.rounds import identity
 from tests.slow_join import launch_slow
 from tests.small_disk import mounted_disk
@@ -208,7 +208,7 @@ def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
-    from spes_swarm.tokenizer import train_bpe
+    from spes_swarm.data.tokenizer import train_bpe
 
     train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 280).save(tmp_path / "bpe")
     changes = {"tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")}}
@@ -228,7 +228,7 @@ def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tm
 
 @pytest.mark.parametrize("has_weights", [False, True], ids=["random", "initial weights"])
 def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weights: bool) -> None:
-    from spes_swarm.tokenizer import train_bpe
+    from spes_swarm.data.tokenizer import train_bpe
 
     train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "bpe")
     changes = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.clipping import (
+from spes_swarm.protocol.rounds.clipping import (
     FREE_DEVIATION,
     MAX_DEVIATION,
     MAX_PART_RATIO,

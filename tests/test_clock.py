@@ -17,9 +17,10 @@ from hivemind.utils.timed_storage import TimedStorage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm import clock
-from spes_swarm.announcer import Announcer
-from spes_swarm.clock import (
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.link import clock
+from spes_swarm.network.link.clock import (
     CALL_TIMEOUT_S,
     CHECK_EVERY_S,
     MAX_SLEW_S,
@@ -32,7 +33,6 @@ from spes_swarm.clock import (
     measure_offset,
     parse_time,
 )
-from spes_swarm.errors import ProtocolError
 from tests.dht_clock import in_hivemind
 
 NOON = 1.8e9  # some moment, Unix seconds

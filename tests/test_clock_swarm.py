@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hivemind.dht import DHTNode
 
-from spes_swarm.clock import TOLERANCE_S, Timekeeper
-from spes_swarm.identity import Identity
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer
-from spes_swarm.record_schemas import Progress
-from spes_swarm.records import Records, RunRecordValidator
+from spes_swarm.network.link.clock import TOLERANCE_S, Timekeeper
+from spes_swarm.network.link.run_records import Records, RunRecordValidator
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import Progress
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.dht_clock import in_hivemind
 from tests.hostile_peer import joined
 from tests.rounds import identity

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.config.run import MergeConfig, ModelConfig, RunConfig, transformers_config
-from spes_swarm.errors import ConfigError
 from tests.config_values import VALUES, with_value
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.peer import PeerConfig, override
-from spes_swarm.errors import ConfigError
-from spes_swarm.experts_wanted import parse_experts
 
 
 def test_override_applies_the_flags_that_were_given() -> None:

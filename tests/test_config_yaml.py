@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.errors import ConfigError
 
 
 def yaml_file(tmp_path: Path, text: str) -> Path:

@@ -22,14 +22,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm import readers
-from spes_swarm.corpus import default_cache_dir, open_source, stdlib_files, unigram_entropy
-from spes_swarm.errors import DataError
-from spes_swarm.local_peer import PATIENCE_S
-from spes_swarm.readers import find_documents, parse_piece, read_pieces
-from spes_swarm.sharding import DocumentFormat
-from spes_swarm.token_file import TokenFile, TokenWriter
-from spes_swarm.tokenizer import ByteTokenizer, train_bpe
+from spes_swarm.base.errors import DataError
+from spes_swarm.data import readers
+from spes_swarm.data.corpus import default_cache_dir, open_source, stdlib_files, unigram_entropy
+from spes_swarm.data.readers import find_documents, parse_piece, read_pieces
+from spes_swarm.data.sharding import DocumentFormat
+from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
+from spes_swarm.testing.local_peer import PATIENCE_S
 
 BYTES = ByteTokenizer()
 RECORDS = [json.dumps({"text": f"document {i} ü", "n": i}, ensure_ascii=False) for i in range(50)]
@@ -313,6 +313,8 @@ def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_importing_readers_needs_no_optional_package() -> None:
-    script = "import sys, spes_swarm.corpus; sys.exit(any(m in sys.modules for m in ('pyarrow', 'zstandard', 'torch')))"
+    script = (
+        "import sys, spes_swarm.data.corpus; sys.exit(any(m in sys.modules for m in ('pyarrow', 'zstandard', 'torch')))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-c", script], environment) == 0

@@ -14,10 +14,10 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm import dht
-from spes_swarm.decoding import MAX_ELEMENTS, check_msgpack, load_json, unpack
-from spes_swarm.errors import ProtocolError
-from spes_swarm.rpc import MAX_RPC_BYTES
+from spes_swarm.base.decoding import MAX_ELEMENTS, check_msgpack, load_json, unpack
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link import dht
+from spes_swarm.network.link.rpc import MAX_RPC_BYTES
 
 _SCALARS = (
     st.none()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from spes_swarm.divergence import DivergenceGuard
-from spes_swarm.errors import DivergenceError
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.base.errors import DivergenceError
+from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.training.divergence import DivergenceGuard
 from tests.poisoned_join import launch_poisoned
 from tests.swarm import equal_digests, swarm
 

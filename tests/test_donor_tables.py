@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spes_swarm.donors import choose_table
-from spes_swarm.errors import ProtocolError
-from spes_swarm.reference import Reference, ReferenceTable
-from spes_swarm.transfer import table_from_wire, table_to_wire
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.transfer.donors import choose_table
+from spes_swarm.network.transfer.transfer import table_from_wire, table_to_wire
+from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from tests.rounds import small_layout
 
 

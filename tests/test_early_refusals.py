@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from spes_swarm import __version__
+from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
-from spes_swarm.manifest import found_run
-from spes_swarm.preflight import has_cuda_hardware
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.sharding import write_shards
-from spes_swarm.token_file import TokenWriter, sidecar_path
-from spes_swarm.tokenizer import load_tokenizer
+from spes_swarm.data.sharding import write_shards
+from spes_swarm.data.token_file import TokenWriter, sidecar_path
+from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.peer.preflight import has_cuda_hardware
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.rounds import identity
 from tests.swarm import TINY_RUN, merged
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.election import line_of, periods_to_wait, target_digest
-from spes_swarm.record_schemas import Volunteer
+from spes_swarm.protocol.members.election import line_of, periods_to_wait, target_digest
+from spes_swarm.protocol.members.records import Volunteer
 
 HERE, ELSEWHERE = target_digest("run-1", "user/model"), target_digest("run-1", "user/other")
 peers = st.sets(st.sampled_from([f"peer{n}" for n in range(12)]), min_size=1)

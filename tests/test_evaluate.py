@@ -19,10 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from spes_swarm.errors import CheckpointError, ConfigError, UserError
-from spes_swarm.evaluation import Evaluation, Score, attach, check_export, evaluate
-from spes_swarm.model import build_model
-from spes_swarm.tokenizer import ByteTokenizer
+from spes_swarm.base.errors import CheckpointError, ConfigError, UserError
+from spes_swarm.convert.evaluation import Evaluation, Score, attach, check_export, evaluate
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.model.sparse_model import build_model
 
 torch.set_num_threads(1)
 

@@ -18,9 +18,9 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
-from spes_swarm.errors import ConfigError
-from spes_swarm.experts import SparseExperts, check_supported
-from spes_swarm.kernels import KERNELS, grouped_mm_applies, load_kernel, torch_kernel
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.experts import SparseExperts, check_supported
+from spes_swarm.model.kernels import KERNELS, grouped_mm_applies, load_kernel, torch_kernel
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import greetings as greetings_module
-from spes_swarm.greetings import Greetings
-from spes_swarm.roster import Roster
+from spes_swarm.network.link import greetings as greetings_module
+from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.protocol.members.roster import Roster
 from tests.test_roster import progress
 
 

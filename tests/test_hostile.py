@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.bitmap import bitmap
-from spes_swarm.codec import EXACT, get_codec
-from spes_swarm.errors import ProtocolError
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.plan import Form, Plan, make_plan
-from spes_swarm.reference import Reference
-from spes_swarm.round_state import RoundState
+from spes_swarm.base.bitmap import bitmap
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.codec import EXACT, get_codec
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
+from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.rounds import UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
 
 HOSTILE = 2  # index of the hostile member among three

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import rendezvous
-from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.rendezvous import Rendezvous, rank
-from spes_swarm.rpc import RemoteError
-from spes_swarm.standing import Neighbour
-from spes_swarm.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.rpc import RemoteError
+from spes_swarm.network.round import rendezvous
+from spes_swarm.network.round.rendezvous import Rendezvous, rank
+from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.rounds import RUN_ID, identities, identity
 
 # Statements.

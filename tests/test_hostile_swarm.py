@@ -17,20 +17,20 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_swarm.bitmap import num_bitmap_bytes
-from spes_swarm.daemon import Daemon
-from spes_swarm.errors import ProtocolError
-from spes_swarm.forked_peer import ForkServer
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.identity import Identity
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer
-from spes_swarm.manifest import Manifest
-from spes_swarm.record_schemas import Lease
-from spes_swarm.records import MAX_RECORD_BYTES, record_key
-from spes_swarm.rpc import MAX_REQUEST_BYTES, Rpc
-from spes_swarm.signed import seal
-from spes_swarm.statement import Statement, seal_statement
-from spes_swarm.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, open_channel
+from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.rpc import MAX_REQUEST_BYTES, Rpc
+from spes_swarm.network.link.run_records import MAX_RECORD_BYTES, record_key
+from spes_swarm.network.link.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, open_channel
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.members.signed import seal
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.statement import Statement, seal_statement
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests import hostile_peer
 from tests.hostile_peer import MODES, joined
 from tests.rounds import identity

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from spes_swarm.errors import ConfigError
-from spes_swarm.hub.directory import DirectoryTarget
-from spes_swarm.hub.errors import HubError, PublicationError, SupersededError
-from spes_swarm.hub.location import parse_location
-from spes_swarm.hub.pack import RunFacts, pack
-from spes_swarm.hub.publication import read_export
-from spes_swarm.hub.target import Published, open_target, round_of
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.publishing.directory import DirectoryTarget
+from spes_swarm.publishing.errors import HubError, PublicationError, SupersededError
+from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.pack import RunFacts, pack
+from spes_swarm.publishing.publication import read_export
+from spes_swarm.publishing.target import Published, open_target, round_of
 from tests.publications import manifest_of, packed, snapshot
 from tests.test_export import small_disk  # noqa: F401  # a fixture
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_swarm.hub.directory import DirectoryTarget
-from spes_swarm.hub.errors import HubError, PublicationError
-from spes_swarm.hub.publication import (
+from spes_swarm.publishing.directory import DirectoryTarget
+from spes_swarm.publishing.errors import HubError, PublicationError
+from spes_swarm.publishing.publication import (
     MAX_PUBLICATION_BYTES,
     PUBLICATION_FILE,
     check_files,
@@ -22,9 +22,9 @@ from spes_swarm.hub.publication import (
     parse_publication,
     read_export,
 )
-from spes_swarm.hub.regular_file import open_regular
-from spes_swarm.hub.source import open_source
-from spes_swarm.hub.tensor_file import map_tensors
+from spes_swarm.publishing.regular_file import open_regular
+from spes_swarm.publishing.source import open_source
+from spes_swarm.publishing.tensor_file import map_tensors
 from tests.publications import packed
 
 Damage = Callable[[Path], None]

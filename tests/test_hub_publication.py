@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from safetensors.numpy import save_file
 
-from spes_swarm.errors import UserError
-from spes_swarm.hub.card import CardFacts, Contributor, card, escape
-from spes_swarm.hub.errors import PublicationError
-from spes_swarm.hub.publication import (
+from spes_swarm.base.errors import UserError
+from spes_swarm.publishing.card import CardFacts, Contributor, card, escape
+from spes_swarm.publishing.errors import PublicationError
+from spes_swarm.publishing.publication import (
     MAX_HISTORY,
     MAX_PUBLICATION_BYTES,
     LossPoint,
@@ -27,7 +27,7 @@ from spes_swarm.hub.publication import (
     parse_publication,
     read_export,
 )
-from spes_swarm.hub.tensor_file import map_tensors
+from spes_swarm.publishing.tensor_file import map_tensors
 from tests.publications import manifest_of, packed
 
 

@@ -12,12 +12,12 @@ import httpx2
 import numpy as np
 import pytest
 
-from spes_swarm.hub import client
-from spes_swarm.hub.errors import HubError, PublicationError, SupersededError
-from spes_swarm.hub.publication import PUBLICATION_FILE, Publication, parse_publication, read_export
-from spes_swarm.hub.repository import RepositoryTarget
-from spes_swarm.hub.source import open_source
-from spes_swarm.hub.target import Published
+from spes_swarm.publishing import client
+from spes_swarm.publishing.errors import HubError, PublicationError, SupersededError
+from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, parse_publication, read_export
+from spes_swarm.publishing.repository import RepositoryTarget
+from spes_swarm.publishing.source import open_source
+from spes_swarm.publishing.target import Published
 from tests.hub_server import READ_TOKEN, STRANGER_TOKEN, HubServer
 from tests.publications import assert_complete, layout_for, packed, values
 from tests.test_export import small_disk  # noqa: F401  # a fixture
@@ -209,7 +209,7 @@ def test_a_damaged_cache_is_mended(hub: HubServer, name: str, large: Path, tmp_p
 def test_a_block_is_fetched_without_the_rest(
     hub: HubServer, name: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spes_swarm.hub.source._GAP_BYTES", 0)
+    monkeypatch.setattr("spes_swarm.publishing.source._GAP_BYTES", 0)
     publish(name, large)
     source, layout = open_source(name), layout_for()
     before = hub.counters()

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spes_swarm.codec import FloatArray
-from spes_swarm.hub.directory import DirectoryTarget
-from spes_swarm.hub.errors import HubError, PublicationError
-from spes_swarm.hub.pack import RunFacts, pack
-from spes_swarm.hub.publication import PUBLICATION_FILE, describe_file, read_export
-from spes_swarm.hub.snapshot import digest_of_block
-from spes_swarm.hub.source import PublicationSource, open_source
-from spes_swarm.reference import Reference
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.publishing.directory import DirectoryTarget
+from spes_swarm.publishing.errors import HubError, PublicationError
+from spes_swarm.publishing.pack import RunFacts, pack
+from spes_swarm.publishing.publication import PUBLICATION_FILE, describe_file, read_export
+from spes_swarm.publishing.snapshot import digest_of_block
+from spes_swarm.publishing.source import PublicationSource, open_source
 from tests.publications import MODELS, layout_for, manifest_of, packed, snapshot, values
 
 

@@ -20,13 +20,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from spes_swarm.decoding import MAX_MESSAGE_BYTES, unpack
-from spes_swarm.errors import ProtocolError, UserError
-from spes_swarm.identity import Identity, verify
-from spes_swarm.lineage import MARK_BYTES
-from spes_swarm.signed import SignedModel, seal, unseal
-from spes_swarm.statement import Statement, form_group, open_statement, seal_statement
-from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES
+from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
+from spes_swarm.base.errors import ProtocolError, UserError
+from spes_swarm.protocol.consensus.lineage import MARK_BYTES
+from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
+from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement, seal_statement
+from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 from tests.rounds import identity
 
 RUN = "run-1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.local_peer import PATIENCE_S
+from spes_swarm.testing.local_peer import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 # In place of a library: says that it is being imported, and never is.

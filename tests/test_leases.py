@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from spes_swarm.bitmap import bitmap, members_of
-from spes_swarm.leases import Leases, Reassignment, reassign_group
-from spes_swarm.ownership import Rules
-from spes_swarm.plan import Plan, make_plan
-from spes_swarm.record_schemas import Lease
-from spes_swarm.statement import Group, Member
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.leases import Leases, Reassignment, reassign_group
+from spes_swarm.protocol.rounds.plan import Plan, make_plan
+from spes_swarm.protocol.rounds.statement import Group, Member
 from tests.rounds import small_layout
 from tests.test_plan import MAX_PART, ROUND, group, member
 
@@ -90,7 +90,7 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
 def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says about its end."""
     now = 100.0
-    monkeypatch.setattr("spes_swarm.leases.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("spes_swarm.protocol.ownership.leases.time", SimpleNamespace(monotonic=lambda: now))
     mine = Leases("me", 4, Rules(), lease_s=60.0)
 
     def seen(expires: float) -> list[int]:

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spes_swarm.errors import LeftEarlyError
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer, PeerProcess
-from spes_swarm.stop_signals import StopSignals
+from spes_swarm.base.errors import LeftEarlyError
+from spes_swarm.peer.stop_signals import StopSignals
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, PeerProcess
 from tests.spinning_join import MARK, launch_spinning
 from tests.swarm import swarm
 

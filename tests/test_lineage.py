@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.lineage import MARK_BYTES, MAX_COMMITS, Lineage
+from spes_swarm.protocol.consensus.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 
 # Rounds may be skipped: a number is not committed again when its exchange failed and the swarm went on.
 histories = st.lists(st.integers(1, 3), min_size=0, max_size=60)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from spes_swarm.links import Links
-from spes_swarm.standing import Neighbour
+from spes_swarm.network.link.links import Links
+from spes_swarm.protocol.members.standing import Neighbour
 from tests.hosts import hosts, run
 
 

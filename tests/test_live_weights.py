@@ -10,8 +10,8 @@ import yaml
 
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
-from spes_swarm.live_weights import LiveWeights
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.training.live_weights import LiveWeights
 from tests.swarm import TINY_RUN, merged
 
 HELD = (1, 4)

@@ -15,8 +15,14 @@ from typing import TypeVar
 
 import pytest
 
-from spes_swarm.local_network import LAN_HOST, LocalNetwork, LocalNetworkError, enter_namespace, unavailable_reason
-from spes_swarm.local_peer import PATIENCE_S
+from spes_swarm.testing.local_network import (
+    LAN_HOST,
+    LocalNetwork,
+    LocalNetworkError,
+    enter_namespace,
+    unavailable_reason,
+)
+from spes_swarm.testing.local_peer import PATIENCE_S
 
 T = TypeVar("T")
 _REASON = unavailable_reason()
@@ -203,7 +209,7 @@ def test_nothing_is_left_behind() -> None:
     assert network.namespace(0) not in namespaces()
     # A process that is killed cannot clean up; the next one does.
     script = (
-        "import os, signal; from spes_swarm.local_network import LocalNetwork; "
+        "import os, signal; from spes_swarm.testing.local_network import LocalNetwork; "
         "LocalNetwork(1).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as killed:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_swarm.local_peer import LocalPeer, PeerProcess
+from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
 
 NUM_EVENTS = 3000
 

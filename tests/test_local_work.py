@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spes_swarm.local_work import LocalWork
+from spes_swarm.training.local_work import LocalWork
 
 
 def steps(work: LocalWork, *losses: float) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spes_swarm import losses
-from spes_swarm.losses import (
+from spes_swarm.model import losses
+from spes_swarm.model.losses import (
     LossWeights,
     balance_factor,
     cross_entropy_and_z,
@@ -19,7 +19,7 @@ from spes_swarm.losses import (
     load_balance_loss,
     router_z_loss,
 )
-from spes_swarm.model import SparseModel, build_model
+from spes_swarm.model.sparse_model import SparseModel, build_model
 
 torch.set_num_threads(1)
 

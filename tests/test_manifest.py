@@ -14,11 +14,11 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.base.errors import CheckpointError, ManifestError, UserError
 from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, found_run, open_manifest
 from spes_swarm.config.run import RunConfig
-from spes_swarm.errors import CheckpointError, ManifestError, UserError
-from spes_swarm.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, found_run, open_manifest
-from spes_swarm.run_directory import RunDirectory
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.rounds import identity
 
 Content = dict[str, Any]

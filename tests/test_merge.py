@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.layout import Layout
-from spes_swarm.merge import (
+from spes_swarm.model.merge import (
     merge_alpha,
     merge_due,
     merge_experts_layer,
@@ -20,6 +19,7 @@ from spes_swarm.merge import (
     nearest_experts,
     similarity,
 )
+from spes_swarm.protocol.consensus.layout import Layout
 
 Array64 = npt.NDArray[np.float64]
 Array32 = npt.NDArray[np.float32]

@@ -10,11 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spes_swarm.errors import ConfigError
-from spes_swarm.experts import SparseExperts
-from spes_swarm.layout import SHARED_BLOCK
-from spes_swarm.losses import LossWeights, language_model_loss
-from spes_swarm.model import SparseModel, build_model, flat_from_model, layout_of, plain_state_dict, replace_experts
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.model.sparse_model import (
+    SparseModel,
+    build_model,
+    flat_from_model,
+    layout_of,
+    plain_state_dict,
+    replace_experts,
+)
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 
 torch.set_num_threads(1)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spes_swarm.base.errors import ConfigError, ManifestError
 from spes_swarm.config.file import load_config
+from spes_swarm.config.manifest import found_run, open_manifest
 from spes_swarm.config.run import RunConfig, transformers_config
-from spes_swarm.errors import ConfigError, ManifestError
-from spes_swarm.manifest import found_run, open_manifest
 from tests.rounds import identity
 from tests.swarm import TINY_RUN, merged
 

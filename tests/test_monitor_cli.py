@@ -14,8 +14,8 @@ import pytest
 
 from spes_swarm.monitor.__main__ import main
 from spes_swarm.monitor.history_file import read_history
-from spes_swarm.monitor.plot import plot_run
 from spes_swarm.monitor.state import STATE_SCHEMA
+from spes_swarm.monitor.views.plot import plot_run
 from tests.monitoring import peer_id, points, swarm_state, troubled_state
 from tests.test_monitor_history import written
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from spes_swarm.base.errors import DataError, UserError
 from spes_swarm.config.file import load_config
-from spes_swarm.errors import DataError, UserError
-from spes_swarm.manifest import Manifest, found_run
+from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_history

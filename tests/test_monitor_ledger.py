@@ -14,7 +14,7 @@ from spes_swarm.monitor import ledger as ledger_module
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.state import SwarmState, to_text
-from spes_swarm.record_schemas import FaultNote, Progress
+from spes_swarm.protocol.members.records import FaultNote, Progress
 from tests.monitoring import DIGEST, RUN, START, TTL_S, Watched, lease, peer_id, progress
 
 A, B, C, D = (peer_id(n) for n in range(4))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from spes_swarm.monitor.names import clean_name
+from spes_swarm.base.names import clean_name
 
 
 @pytest.mark.parametrize(

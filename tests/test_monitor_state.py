@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from spes_swarm.monitor.prometheus import metrics_text
 from spes_swarm.monitor.state import STATE_SCHEMA, SwarmState, to_text
+from spes_swarm.monitor.views.prometheus import metrics_text
 from tests.monitoring import RUN, Watched, peer_id, peer_state, points, progress, swarm_state, troubled_state
 
 STATES = {

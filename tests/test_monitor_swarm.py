@@ -14,8 +14,8 @@ from typing import Any, Self
 import jsonschema
 import pytest
 
-from spes_swarm.local_peer import PATIENCE_S
 from spes_swarm.monitor.state import STATE_SCHEMA
+from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.swarm import Swarm, swarm
 
 pytestmark = pytest.mark.swarm

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from spes_swarm.base.wording import amount, loss, ranges, seconds
 from spes_swarm.monitor.figures import curve
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, SwarmState
-from spes_swarm.monitor.terminal import changes, print_once, screen, show_lines, show_live
-from spes_swarm.wording import amount, loss, ranges, seconds
+from spes_swarm.monitor.views.terminal import changes, print_once, screen, show_lines, show_live
 from tests.monitoring import RUN, peer_id, peer_state, points, swarm_state, troubled_state
 
 

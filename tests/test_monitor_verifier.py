@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.record_schemas import Record
-from spes_swarm.records import MAX_RECORD_BYTES, record_key
-from spes_swarm.signed import seal
+from spes_swarm.network.link.run_records import MAX_RECORD_BYTES, record_key
+from spes_swarm.protocol.members.records import Record
+from spes_swarm.protocol.members.signed import seal
 from tests.monitoring import START, TTL_S, lease, progress
 from tests.rounds import identity
 

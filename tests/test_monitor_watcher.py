@@ -18,17 +18,17 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from spes_swarm.clock import Timekeeper
+from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError
 from spes_swarm.config.file import load_config
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.errors import BootstrapError, ManifestError, ProtocolError
-from spes_swarm.manifest import Manifest, found_run
+from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, connect
-from spes_swarm.records import Records, RunRecordValidator, record_key
-from spes_swarm.rpc import Rpc
-from spes_swarm.signed import seal
+from spes_swarm.network.link.clock import Timekeeper
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_records import Records, RunRecordValidator, record_key
+from spes_swarm.protocol.members.signed import seal
 from tests.monitoring import lease, progress
 from tests.rounds import identity
 

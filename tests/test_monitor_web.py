@@ -17,11 +17,11 @@ from typing import Any, Self
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from spes_swarm.errors import UserError
+from spes_swarm.base.errors import UserError
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.web import listen, serve, server
-from spes_swarm.monitor.web.guard import names_loopback
-from spes_swarm.monitor.web.synthetic import SyntheticSwarm
+from spes_swarm.monitor.views.web import listen, serve, server
+from spes_swarm.monitor.views.web.guard import names_loopback
+from spes_swarm.monitor.views.web.synthetic import SyntheticSwarm
 
 PATIENCE_S = 120.0  # the machine may be busy; nothing here takes as long otherwise
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Request, ViewportSize, expect, sync_playwright
 
-from spes_swarm.monitor.web.synthetic import SyntheticSwarm
+from spes_swarm.monitor.views.web.synthetic import SyntheticSwarm
 from tests.test_monitor_web import PATIENCE_S, Served, a_swarm
 
 CHROMIUM = shutil.which(os.environ.get("CHROMIUM", "chromium"))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.web import feed
-from spes_swarm.monitor.web.changes import difference, new_points
+from spes_swarm.monitor.views.web import feed
+from spes_swarm.monitor.views.web.changes import difference, new_points
 from tests.test_monitor_web import PATIENCE_S, Served, a_swarm
 
 

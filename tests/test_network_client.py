@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.errors import NetworkProcessError
-from spes_swarm.identity import Identity
-from spes_swarm.network_client import NetworkClient
-from spes_swarm.port import Commands
+from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.network.client import NetworkClient
+from spes_swarm.port.commands import Commands
+from spes_swarm.protocol.members.identity import Identity
 
 _NEVER_S = 120.0  # what waits for so long waits for ever
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.forked_peer import ForkServer
-from spes_swarm.identity import Identity
-from spes_swarm.local_peer import PATIENCE_S
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_peer import PATIENCE_S
 from tests import noise_peer
 from tests.swarm import equal_digests, swarm
 

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from spes_swarm.optimiser_state import load_optimiser_arrays, optimiser_arrays
+from spes_swarm.training.optimiser_state import load_optimiser_arrays, optimiser_arrays
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from spes_swarm.errors import CapacityError
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.out_of_memory import StepMemory, as_user_error, is_out_of_memory
+from spes_swarm.base.errors import CapacityError
+from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
 from tests.swarm import swarm
 
 ROOT = Path(__file__).parent.parent

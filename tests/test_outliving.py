@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.rendezvous import rank
+from spes_swarm.network.round.rendezvous import rank
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.slow_join import launch_slower_than
 from tests.swarm import equal_digests, swarm
 

@@ -8,7 +8,15 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.ownership import Rules, choose_experts, coverage, priority, reserved_experts, reserving, settle
+from spes_swarm.protocol.ownership.assignment import (
+    Rules,
+    choose_experts,
+    coverage,
+    priority,
+    reserved_experts,
+    reserving,
+    settle,
+)
 
 Table = dict[str, tuple[int, ...]]
 

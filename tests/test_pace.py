@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import pace as pace_module
-from spes_swarm.pace import Pace
-from spes_swarm.service_messages import SwarmView, TokenCounts
+from spes_swarm.port.messages import SwarmView, TokenCounts
+from spes_swarm.training import pace as pace_module
+from spes_swarm.training.pace import Pace
 
 INNER_STEPS = 40
 STEP = 100  # tokens per local step, of every peer

@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
-from spes_swarm.panel import LivePanel, round_line
-from spes_swarm.trainer_setup import TrainingStatus
+from spes_swarm.peer.panel import LivePanel, round_line
+from spes_swarm.training.setup import TrainingStatus
 
 
 def status(round_number: int, peers: int = 3) -> TrainingStatus:

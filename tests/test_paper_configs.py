@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig, transformers_config
-from spes_swarm.model import build_model
+from spes_swarm.model.sparse_model import build_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spes_swarm.forked_peer import ForkServer
-from spes_swarm.local_network import LocalNetwork, unavailable_reason
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.swarm import TINY_RUN, equal_digests, merged
 
 pytestmark = [

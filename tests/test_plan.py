@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.bitmap import num_bitmap_bytes
-from spes_swarm.clipping import MAX_WEIGHT_RATIO
-from spes_swarm.layout import SHARED_BLOCK, Layout
-from spes_swarm.lineage import Lineage
-from spes_swarm.plan import (
+from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.rounds.plan import (
     MIN_PART_ELEMENTS,
     BlockPlan,
     Contribution,
@@ -23,7 +23,7 @@ from spes_swarm.plan import (
     common_lineage,
     make_plan,
 )
-from spes_swarm.statement import Group, Member, Statement
+from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 from tests.rounds import small_layout
 
 ROUND = 9

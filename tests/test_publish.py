@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from spes_swarm import publish
-from spes_swarm.hub import client
-from spes_swarm.hub.publication import PUBLICATION_FILE, parse_publication, read_export
-from spes_swarm.local_peer import PATIENCE_S
+from spes_swarm.publishing import client
+from spes_swarm.publishing.publication import PUBLICATION_FILE, parse_publication, read_export
+from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.hub_server import TOKEN, HubServer
 from tests.publications import assert_complete, manifest_of, output_dir, packed
 from tests.test_export import small_disk  # noqa: F401  # a fixture

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
 from tests.hub_server import TOKEN, HubServer
 from tests.slow_join import launch_slow
 from tests.swarm import TINY_RUN, merged

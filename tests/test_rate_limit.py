@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.rate_limit import (
+from spes_swarm.base.rate_limit import (
     ASSUMED_MBPS,
     BETWEEN_ROUNDS_SHARE,
     BURST_BYTES,

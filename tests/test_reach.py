@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.address import tcp_endpoint
-from spes_swarm.daemon import Daemon, listen_again, port_is_free
-from spes_swarm.errors import AddressError
-from spes_swarm.reach import _Answer, greets, judge
-from spes_swarm.rpc import RemoteError
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.service_messages import UNKNOWN, Reach
+from spes_swarm.base.address import tcp_endpoint
+from spes_swarm.base.errors import AddressError
+from spes_swarm.network.link.daemon import Daemon, listen_again, port_is_free
+from spes_swarm.network.link.reach import _Answer, greets, judge
+from spes_swarm.network.link.rpc import RemoteError
+from spes_swarm.port.messages import UNKNOWN, Reach
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.hosts import hosts, run
 from tests.rounds import identity
 

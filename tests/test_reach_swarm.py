@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import links
-from spes_swarm.address import tcp_endpoint
-from spes_swarm.checkpoint import load_newest
-from spes_swarm.forked_peer import ForkServer
+from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.join import main
-from spes_swarm.local_network import LAN_HOST, LocalNetwork, enter_namespace, unavailable_reason
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer
+from spes_swarm.network.link import links
+from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_network import LAN_HOST, LocalNetwork, enter_namespace, unavailable_reason
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.swarm import Swarm, equal_digests, swarm
 from tests.test_swarm import tiny_layout
 

@@ -27,12 +27,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.identity import Identity, verify
-from spes_swarm.record_schemas import MAX_EXPERTS, MAX_FAULTS, FaultNote, Lease, Progress, RecentFaults, Record
-from spes_swarm.records import MAX_LIFETIME_S, MAX_RECORD_BYTES, Records, RunRecordValidator, record_key
-from spes_swarm.signed import SignedModel, seal
-from spes_swarm.verified_records import VerifiedRecords
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.run_records import (
+    MAX_LIFETIME_S,
+    MAX_RECORD_BYTES,
+    Records,
+    RunRecordValidator,
+    record_key,
+)
+from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.members.records import (
+    MAX_EXPERTS,
+    MAX_FAULTS,
+    FaultNote,
+    Lease,
+    Progress,
+    RecentFaults,
+    Record,
+)
+from spes_swarm.protocol.members.signed import SignedModel, seal
+from spes_swarm.protocol.members.verified_records import VerifiedRecords
 from tests.rounds import identity
 
 RUN = "run-1"
@@ -248,8 +262,8 @@ def num_verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counter["signatures"] += 1
         return verify(*arguments)
 
-    monkeypatch.setattr("spes_swarm.signed.verify", counted)
-    monkeypatch.setattr("spes_swarm.records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
+    monkeypatch.setattr("spes_swarm.protocol.members.signed.verify", counted)
+    monkeypatch.setattr("spes_swarm.network.link.run_records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
     return counter
 
 

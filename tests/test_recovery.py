@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm

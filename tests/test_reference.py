@@ -10,9 +10,9 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.errors import ProtocolError
-from spes_swarm.layout import Layout
-from spes_swarm.reference import (
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import (
     CHUNK_ELEMENTS,
     Reference,
     ReferenceTable,

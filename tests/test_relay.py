@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from hivemind.p2p import P2P, PeerID
 
-from spes_swarm.errors import ProtocolError
-from spes_swarm.relay import HOP, Relay, Status, decode, encode
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.relay import HOP, Relay, Status, decode, encode
 from tests.hosts import Host, hosts, run
 
 

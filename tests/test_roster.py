@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import roster as roster_module
-from spes_swarm.record_schemas import Progress
-from spes_swarm.roster import Roster
-from spes_swarm.standing import GRACE_SHARE, Standing
+from spes_swarm.protocol.members import roster as roster_module
+from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.members.standing import GRACE_SHARE, Standing
 
 
 class Clock:

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.clipping import MAX_WEIGHT_RATIO
-from spes_swarm.layout import Layout
-from spes_swarm.merge import merged_slots
-from spes_swarm.plan import make_plan
-from spes_swarm.reference import Reference
+from spes_swarm.model.merge import merged_slots
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.rounds.plan import make_plan
 from tests.rounds import FakePeer, form, hold_round, peer, small_layout
 
 

@@ -8,15 +8,15 @@ import math
 import numpy as np
 import pytest
 
-from spes_swarm.bitmap import bitmap, members_of
-from spes_swarm.codec import EXACT, get_codec
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import RunConfig
-from spes_swarm.errors import ProtocolError
-from spes_swarm.exchange import ExchangeLimits
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.plan import Form, Plan, make_plan
-from spes_swarm.round_state import Bounds, RoundState
-from spes_swarm.track_record import TrackRecords
+from spes_swarm.network.round.exchange import ExchangeLimits
+from spes_swarm.protocol.consensus.codec import EXACT, get_codec
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
+from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
+from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.rounds import BOUNDED, UNBOUNDED, FakePeer, form, peer, small_layout
 from tests.swarm import TINY_RUN, merged
 

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from spes_swarm import content_check
+from spes_swarm.base.errors import ConfigError, DataError, LeftEarlyError
 from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.join_command import describe_data, join_command, join_note
+from spes_swarm.config.manifest import found_run, open_manifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import DataConfig, RunConfig
-from spes_swarm.content_check import check_contents_once
-from spes_swarm.corpus_index import INDEX_FILE, membership
-from spes_swarm.errors import ConfigError, DataError, LeftEarlyError
-from spes_swarm.join_command import describe_data, join_command, join_note
-from spes_swarm.manifest import found_run, open_manifest
-from spes_swarm.run_data import PeerData, name_of, same_run_data
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.sharding import write_shards
-from spes_swarm.token_file import TokenFile, TokenWriter
-from spes_swarm.tokenizer import ByteTokenizer
+from spes_swarm.data import content_check
+from spes_swarm.data.content_check import check_contents_once
+from spes_swarm.data.corpus_index import INDEX_FILE, membership
+from spes_swarm.data.sharding import write_shards
+from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.peer.run_data import PeerData, name_of, same_run_data
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.rounds import identity
 
 BYTES = ByteTokenizer()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.swarm import Swarm, swarm
 from tests.test_cli_errors import REASONABLE_S, ROOT
 

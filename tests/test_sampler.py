@@ -12,11 +12,11 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.errors import DataError
-from spes_swarm.permutation import Permutation
-from spes_swarm.sampler import Sampler, Split, TokenStream
-from spes_swarm.token_file import TokenFile, TokenWriter
-from spes_swarm.tokenizer import Tokenizer, train_bpe
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.permutation import Permutation
+from spes_swarm.data.sampler import Sampler, Split, TokenStream
+from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.tokenizer import Tokenizer, train_bpe
 
 FRACTIONS = st.sampled_from([0.0, 0.001, 0.01, 0.02, 0.1, 0.3, 0.5])
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.config.run import TrainingConfig
-from spes_swarm.schedule import learning_rate
+from spes_swarm.config.schedule import learning_rate
 
 PEAK = 0.004
 

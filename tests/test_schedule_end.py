@@ -9,18 +9,18 @@ from typing import cast
 import numpy as np
 import pytest
 
-from spes_swarm.catching_up import CatchingUp
-from spes_swarm.errors import ConfigError
-from spes_swarm.hub.target import open_target
-from spes_swarm.layout import Layout
-from spes_swarm.leases import Leases
-from spes_swarm.ownership import Rules
-from spes_swarm.record_schemas import Progress
-from spes_swarm.reference import Reference
-from spes_swarm.roster import Roster
-from spes_swarm.schedule import ScheduleEnd
-from spes_swarm.service_messages import TransferReport
-from spes_swarm.transfer import Transfer
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.network.transfer.catching_up import CatchingUp
+from spes_swarm.network.transfer.transfer import Transfer
+from spes_swarm.port.messages import TransferReport
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.publishing.target import open_target
 from tests.lone_trainer import run_config
 from tests.monitoring import progress
 from tests.swarm import equal_digests, swarm

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from spes_swarm.service_messages import SwarmView
-from spes_swarm.session import await_training
+from spes_swarm.peer.session import await_training
+from spes_swarm.port.messages import SwarmView
 
 
 class Clock(threading.Event):

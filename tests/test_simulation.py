@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spes_swarm.ownership import Rules
-from spes_swarm.plan import Form, make_plan
-from spes_swarm.simulation import Report, Scenario, Simulation, Weibull, traffic
-from spes_swarm.statement import Group
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.rounds.plan import Form, make_plan
+from spes_swarm.protocol.rounds.statement import Group
+from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from tests.rounds import small_layout
 from tests.test_plan import group, member
 

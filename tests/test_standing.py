@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.standing import CLOCK_MEMORY_S, GRACE_SHARE, MAX_NEWCOMERS, MAX_PEERS, NEWCOMER_SHARE, Standing
+from spes_swarm.protocol.members.standing import (
+    CLOCK_MEMORY_S,
+    GRACE_SHARE,
+    MAX_NEWCOMERS,
+    MAX_PEERS,
+    NEWCOMER_SHARE,
+    Standing,
+)
 
 WINDOW_S = 10.0
 ROUND_S = 4.0

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_swarm.base.errors import LeftEarlyError, RoundError, UserError
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.errors import LeftEarlyError, RoundError, UserError
-from spes_swarm.hub.directory import DirectoryTarget
-from spes_swarm.hub.source import PublicationSource, open_source
-from spes_swarm.lineage import Lineage
-from spes_swarm.metrics import Metrics
-from spes_swarm.model import build_model
-from spes_swarm.panel import PeerConsole
-from spes_swarm.partial_reference import PartialReference
-from spes_swarm.reference import Reference, ReferenceTable, chunks_of
-from spes_swarm.run_directory import RunDirectory
-from spes_swarm.service_messages import SwarmView, TransferReport
-from spes_swarm.starting_point import StartingPoint
+from spes_swarm.model.sparse_model import build_model
+from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.peer.panel import PeerConsole
+from spes_swarm.peer.starting_point import StartingPoint
+from spes_swarm.port.messages import SwarmView, TransferReport
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable, chunks_of
+from spes_swarm.publishing.directory import DirectoryTarget
+from spes_swarm.publishing.source import PublicationSource, open_source
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.ports import LocalPort
 from tests.publications import MODELS, layout_for, manifest_of, output_dir, packed, values
 from tests.rounds import identity

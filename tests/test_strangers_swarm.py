@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm import clock
-from spes_swarm.forked_peer import ForkServer
-from spes_swarm.local_peer import LocalPeer
+from spes_swarm.network.link import clock
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.rounds import identity
 from tests.slow_join import sleeping_main
 from tests.strangers import CLAIMS, connected_strangers, haunt

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_swarm.checkpoint import load_newest
-from spes_swarm.layout import Layout
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer
-from spes_swarm.model import build_model, layout_of
-from spes_swarm.plan import PARTS_PER_MEMBER
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
+from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.slow_join import launch_slow
 from tests.swarm import TINY_RUN, equal_digests, swarm
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spes_swarm.swarm_tokens import SwarmTokens
+from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
 
 
 def test_a_founder_knows_it() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.roster import MAX_STEP_RATIO, Roster
-from spes_swarm.service_messages import TokenCounts
-from spes_swarm.standing import Standing
-from spes_swarm.token_count import TokenCount
+from spes_swarm.network.round.token_count import TokenCount
+from spes_swarm.port.messages import TokenCounts
+from spes_swarm.protocol.members.roster import MAX_STEP_RATIO, Roster
+from spes_swarm.protocol.members.standing import Standing
 from tests.test_roster import progress
 
 INNER_STEPS, STEP = 10, 128

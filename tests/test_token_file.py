@@ -15,9 +15,9 @@ from blake3 import blake3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.errors import DataError
-from spes_swarm.token_file import TokenFile, TokenWriter, sidecar_path, token_dtype
-from spes_swarm.tokenizer import ByteTokenizer, train_bpe
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.token_file import TokenFile, TokenWriter, sidecar_path, token_dtype
+from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
 
 BYTES = ByteTokenizer()
 TOKENS = np.arange(1000) % 257

@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from spes_swarm.corpus import open_source
-from spes_swarm.errors import DataError
-from spes_swarm.sampler import TokenStream
-from spes_swarm.sharding import DocumentFormat, sample_documents, write_shards
-from spes_swarm.token_file import TokenFile
-from spes_swarm.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.corpus import open_source
+from spes_swarm.data.sampler import TokenStream
+from spes_swarm.data.sharding import DocumentFormat, sample_documents, write_shards
+from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "tokenize_corpus.py"
 BYTES = ByteTokenizer()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import models
 from transformers import AutoTokenizer, OlmoeConfig, PreTrainedTokenizerFast
 
-from spes_swarm.errors import DataError
-from spes_swarm.tokenizer import END_OF_TEXT, ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.tokenizer import END_OF_TEXT, ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the cat sat on the mat, the dog did not. " * 20, "Größe 你好 😀 " * 9]
 BYTES = ByteTokenizer()

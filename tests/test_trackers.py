@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spes_swarm.errors import ConfigError, UserError
+from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.join import main
 from spes_swarm.monitor.__main__ import main as monitor
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.tracking import follow
-from spes_swarm.trackers import Quiet, Tracked, TrackedMetrics, check_tracker, open_metrics, open_tracker
+from spes_swarm.monitor.views.tracking import follow
+from spes_swarm.storage.trackers import Quiet, Tracked, TrackedMetrics, check_tracker, open_metrics, open_tracker
 from tests.monitoring import peer_id, points, swarm_state
 
 PEER = peer_id(0)
@@ -154,7 +154,7 @@ def test_a_tracker_that_does_not_start_says_so_in_one_line(fake: FakeModule, tmp
 def test_a_missing_package_is_one_line_for_both_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("spes_swarm.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("spes_swarm.storage.trackers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'spes-swarm\[wandb\]'"):
         check_tracker("wandb")
     with pytest.raises(ConfigError, match="expected one of tensorboard, wandb, trackio"):

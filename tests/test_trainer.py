@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.checkpoint import load_newest
-from spes_swarm.merge import merge_flat
-from spes_swarm.service_messages import CaughtUp
+from spes_swarm.model.merge import merge_flat
+from spes_swarm.port.messages import CaughtUp
+from spes_swarm.storage.checkpoint import load_newest
 from tests.lone_trainer import HELD, LoneTrainer, StubNetwork, read_events, run_config
 from tests.memory_swarm import memory_swarm
 

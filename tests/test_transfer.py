@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spes_swarm.chunk_stream import PIECE_BYTES, Answer, Arrivals, piece_frames, request_frame
-from spes_swarm.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
-from spes_swarm.reference import Reference, chunks_of
-from spes_swarm.service_messages import SyncProgress
-from spes_swarm.wire import Channel, open_channel
+from spes_swarm.base.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
+from spes_swarm.network.link.wire import Channel, open_channel
+from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, Arrivals, piece_frames, request_frame
+from spes_swarm.port.messages import SyncProgress
+from spes_swarm.protocol.consensus.reference import Reference, chunks_of
 from tests.transfer_net import (
     CHUNK_BYTES,
     LAYOUT,

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from spes_swarm import donors as donors_module
-from spes_swarm import download as download_module
-from spes_swarm.chunk_stream import piece_frames
-from spes_swarm.errors import ProtocolError, RoundError
-from spes_swarm.frames import Frame, FrameKind
-from spes_swarm.reference import ReferenceTable
-from spes_swarm.transfer import table_to_wire
-from spes_swarm.wire import Channel
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.wire import Channel
+from spes_swarm.network.transfer import donors as donors_module
+from spes_swarm.network.transfer import download as download_module
+from spes_swarm.network.transfer.chunk_stream import piece_frames
+from spes_swarm.network.transfer.transfer import table_to_wire
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from tests.transfer_net import (
     CHUNK_BYTES,
     NUM_BLOCKS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spes_swarm.local_peer import PATIENCE_S, LocalPeer
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.swarm import Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm

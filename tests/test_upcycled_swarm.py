@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
-from spes_swarm.initial_weights import load_initial_reference, model_section
-from spes_swarm.local_peer import LocalPeer
-from spes_swarm.model import build_model, layout_of
-from spes_swarm.upcycling import upcycle
+from spes_swarm.convert.upcycling import upcycle
+from spes_swarm.model.initial_weights import load_initial_reference, model_section
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.testing.local_peer import LocalPeer
 from tests.swarm import TINY_RUN, Swarm
 from tests.upcycling_models import options, save_dense
 

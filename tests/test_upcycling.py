@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from spes_swarm.base.errors import CheckpointError, ConfigError, UserError
 from spes_swarm.config.file import load_config
-from spes_swarm.errors import CheckpointError, ConfigError, UserError
-from spes_swarm.initial_weights import WeightDirectory
-from spes_swarm.tokenizer import ByteTokenizer
-from spes_swarm.upcycling import compare, upcycle
-from spes_swarm.upcycling_recipes import RECIPES
+from spes_swarm.convert.recipes import RECIPES
+from spes_swarm.convert.upcycling import compare, upcycle
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.model.initial_weights import WeightDirectory
 from tests.upcycling_models import KINDS, dense_model, options, save_dense
 
 torch.set_num_threads(1)
@@ -348,7 +348,7 @@ _MEASURE = """
 import re, sys
 from pathlib import Path
 import torch
-from spes_swarm.upcycling import upcycle
+from spes_swarm.convert.upcycling import upcycle
 from tests.upcycling_models import options
 
 def resident(key):

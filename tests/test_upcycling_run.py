@@ -15,11 +15,11 @@ from transformers import CONFIG_MAPPING
 
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import ModelConfig, RunConfig
-from spes_swarm.initial_weights import load_initial_reference, model_section
-from spes_swarm.layout import Layout
-from spes_swarm.model import build_model, flat_from_model, layout_of
-from spes_swarm.tokenizer import ByteTokenizer
-from spes_swarm.upcycling_recipes import moe_settings, recipe_for
+from spes_swarm.convert.recipes import moe_settings, recipe_for
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.model.initial_weights import load_initial_reference, model_section
+from spes_swarm.model.sparse_model import build_model, flat_from_model, layout_of
+from spes_swarm.protocol.consensus.layout import Layout
 from tests.upcycling_models import KINDS, options, save_dense
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.errors import UserError
-from spes_swarm.user_paths import remake_directory, user_path
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.user_paths import remake_directory, user_path
 
 ROOT = Path(__file__).parent.parent
 

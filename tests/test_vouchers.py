@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.track_record import NUM_FIRST_COMMITS, SPAN, TrackRecords
-from spes_swarm.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, vouchers
+from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, SPAN, TrackRecords
+from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, vouchers
 
 IDS = [f"peer{i}" for i in range(6)]
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.errors import ProtocolError
-from spes_swarm.frames import MAX_ERROR_BYTES, Frame, FrameKind
-from spes_swarm.wire import MAX_EXTRA_BYTES, STREAM_ERRORS, Channel
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.wire import MAX_EXTRA_BYTES, STREAM_ERRORS, Channel
+from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
 
 PATIENCE_S = 60.0  # for what succeeds
 SHORT_S = 0.05  # for what is expected to run into its deadline

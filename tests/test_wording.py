@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_swarm.wording import loss_with_error, one_to, plural
+from spes_swarm.base.wording import loss_with_error, one_to, plural
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 peers"), (1, "1 peer"), (2, "2 peers"), (12_000, "12,000 peers")])

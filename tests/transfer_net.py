@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm import donors as donors_module
-from spes_swarm import download as download_module
-from spes_swarm.daemon import Daemon
-from spes_swarm.errors import ProtocolError
-from spes_swarm.layout import Layout
-from spes_swarm.reference import CHUNK_ELEMENTS, Reference, chunks_of
-from spes_swarm.rpc import Rpc
-from spes_swarm.service_messages import SyncProgress, TransferReport
-from spes_swarm.transfer import Transfer
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.transfer import donors as donors_module
+from spes_swarm.network.transfer import download as download_module
+from spes_swarm.network.transfer.transfer import Transfer
+from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunks_of
 from tests.rounds import RUN_ID, identity
 
 # hivemind 1.1.12 does not close its connection to the daemon when a stream cannot be opened, as to a killed donor.

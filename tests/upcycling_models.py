@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from spes_swarm.upcycling_recipes import UpcyclingOptions
+from spes_swarm.convert.recipes import UpcyclingOptions
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 272,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from spes_swarm.strict import Pattern, Range
+from spes_swarm.base.strict import Pattern, Range
 
 Count = Annotated[int, Range(1, 2**40)]
 CountOrNone = Annotated[int, Range(0, 2**40)]  # 0 switches something off

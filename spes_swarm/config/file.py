@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.strict import check_section, nearest_key, show
+from spes_swarm.base.strict_yaml import load_yaml
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.errors import ConfigError
-from spes_swarm.strict import check_section, nearest_key, show
-from spes_swarm.strict_yaml import load_yaml
 
 
 class ConfigFile(NamedTuple):

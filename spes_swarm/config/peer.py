@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.strict import Pattern, Range, Section, read_section, to_dict
 from spes_swarm.config.constraints import BatchSize, Count, Positive, Seed, Text
-from spes_swarm.errors import ConfigError
-from spes_swarm.strict import Pattern, Range, Section, read_section, to_dict
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from blake3 import blake3
 
-from spes_swarm.codec import CODECS
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.strict import Pattern, Range, Section, read_section, show, to_dict
+from spes_swarm.base.wording import one_to, plural
 from spes_swarm.config.constraints import (
     BatchSize,
     Beta,
@@ -28,11 +30,16 @@ from spes_swarm.config.constraints import (
     Setting,
     Text,
 )
-from spes_swarm.errors import ConfigError
-from spes_swarm.model_settings import check_mixture, config_from_settings, no_mixture
-from spes_swarm.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_positive, check_size, first_of, num_parameters
-from spes_swarm.strict import Pattern, Range, Section, read_section, show, to_dict
-from spes_swarm.wording import one_to, plural
+from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture
+from spes_swarm.config.model_size import (
+    EXPERTS_PER_TOKEN,
+    NUM_EXPERTS,
+    check_positive,
+    check_size,
+    first_of,
+    num_parameters,
+)
+from spes_swarm.protocol.consensus.codec import CODECS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from spes_swarm.errors import NetworkProcessError, UserError
+from spes_swarm.base.errors import NetworkProcessError, UserError
+from spes_swarm.base.wording import plural
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.options import Options, parse_options
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.state import StateSource, to_text
-from spes_swarm.wording import plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,7 +81,7 @@ async def _replay(options: Options) -> None:
     assert options.replay is not None
     state, history = read_history(options.replay)
     if options.plot is not None:
-        from spes_swarm.monitor.plot import plot_run
+        from spes_swarm.monitor.views.plot import plot_run
 
         plot_run(state, history, options.plot)
         _console().print(f"{plural(len(history), 'round')} drawn: {options.plot}", markup=False, highlight=False)
@@ -110,10 +110,10 @@ async def _watch(options: Options) -> None:
         if history is not None:
             cleanup.callback(history.close)
         # hivemind imports torch, which takes seconds: a mistyped flag or a file should not have to wait for it.
-        from spes_swarm.identity import Identity
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, connect
-        from spes_swarm.run_directory import lock_file
+        from spes_swarm.protocol.members.identity import Identity
+        from spes_swarm.storage.run_directory import lock_file
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         identity_path = options.identity
@@ -153,7 +153,7 @@ async def _look_once(collector: Collector) -> None:
 
 
 async def _follow(options: Options, collector: Collector, listener: socket.socket | None) -> None:
-    from spes_swarm.monitor.terminal import show_lines, show_live
+    from spes_swarm.monitor.views.terminal import show_lines, show_live
 
     console = _console()
     await collector.refresh()
@@ -161,8 +161,8 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
     if listener is not None:
         works.append(_serve(collector.source, listener))
     if options.log is not None:
-        from spes_swarm.monitor.tracking import follow, open_swarm_tracker
-        from spes_swarm.trackers import Quiet
+        from spes_swarm.monitor.views.tracking import follow, open_swarm_tracker
+        from spes_swarm.storage.trackers import Quiet
 
         tracker = open_swarm_tracker(options.log, collector.source.state().run.run_id)
         quiet = Quiet(tracker, lambda text: print(f"monitor: {text}", file=sys.stderr, flush=True))
@@ -202,7 +202,7 @@ def _print_once(options: Options, source: StateSource) -> None:
     if options.json:
         print(to_text(source.state()), flush=True)
         return
-    from spes_swarm.monitor.terminal import print_once
+    from spes_swarm.monitor.views.terminal import print_once
 
     print_once(_console(), source.state(), source.history())
 
@@ -217,13 +217,13 @@ def _listen(options: Options) -> socket.socket | None:
     """Takes the page's address before anything slow is done; browsers wait until the page is served."""
     if options.web is None:
         return None
-    from spes_swarm.monitor.web import listen
+    from spes_swarm.monitor.views.web import listen
 
     return listen(*options.web)
 
 
 async def _serve(source: StateSource, listener: socket.socket) -> None:
-    from spes_swarm.monitor.web import serve
+    from spes_swarm.monitor.views.web import serve
 
     await serve(source, listener, announce=lambda address: print(f"monitor: {address}", file=sys.stderr, flush=True))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
 
 if TYPE_CHECKING:
-    from spes_swarm.record_schemas import Progress
+    from spes_swarm.protocol.members.records import Progress
 
 # No honest figure comes near (tokens per second, losses, seconds); a sum over thousands of peers stays finite.
 _MAX_FIGURE: Final = 1e12

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import time
 
-from spes_swarm.errors import DataError, NetworkProcessError
-from spes_swarm.join_command import describe_data
-from spes_swarm.manifest import Manifest
+from spes_swarm.base.errors import DataError, NetworkProcessError
+from spes_swarm.config.join_command import describe_data
+from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.ledger import Ledger

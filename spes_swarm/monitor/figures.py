@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
+from spes_swarm.base.wording import listed, plural, seconds
 from spes_swarm.monitor.state import SwarmState
-from spes_swarm.wording import listed, plural, seconds
 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 

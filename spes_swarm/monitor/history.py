@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from spes_swarm.errors import DataError, ManifestError
-from spes_swarm.manifest import Manifest, open_manifest
+from spes_swarm.base.errors import DataError, ManifestError
+from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history_file import (
     APPLICATION_ID,
@@ -31,7 +31,7 @@ from spes_swarm.monitor.history_file import (
     read_points,
 )
 from spes_swarm.monitor.state import Fault, HistoryPoint, SwarmState
-from spes_swarm.run_directory import lock_file
+from spes_swarm.storage.run_directory import lock_file
 
 _TABLES: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;

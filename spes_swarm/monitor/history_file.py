@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from spes_swarm.errors import DataError
+from spes_swarm.base.errors import DataError
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
 SCHEMA_VERSION: Final = 2

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from spes_swarm.base.names import clean_name
 from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, count, superfluous
-from spes_swarm.monitor.names import clean_name
 from spes_swarm.monitor.state import (
     Consensus,
     ExpertState,
@@ -28,7 +28,7 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.record_schemas import Lease, Progress
+from spes_swarm.protocol.members.records import Lease, Progress
 
 # Rounds around the swarm's whose reports are still taken in.
 _WINDOW: Final = 8

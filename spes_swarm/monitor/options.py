@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_swarm.address import check_listen_address, check_peer_address
-from spes_swarm.arguments import OneLineParser
-from spes_swarm.errors import ConfigError
-from spes_swarm.trackers import check_tracker
+from spes_swarm.base.address import check_listen_address, check_peer_address
+from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.storage.trackers import check_tracker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

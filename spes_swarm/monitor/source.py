@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spes_swarm.changes import Changes
+from spes_swarm.base.changes import Changes
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
 

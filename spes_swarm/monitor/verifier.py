@@ -10,9 +10,9 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
-from spes_swarm.errors import ProtocolError
-from spes_swarm.record_schemas import Record
-from spes_swarm.records import MAX_LIFETIME_S, RunRecordValidator, record_key
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.run_records import MAX_LIFETIME_S, RunRecordValidator, record_key
+from spes_swarm.protocol.members.records import Record
 
 # What a person is told about a refused record, by the reason that the validator gives.
 _REFUSALS: Final = {

@@ -19,20 +19,20 @@ from typing import Any, Final
 from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
-from spes_swarm.acquaintances import Acquaintances, checked_maddrs
-from spes_swarm.address import best_first, peer_id_of
-from spes_swarm.clock import Timekeeper, give_to_hivemind
-from spes_swarm.daemon import Daemon, bootstrap
-from spes_swarm.dht import join_dht
-from spes_swarm.errors import BootstrapError, NetworkProcessError, ProtocolError
-from spes_swarm.join_command import join_command
-from spes_swarm.manifest import Manifest
-from spes_swarm.manifest_query import ask_for_manifest
+from spes_swarm.base.address import best_first, peer_id_of
+from spes_swarm.base.errors import BootstrapError, NetworkProcessError, ProtocolError
+from spes_swarm.config.join_command import join_command
+from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.reach import ReachService
-from spes_swarm.record_schemas import Lease, Progress
-from spes_swarm.records import record_key, search
-from spes_swarm.rpc import Rpc
+from spes_swarm.network.link.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.dht import join_dht
+from spes_swarm.network.link.manifest_query import ask_for_manifest
+from spes_swarm.network.link.reach import ReachService
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_records import record_key, search
+from spes_swarm.protocol.members.records import Lease, Progress
 
 _CALL_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 20.0

@@ -1,0 +1,32 @@
+"""Sets of small numbers as bytes, one bit each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from spes_swarm.base.errors import ProtocolError
+
+
+def num_bitmap_bytes(size: int) -> int:
+    """Length of the bitmap of a set of numbers below `size`."""
+    return -(-size // 8)
+
+
+def bitmap(numbers: Iterable[int], size: int) -> bytes:
+    """The bitmap of a set of numbers below `size`."""
+    bits = np.zeros(size, dtype=np.uint8)
+    bits[list(numbers)] = 1
+    return np.packbits(bits).tobytes()
+
+
+def members_of(data: bytes, size: int) -> list[int]:
+    """The inverse of `bitmap`, ascending.
+
+    Raises:
+        ProtocolError: (`malformed`) it has the wrong length.
+    """
+    if len(data) != num_bitmap_bytes(size):
+        raise ProtocolError("malformed", "a bitmap of the wrong length")
+    return [int(i) for i in np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8))[:size])]

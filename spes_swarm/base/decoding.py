@@ -1,0 +1,160 @@
+"""Decoding what strangers send: the one place where received msgpack and JSON become Python objects.
+
+A limit on the length of a message does not limit what it turns into: a byte of msgpack becomes an empty list of 56
+bytes, and 4 MiB of them took 2.9 s and 550 MB. So the number of values and their depth are counted on the bytes, before
+any object exists. msgpack's own limits are per container, and lists can be nested.
+
+Honest messages have few values: statements and records travel as byte strings inside others. The largest counts are
+4 for each peer in an answer of the DHT (4,000 for 1,000 peers), 4 for each block in a statement, whose 64 KiB hold
+1,600 blocks, and 2 for each block in the table of a reference (8,200 for 4,096 experts).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgpack
+
+from spes_swarm.base.errors import ProtocolError
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_ELEMENTS = 1 << 15
+MAX_DEPTH = 8  # honest messages have 4 containers within each other
+
+_ARRAY16, _ARRAY32, _MAP16, _MAP32 = 0xDC, 0xDD, 0xDE, 0xDF
+# First bytes whose payload has a length of its own: first byte -> size of that length.
+_LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+# The same for extensions, whose payload is preceded by a type; and those of a fixed size.
+_EXT_LENGTHS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_FIXED_EXT: Final = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_CONTAINERS: Final = {_ARRAY16: (2, 1), _ARRAY32: (4, 1), _MAP16: (2, 2), _MAP32: (4, 2)}  # bytes of count, factor
+
+
+def _fixed_sizes() -> list[int]:
+    """The whole size of a value by its first byte; 0 where that does not say it, and for containers."""
+    sizes = [0] * 256
+    sizes[0x00:0x80] = [1] * 0x80  # small numbers
+    sizes[0xA0:0xC0] = range(1, 33)  # short texts
+    sizes[0xE0:0x100] = [1] * 0x20  # small negative numbers
+    for first, size in {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9}.items():  # nil, false, true, floats
+        sizes[first] = size
+    for power in range(4):  # numbers of 1, 2, 4 and 8 bytes
+        sizes[0xCC + power] = sizes[0xD0 + power] = 1 + (1 << power)
+    return sizes
+
+
+_SIZES: Final = _fixed_sizes()
+
+
+def check_msgpack(
+    data: bytes, *, max_elements: int = MAX_ELEMENTS, max_depth: int = MAX_DEPTH, ext_codes: Collection[int] = ()
+) -> None:
+    """Counts the values of a message without making any: at most some 5 ms, however long it is.
+
+    Args:
+        data: msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md).
+        max_elements: most values in all containers together; a map has two for each entry.
+        max_depth: most containers within each other.
+        ext_codes: types of extensions that the whole message may be; what is in one, the caller has to check.
+
+    Raises:
+        ProtocolError: (`oversized`) too many values; (`malformed`) too deep, not msgpack, or an extension.
+    """
+    try:
+        _count(data, max_elements, max_depth, ext_codes)
+    except IndexError as exc:
+        raise ProtocolError("malformed", "not valid msgpack: it is cut off") from exc
+
+
+def _count(data: bytes, max_elements: int, max_depth: int, ext_codes: Collection[int]) -> None:
+    sizes = _SIZES
+    position, budget, left = 0, max_elements, 1
+    above: list[int] = []  # values that are still to come in the containers around this one
+    while True:
+        while left:
+            left -= 1
+            first = data[position]
+            size = sizes[first]
+            if size:
+                position += size
+                continue
+            if first in _LENGTHS:
+                begin = position + 1
+                position = begin + _LENGTHS[first]
+                position += int.from_bytes(data[begin:position], "big")
+            elif first < 0xA0 or first in _CONTAINERS:
+                if first < 0xA0:
+                    count = 2 * (first & 0x0F) if first < 0x90 else first & 0x0F
+                    position += 1
+                else:
+                    width, factor = _CONTAINERS[first]
+                    count = factor * int.from_bytes(data[position + 1 : position + 1 + width], "big")
+                    position += 1 + width
+                budget -= count
+                if budget < 0:
+                    raise ProtocolError("oversized", f"a message of more than {max_elements} values")
+                if len(above) >= max_depth:
+                    raise ProtocolError("malformed", f"a message that is nested deeper than {max_depth} levels")
+                above.append(left)
+                left = count
+            else:
+                position = _skip_extension(data, position, () if above else ext_codes)
+        if not above:
+            return
+        left = above.pop()
+
+
+def _skip_extension(data: bytes, position: int, ext_codes: Collection[int]) -> int:
+    first = data[position]
+    if first in _FIXED_EXT:
+        size, begin = _FIXED_EXT[first], position + 1
+    elif first in _EXT_LENGTHS:
+        begin = position + 1 + _EXT_LENGTHS[first]
+        size = int.from_bytes(data[position + 1 : begin], "big")
+    else:
+        raise ProtocolError("malformed", "not valid msgpack")
+    if data[begin] not in ext_codes:
+        raise ProtocolError("malformed", "a message with an extension type")
+    return begin + 1 + size
+
+
+def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
+    """Decodes untrusted msgpack with limits on length, number of values and depth.
+
+    Raises:
+        ProtocolError: (`oversized`) longer than `max_bytes`, or more values than an honest message has; (`malformed`)
+            more levels, or not valid msgpack.
+    """
+    if len(data) > max_bytes:
+        raise ProtocolError("oversized", f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
+    check_msgpack(data)
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+    except (ValueError, msgpack.exceptions.UnpackException) as exc:
+        raise ProtocolError("malformed", "not valid msgpack") from exc
+
+
+def check_json(data: bytes, *, max_elements: int) -> None:
+    """Counts the values of a JSON text without making any.
+
+    Every value but the first follows one of `[ { , :`; those inside strings count, too.
+
+    Raises:
+        ProtocolError: (`oversized`) it may have more values than `max_elements`.
+    """
+    if sum(map(data.count, (b"[", b"{", b",", b":"))) > max_elements:
+        raise ProtocolError("oversized", f"JSON of more than {max_elements} values")
+
+
+def load_json(data: bytes, *, max_elements: int) -> Any:
+    """Decodes untrusted JSON, whose length the caller has limited.
+
+    Raises:
+        ProtocolError: (`oversized`) it may have more values than `max_elements`.
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    check_json(data, max_elements=max_elements)
+    return json.loads(data)

@@ -1,0 +1,51 @@
+"""A flat fp32 vector in memory that two processes share.
+
+The memory is an anonymous file (memfd): it has no name that could be left behind, and the kernel frees it when the last
+of its users ends, however that happens. Pages that are never written take no memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_swarm.protocol.consensus.codec import FloatArray
+
+
+@dataclass(frozen=True)
+class SharedVector:
+    """`values_N` is a view of the shared memory; `fd` is what another process maps it with."""
+
+    fd: int
+    values_N: FloatArray
+
+    @classmethod
+    def create(cls, num_elements: int) -> SharedVector:
+        """Allocates zeros.
+
+        Raises:
+            OSError: the kernel refused the file descriptor or the mapping.
+        """
+        fd = os.memfd_create("spes_swarm")
+        os.ftruncate(fd, 4 * num_elements)
+        return cls.attach(fd, num_elements)
+
+    @classmethod
+    def attach(cls, fd: int, num_elements: int) -> SharedVector:
+        """Maps the memory behind a descriptor that another process created and sent."""
+        memory = mmap.mmap(fd, 4 * num_elements)
+        return cls(fd=fd, values_N=np.frombuffer(memory, dtype=np.float32))
+
+    def close(self) -> None:
+        """Gives the descriptor up; the mapping stays for as long as `values_N` is used."""
+        os.close(self.fd)
+
+
+def attach_from(pid: int, fd: int, num_elements: int) -> FloatArray:
+    """Maps memory that another process created after this one was forked: its descriptor is reachable through /proc."""
+    vector = SharedVector.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), num_elements)
+    vector.close()
+    return vector.values_N

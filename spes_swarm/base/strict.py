@@ -1,0 +1,269 @@
+"""Strict dataclasses: sections of a configuration that check their own fields, read from plain values and written back.
+
+A field's declared type says what it accepts, and the messages say it to a person:
+
+    @dataclass(kw_only=True, slots=True, frozen=True)
+    class Example(Section):
+        rounds: Annotated[int, Range(1)]
+
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, further sections, `tuple[T, ...]`,
+`dict[str, ...]` for JSON values, and any of these `| None`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from spes_swarm.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers a field accepts."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False  # low itself is excluded
+
+    def holds(self, value: float) -> bool:
+        """Whether the field accepts `value`."""
+        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        lower = f"above {_plain_number(self.low)}" if self.open_low else f"at least {_plain_number(self.low)}"
+        return lower if self.high == math.inf else f"{lower} and at most {_plain_number(self.high)}"
+
+
+def _plain_number(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Which texts a field accepts."""
+
+    regex: str
+    meaning: str  # completes "expected ..."
+
+    def holds(self, value: str) -> bool:
+        """Whether the field accepts `value`."""
+        return re.fullmatch(self.regex, value) is not None
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
+class Section:
+    """Base of all sections: brings its fields to their declared types and checks them."""
+
+    __slots__ = ()
+    # Whether `_check` needs libraries that take seconds to import; `check_section` then leaves it out.
+    check_is_slow = False
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            # Frozen for everybody else; here an int becomes the float that was declared, a list a tuple.
+            object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
+        self._check()
+
+    def _check(self) -> None:
+        """Checks that concern several fields; a ConfigError's message starts with the dotted key."""
+
+
+_S = TypeVar("_S", bound=Section)
+
+
+def _hints(cls: type[Section]) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def to_dict(section: Section) -> dict[str, Any]:
+    """Plain JSON values of a section: dicts, lists and scalars, nothing shared with it."""
+    return {name: _plain(getattr(section, name)) for name in _hints(type(section))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Section):
+        return to_dict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
+    """Makes a section, and those inside it, of plain values.
+
+    Args:
+        cls: of the section.
+        values: what a file or a manifest says.
+        where: begins every message, e.g. "run.yaml: ".
+        key: the section's own dotted key, which follows.
+
+    Raises:
+        ConfigError: naming the dotted key, what was found and what is expected.
+    """
+    hints = _check_keys(cls, values, where, key)
+    arguments = {
+        name: read_section(hints[name], value, where, f"{key}.{name}") if _is_section(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return cls(**arguments)
+    except ConfigError as exc:
+        raise ConfigError(f"{where}{key}.{exc}") from None
+
+
+def check_section(cls: type[Section], values: Any, where: str, key: str) -> None:
+    """Checks all that `read_section` would refuse, except what sections with `check_is_slow` find themselves.
+
+    Takes the same arguments.
+
+    Raises:
+        ConfigError: as `read_section`.
+    """
+    if not cls.check_is_slow:
+        read_section(cls, values, where, key)
+        return
+    for name, hint in _check_keys(cls, values, where, key).items():
+        if name not in values:
+            continue
+        if _is_section(hint):
+            check_section(hint, values[name], where, f"{key}.{name}")
+            continue
+        try:
+            _checked(hint, values[name], name)
+        except ConfigError as exc:
+            raise ConfigError(f"{where}{key}.{exc}") from None
+
+
+def _check_keys(cls: type[Section], values: Any, where: str, key: str) -> dict[str, Any]:
+    """The declared types of a section, if the values have all its keys and no others."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}{key}: found {show(values)}, expected a section of keys")
+    hints = _hints(cls)
+    for name in values:
+        if name not in hints:
+            raise ConfigError(f"{where}{key}.{name}: unknown key{nearest_key(hints, str(name), f'{key}.')}")
+    missing = [
+        item.name
+        for item in dataclasses.fields(cls)  # type: ignore[arg-type]  # every section is a dataclass
+        if item.default is item.default_factory is dataclasses.MISSING and item.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {_expected(hints[missing[0]])}")
+    return hints
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def _checked(hint: Any, value: Any, key: str) -> Any:
+    """The value as the declared type wants it, or a ConfigError that starts with the key."""
+    base, constraint, optional = _declared(hint)
+    if value is None and optional:
+        return None
+    wrong = ConfigError(f"{key}: found {show(value)}, expected {_expected(hint)}")
+    if get_origin(base) is tuple:
+        if not isinstance(value, list | tuple):
+            raise wrong
+        return tuple(_checked(get_args(base)[0], item, f"{key}.{index}") for index, item in enumerate(value))
+    if get_origin(base) is dict:
+        if not isinstance(value, dict):
+            raise wrong
+        return _checked_setting(value, key, depth=0)
+    # A bool is an int to Python, but somebody who writes `true` for a number means something else.
+    if base is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise wrong from None
+    if type(value) is not base or (base is float and not math.isfinite(value)):
+        raise wrong
+    if constraint is not None and not constraint.holds(value):
+        raise wrong
+    return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values are equal bytes
+
+
+def _checked_setting(value: Any, key: str, depth: int) -> Any:
+    """A copy of a JSON value of bounded depth."""
+    if depth > 8:  # a YAML alias may even contain itself
+        raise ConfigError(f"{key}: nested too deeply")
+    if isinstance(value, dict):
+        for name in value:
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}: found the key {show(name)}, expected text")
+        return {name: _checked_setting(item, f"{key}.{name}", depth + 1) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_checked_setting(item, f"{key}.{index}", depth + 1) for index, item in enumerate(value)]
+    if value is not None and type(value) not in (int, float, bool, str):
+        raise ConfigError(f"{key}: found {show(value)}, expected a number, text, true, false, null, list or mapping")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ConfigError(f"{key}: found {show(value)}, expected a finite number")
+        return value + 0.0
+    return value
+
+
+def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
+    """Splits a type hint into the bare type, its constraint, and whether None is allowed."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (inner,) = (item for item in get_args(hint) if item is not type(None))
+        base, constraint, _ = _declared(inner)
+        return base, constraint, True
+    if get_origin(hint) is Annotated:
+        base, constraint = get_args(hint)
+        return base, constraint, False
+    return hint, None, False
+
+
+def _expected(hint: Any) -> str:
+    """Describes a declared type to a person."""
+    base, constraint, optional = _declared(hint)
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if isinstance(constraint, Pattern):
+        text = str(constraint)
+    elif get_origin(base) is tuple:
+        text = "a list"
+    elif get_origin(base) is dict or _is_section(base):
+        text = "a section of keys"
+    else:
+        text = names[base] + (f", {constraint}" if constraint else "")
+    return f"{text} (or null)" if optional else text
+
+
+def show(value: Any) -> str:
+    """What was found, as one would write it in YAML, with its kind where that is the news."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping | list | tuple):
+        return "a section of keys" if isinstance(value, Mapping) else "a list"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Completes a message about an unknown word."""
+    nearest = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.0)  # a stranger's word may be very long
+    return f", did you mean {nearest[0]}?" if nearest else ""
+
+
+def nearest_key(keys: Mapping[str, Any], word: str, prefix: str = "") -> str:
+    """Completes a message about an unknown key: the same key in a section below, else the nearest.
+
+    Args:
+        keys: the known keys with their declared types.
+        word: the unknown one.
+        prefix: the dotted key of the section, with its dot.
+    """
+    for section, hint in keys.items():
+        if _is_section(hint) and word in _hints(hint):
+            return f", did you mean {prefix}{section}.{word}?"
+    return nearest(word, keys)

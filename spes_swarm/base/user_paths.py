@@ -1,0 +1,82 @@
+"""Paths that users give: home directories, and directories that are made or emptied without touching other files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from spes_swarm.base.errors import UserError
+
+
+def user_path(text: str) -> Path:
+    """The path, with `~` and `~user` replaced by home directories.
+
+    Raises:
+        UserError: there is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as exc:
+        raise UserError(f"{text!r}: there is no such home directory") from exc
+
+
+def check_is_new(destination: Path) -> None:
+    """Refuses a destination that holds something.
+
+    Raises:
+        UserError: it exists and is not empty, or is not a directory.
+    """
+    try:
+        holds_something = destination.exists() and any(destination.iterdir())
+    except OSError as exc:
+        raise UserError(f"{destination} cannot be written: {exc.strerror}; choose another destination") from exc
+    if holds_something:
+        raise UserError(f"{destination} exists and is not empty; choose another destination")
+
+
+@contextmanager
+def new_directory(destination: Path) -> Iterator[Path]:
+    """A directory that exists only when it is complete: it is filled under another name, then renamed.
+
+    Raises:
+        UserError: the destination exists and is not empty, or cannot be written; nothing is left behind.
+    """
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}")
+    try:
+        check_is_new(destination)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(destination)
+    except (OSError, SafetensorError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
+        raise UserError(f"{destination} cannot be written: {reason}") from exc
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remake_directory(path: Path, program: str) -> None:
+    """Makes an empty directory for `program`, which leaves a mark; what an earlier call has left there is removed.
+
+    Raises:
+        UserError: it holds something without that mark, or cannot be written.
+    """
+    mark = path / f".{program}"
+    try:
+        left = [child for child in path.iterdir() if child != mark] if path.exists() else []
+        if left and not mark.is_file():
+            raise UserError(f"{path} holds something that {program} did not create; choose another directory")
+        for child in left:  # the mark stays: an interruption must not leave files without it
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child)
+            else:
+                child.unlink()
+        path.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as exc:
+        raise UserError(f"{path} cannot be written: {exc.strerror or exc}; choose another directory") from exc

@@ -1,0 +1,112 @@
+"""A model type and its settings, as a configuration or a manifest names them, become a transformers configuration.
+
+A manifest comes from a stranger: what its settings may contain is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.strict import nearest
+from spes_swarm.config.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_numbers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Able to load code or files, or decided by the peer that builds the model.
+_FORBIDDEN = frozenset(
+    {
+        "_attn_implementation",
+        "_commit_hash",
+        "_experts_implementation",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "experts_implementation",
+        "extra_config_files",
+        "extra_files",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+        "trust_remote_code",
+    }
+)
+# Honoured by transformers although the configuration classes have no such field; published configurations have them.
+_EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
+
+
+def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration of a model; it shares nothing with `settings`.
+
+    Raises:
+        ConfigError: the type is unknown, or a setting is unknown, not allowed, or refused by transformers. The message
+            starts with the key: `type` or `settings.KEY`.
+    """
+    config_class = _config_class(model_type)
+    known = (_setting_names(config_class) | _EXTRA) - _FORBIDDEN
+    for key in settings:
+        if key in _FORBIDDEN:
+            raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
+        if key not in known:
+            raise ConfigError(f"settings.{key}: unknown key for {model_type}{nearest(key, known)}")
+    check_numbers(settings)  # transformers makes lists of such lengths, and a module for each entry
+    with refusals(f"settings: transformers refuses them for {model_type}"):
+        return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
+
+
+def check_mixture(model_type: str) -> None:
+    """Refuses types without experts, before anybody complains about settings that such a type does not have.
+
+    Raises:
+        ConfigError: the type is unknown, or no mixture of experts; the message starts with `type`.
+    """
+    known = _setting_names(_config_class(model_type))
+    if known.isdisjoint(NUM_EXPERTS) or known.isdisjoint(EXPERTS_PER_TOKEN):
+        raise no_mixture(model_type)
+
+
+def _config_class(model_type: str) -> type[PreTrainedConfig]:
+    from transformers import CONFIG_MAPPING  # takes seconds: it brings torch
+
+    if model_type not in CONFIG_MAPPING:
+        suggestion = nearest(model_type, CONFIG_MAPPING)
+        raise ConfigError(f"type: found {model_type!r}, expected a model type of transformers{suggestion}")
+    config_class: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+    return config_class
+
+
+def _setting_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    return {item.name for item in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+
+
+def no_mixture(model_type: str) -> ConfigError:
+    """What to raise for a model type without experts."""
+    return ConfigError(f"type: found {model_type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
+
+
+@contextmanager
+def refusals(message: str) -> Iterator[None]:
+    """What transformers raises for settings of the wrong type, size or combination becomes a ConfigError."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as exc:
+        raise ConfigError(f"{message}: {' '.join(str(exc).split())}") from exc

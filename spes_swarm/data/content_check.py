@@ -1,0 +1,59 @@
+"""Token files are compared with their digests once on each machine, however often a peer starts.
+
+A file that was found intact leaves a receipt in the cache, named after its path, size and modification time; where no
+receipt can be written, the next start reads the file again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from blake3 import blake3
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.token_file import TokenFile
+
+_WORTH_SAYING_BYTES = 1 << 30
+
+
+def check_contents_once(
+    files: Sequence[TokenFile],
+    cache_dir: Path,
+    say: Callable[[str], None] = lambda text: None,
+    pause: Callable[[], None] = lambda: None,
+) -> None:
+    """Compares the tokens of files with the digests in their sidecars, unless that was done before.
+
+    Args:
+        files: to be compared.
+        cache_dir: where receipts are kept, in a subdirectory.
+        say: tells a person before it takes long.
+        pause: called before each file; may raise to give up.
+
+    Raises:
+        DataError: a file is corrupt.
+    """
+    receipts = cache_dir / "checked"
+    left = [(file, receipt) for file in files if not (receipt := receipts / _receipt_name(file)).exists()]
+    num_bytes = sum(file.tokens.nbytes for file, _ in left)
+    if num_bytes >= _WORTH_SAYING_BYTES:
+        say(f"comparing {num_bytes / 1e9:.1f} GB of tokens with their digests, once")
+    for file, receipt in left:
+        pause()
+        file.check_content()
+        with suppress(OSError):
+            receipts.mkdir(parents=True, exist_ok=True)
+            receipt.touch()
+
+
+def _receipt_name(file: TokenFile) -> str:
+    try:
+        status = file.path.stat()
+        path = file.path.resolve()
+    except OSError as exc:
+        raise DataError(f"{file.path} cannot be read: {exc.strerror}") from exc
+    # The sidecar's digest is part of the name: a receipt is about these bytes and that digest.
+    text = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns} {file.sidecar.blake3}"
+    return blake3(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]

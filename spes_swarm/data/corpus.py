@@ -1,0 +1,219 @@
+"""Data sources by name: the Python standard library that is on every peer, token files, or the user's own text.
+
+Text is tokenised at first use into a cache directory whose name contains a digest of everything that matters: the
+files, their sizes and times, the tokenizer. It appears by one rename, so a cache entry is whole, and peers that start
+at the same time on one machine wait for whoever began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.base.user_paths import user_path
+from spes_swarm.data.corpus_index import membership
+from spes_swarm.data.readers import find_documents
+from spes_swarm.data.sharding import DocumentFormat, write_shards
+from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.tokenizer import Tokenizer
+
+STDLIB = "stdlib"
+
+_CACHE_VERSION = 1  # raise it when the same files would give other tokens
+_LOCK_TIMEOUT_S = 600.0
+_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_SCAN_TOKENS = 1 << 22
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/spes_swarm, by default ~/.cache/spes_swarm (XDG Base Directory Specification)."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says that a relative path is to be ignored.
+    base = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
+    return base / "spes_swarm"
+
+
+def open_source(
+    source: str,
+    tokenizer: Tokenizer,
+    cache_dir: Path | None = None,
+    *,
+    document_format: DocumentFormat | None = None,
+) -> list[Path]:
+    """The token files of a data source, verified to fit the tokenizer; text is tokenised if it is not cached yet.
+
+    Args:
+        source: "stdlib"; a `.npy` token file; a directory that holds some; or text: a file, directory or glob that
+            `readers.find_documents` understands.
+        tokenizer: of the run.
+        cache_dir: where tokenised text is kept; None for `default_cache_dir()`. Token files need none.
+        document_format: where the documents are inside text files.
+
+    Raises:
+        DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
+    """
+    if source == STDLIB:
+        return _tokenised(STDLIB, stdlib_files(), tokenizer, cache_dir, document_format or DocumentFormat())
+    path = user_path(source)
+    token_files = _existing_token_files(source)
+    if token_files:
+        for file in token_files:
+            TokenFile.open(file, tokenizer)
+        return token_files
+    files = find_documents([path])
+    name = path.name if path.exists() else "glob"
+    return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
+
+
+def check_source(source: str) -> None:
+    """Refuses a data source, see `open_source`, as far as that goes without the run's tokenizer.
+
+    Raises:
+        DataError: there is nothing of that name, or neither text nor token files in it, or one of them is damaged.
+    """
+    if source == STDLIB:
+        return
+    token_files = [TokenFile.open(file) for file in _existing_token_files(source)]
+    if token_files:
+        membership(token_files)
+    else:
+        find_documents([user_path(source)])
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's own source on this machine, in the order of the relative paths.
+
+    Left out: installed packages, tests, and the files in which a Python describes the machine it was built on, so two
+    machines with the same Python have the same text.
+
+    Raises:
+        DataError: this Python comes without its source.
+    """
+    root = sysconfig.get_path("stdlib")
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        # Pruned before they are read: installed packages may be twenty times as many files.
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
+        below_root = folder.removeprefix(root).lstrip("/")
+        names += [f"{below_root}/{name}".lstrip("/") for name in files if name.endswith(".py")]
+    paths = (Path(root, name) for name in sorted(names) if not name.startswith("config-"))
+    chosen = [path for path in paths if not path.name.startswith("_sysconfigdata") and path.is_file()]
+    if not chosen:
+        raise DataError(f"this Python has no source files under {root}: name a data source instead of 'stdlib'")
+    return chosen
+
+
+def unigram_entropy(tokens: NDArray[Any]) -> float:
+    """Entropy in nats per token of the distribution of single tokens: the loss of a model that ignores all context.
+
+    Args:
+        tokens: 1-D, not empty, non-negative integers; may be a memory map.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(tokens), _SCAN_TOKENS):
+        piece = np.bincount(tokens[start : start + _SCAN_TOKENS], minlength=len(counts))
+        piece[: len(counts)] += counts
+        counts = piece
+    shares = counts[counts > 0] / len(tokens)
+    return float(-np.sum(shares * np.log(shares))) if len(shares) > 1 else 0.0
+
+
+def _existing_token_files(source: str) -> list[Path]:
+    """The token files of a source; none if it is text.
+
+    Raises:
+        DataError: there is no such file or directory.
+    """
+    path = user_path(source)
+    if path.is_dir():
+        return sorted(path.glob("*.npy"))
+    if path.suffix == ".npy":
+        if not path.is_file():
+            raise DataError(f"token file {path} does not exist")
+        return [path]
+    if not path.exists() and not glob.has_magic(source):
+        raise DataError(
+            f"data source {source!r} does not exist: give 'stdlib', a .npy token file, a directory, a text "
+            "file or a glob"
+        )
+    return []
+
+
+def _tokenised(
+    name: str,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache_dir: Path | None,
+    document_format: DocumentFormat,
+) -> list[Path]:
+    cache = cache_dir if cache_dir is not None else default_cache_dir()
+    entry = cache / f"{name}-{_fingerprint(files, tokenizer, document_format)[:24]}"
+    if cached := _cached(entry, tokenizer):
+        return cached
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{entry.name}.lock", _LOCK_TIMEOUT_S) as is_locked:
+            if cached := _cached(entry, tokenizer):  # somebody else was faster
+                return cached
+            # Without the lock somebody else may be at work, for very long or stopped: then do it twice, side by side.
+            partial = cache / (f"{entry.name}.partial" if is_locked else f"{entry.name}.{os.getpid()}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            try:
+                write_shards(files, partial, tokenizer, document_format=document_format)
+                shutil.rmtree(entry, ignore_errors=True)  # a damaged entry
+                with contextlib.suppress(FileExistsError):
+                    partial.rename(entry)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as exc:
+        raise DataError(f"cache directory {cache} cannot be used: {exc.strerror}; set XDG_CACHE_HOME") from exc
+    return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
+
+
+def _cached(entry: Path, tokenizer: Tokenizer) -> list[Path]:
+    """The files of a usable entry, or nothing; an entry that somebody damaged is made again."""
+    try:
+        return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
+    except DataError:
+        return []
+
+
+def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, document_format: DocumentFormat) -> str:
+    hasher = blake3(f"{_CACHE_VERSION} {tokenizer.digest} {document_format}\n".encode())
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as exc:
+            raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
+        hasher.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return hasher.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path, timeout_s: float) -> Iterator[bool]:
+    """Holds an advisory lock, which the kernel releases when this process ends; False when it took too long."""
+    deadline = time.monotonic() + timeout_s
+    with path.open("wb") as file:
+        is_locked = False
+        while not is_locked:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_locked = True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+        yield is_locked

@@ -1,0 +1,124 @@
+"""The index of a corpus: `corpus.json` beside the shards lists all of them, so that any subset can prove what it is of.
+
+The digest of a corpus is the BLAKE3 of the tokenizer's digest and the shards' content digests, in order: it is the same
+wherever the shards lie, and whoever has one shard and the index can show that it belongs to the corpus. A directory
+without an index is a corpus of the shards that it holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.base.schema_error import first_complaint
+from spes_swarm.data.token_file import TokenFile
+
+INDEX_FILE = "corpus.json"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class _Shard(_Strict):
+    name: str  # for people
+    num_tokens: Annotated[int, Field(ge=1)]
+    blake3: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of the token bytes, as in the shard's sidecar
+
+
+class _Index(_Strict):
+    format: Literal["spes-swarm-corpus"] = "spes-swarm-corpus"
+    version: Literal[1] = 1
+    tokenizer_digest: str
+    shards: Annotated[list[_Shard], Field(min_length=1)]
+
+
+def corpus_digest(tokenizer_digest: str, shards: Iterable[tuple[str, int]]) -> str:
+    """Hex BLAKE3 of a corpus.
+
+    Args:
+        tokenizer_digest: of the tokenizer that made all shards.
+        shards: content digest and number of tokens of each, in order.
+    """
+    hasher = blake3()
+    for content, num_tokens in shards:
+        hasher.update(f"{tokenizer_digest} {content} {num_tokens}\n".encode())
+    return hasher.hexdigest()
+
+
+def write_index(directory: Path, files: Sequence[TokenFile]) -> Path:
+    """Writes the index of all shards of a corpus, in their order; returns its path.
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+    index = _Index(
+        tokenizer_digest=files[0].sidecar.tokenizer_digest,
+        shards=[
+            _Shard(name=file.path.name, num_tokens=file.sidecar.num_tokens, blake3=file.sidecar.blake3)
+            for file in files
+        ],
+    )
+    path = directory / INDEX_FILE
+    temporary = path.with_name(f".{INDEX_FILE}.{os.getpid()}")
+    try:
+        temporary.write_text(index.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as exc:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path} cannot be written: {exc.strerror}; free some space") from exc
+    return path
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Which corpus token files are of."""
+
+    digest: str  # of the whole corpus
+    num_shards: int  # of the whole corpus
+    is_indexed: bool  # an index says so; otherwise the files count as a whole corpus
+
+
+def membership(files: Sequence[TokenFile]) -> Membership:
+    """The corpus that token files of one directory belong to.
+
+    A file that was named alone and is not in the index beside it is a corpus of its own.
+
+    Raises:
+        DataError: the index is damaged, or lists only some of the files.
+    """
+    path = files[0].path.parent / INDEX_FILE
+    tokenizer_digest = files[0].sidecar.tokenizer_digest
+    own = [(file.sidecar.blake3, file.sidecar.num_tokens) for file in files]
+    index = _read(path)
+    if index is not None:
+        listed = [(shard.blake3, shard.num_tokens) for shard in index.shards]
+        known = set(listed) if index.tokenizer_digest == tokenizer_digest else set()
+        strangers = [file.path for file, shard in zip(files, own, strict=True) if shard not in known]
+        if not strangers:
+            return Membership(corpus_digest(tokenizer_digest, listed), len(listed), is_indexed=True)
+        if len(files) > 1:
+            raise DataError(
+                f"{strangers[0]} is not a shard of the corpus that {path} lists: move it away, or remove {INDEX_FILE} "
+                "to make all of them one corpus"
+            )
+    return Membership(corpus_digest(tokenizer_digest, own), len(own), is_indexed=False)
+
+
+def _read(path: Path) -> _Index | None:
+    try:
+        return _Index.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
+    except ValidationError as exc:
+        reason = first_complaint(exc, max_chars=80)
+        raise DataError(f"{path} is damaged ({reason}): copy it again from where the corpus was made") from exc

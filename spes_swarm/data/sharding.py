@@ -1,0 +1,285 @@
+"""Documents to token shards, in one process or many, with the same bytes as the result.
+
+The calling process reads pieces in order, workers parse and tokenise them, and the caller writes what comes back in the
+order in which it was read. At most two pieces per worker are under way, which bounds memory. A shard ends with the
+document that fills it, so documents are never divided between files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.base.wording import plural
+from spes_swarm.data.corpus_index import INDEX_FILE, write_index
+from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_pieces
+from spes_swarm.data.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
+from spes_swarm.data.tokenizer import Tokenizer
+
+DEFAULT_SHARD_TOKENS = 1 << 27
+
+_MAX_ENCODE_CHARS = 1 << 20  # a BPE needs some hundred bytes of memory per character while it works
+_SHARD_PATTERN = "tokens-*.npy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentFormat:
+    """How documents are found inside files; see `readers.read_pieces`."""
+
+    text_field: str = "text"
+    text_mode: TextMode = "file"
+
+
+@dataclass(slots=True)
+class ShardSummary:
+    """What `write_shards` wrote."""
+
+    shards: list[Path] = field(default_factory=list)
+    num_tokens: int = 0  # end-of-text tokens included
+    num_documents: int = 0
+    broken: Broken = field(default_factory=Counter)  # records passed over, by kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenized:
+    """A tokenised piece."""
+
+    tokens: TokenArray  # all documents, each with its end-of-text token
+    lengths: NDArray[np.int64]  # of the documents
+    broken: Broken
+    source_bytes: int
+
+
+def write_shards(
+    files: Sequence[Path],
+    output: Path,
+    tokenizer: Tokenizer,
+    *,
+    document_format: DocumentFormat | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    processes: int = 1,
+    overwrite: bool = False,
+    on_progress: Callable[[int], object] | None = None,
+) -> ShardSummary:
+    """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on, with the index of them all.
+
+    The shards depend on the files, the tokenizer, the format and `shard_tokens` only. When this raises, also on Ctrl-C,
+    the shards that were completed stay and no partial one does.
+
+    Args:
+        files: see `readers.find_documents`.
+        output: made when missing.
+        tokenizer: must be picklable when there are several processes.
+        document_format: where the text is; None for the defaults.
+        shard_tokens: a shard is closed by the document that makes it at least this long.
+        processes: 1 works in the calling process; more starts that many workers.
+        overwrite: remove the shards of an earlier run instead of refusing.
+        on_progress: called with the number of input bytes that were dealt with since the last call.
+
+    Raises:
+        DataError: no usable document; `output` has shards already or cannot be written; a file cannot be opened.
+    """
+    if processes < 1 or shard_tokens < 1:
+        raise DataError(f"processes ({processes}) and shard tokens ({shard_tokens}) must be at least 1")
+    prepare_output(output, overwrite)
+    chosen = document_format or DocumentFormat()
+    began = time.monotonic()
+    summary = ShardSummary()
+    series = _ShardSeries(output, tokenizer, shard_tokens, summary)
+    try:
+        with contextlib.closing(_tokenize_in_order(files, tokenizer, chosen, processes)) as results:
+            for result in results:
+                series.append(result)
+                if on_progress is not None:
+                    on_progress(result.source_bytes)
+        series.commit()
+    finally:
+        series.abort()
+    if not summary.shards:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.broken.items())) or "no records"
+        raise DataError(
+            f"no usable document in {plural(len(files), 'file')} ({kinds}); "
+            f"is the text in the field {chosen.text_field!r}?"
+        )
+    write_index(output, [TokenFile.open(path) for path in summary.shards])
+    summary.seconds = time.monotonic() - began
+    return summary
+
+
+def prepare_output(output: Path, overwrite: bool) -> None:
+    """Makes sure that a directory holds no shards of an earlier run; harmless when called again.
+
+    Raises:
+        DataError: it holds some and may not be overwritten.
+    """
+    existing = sorted(output.glob(_SHARD_PATTERN)) if output.is_dir() else []
+    if existing and not overwrite:
+        raise DataError(
+            f"{output} holds {plural(len(existing), 'shard')} already: choose an empty directory, or allow "
+            "overwriting (--overwrite)"
+        )
+    if existing:
+        (output / INDEX_FILE).unlink(missing_ok=True)
+    for shard in existing:
+        shard.unlink()
+        sidecar_path(shard).unlink(missing_ok=True)
+
+
+def sample_documents(files: Sequence[Path], max_chars: int, document_format: DocumentFormat) -> Iterator[str]:
+    """Documents from the beginning of every file, about `max_chars` characters in all: what a BPE is trained on.
+
+    Raises:
+        DataError: a file cannot be opened.
+    """
+    share = max(1, max_chars // max(1, len(files)))
+    for path in files:
+        left = share
+        for piece in _pieces([path], document_format):
+            for text in parse_piece(piece, document_format.text_field)[0]:
+                if left > 0:
+                    yield text[:left]
+                    left -= len(text)
+            if left <= 0:
+                break
+
+
+def tokenize_piece(piece: Piece, tokenizer: Tokenizer, text_field: str) -> _Tokenized:
+    """Parses and tokenises a piece; a pure function."""
+    documents, broken = parse_piece(piece, text_field)
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    arrays: list[TokenArray] = []
+    lengths = np.empty(len(documents), dtype=np.int64)
+    for number, text in enumerate(documents):
+        parts = [tokenizer.encode(part) for part in _bounded(text)]
+        arrays += [*parts, end]
+        lengths[number] = sum(map(len, parts)) + 1
+    tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else end[:0]
+    return _Tokenized(tokens, lengths, broken, piece.source_bytes)
+
+
+def _bounded(text: str) -> Iterator[str]:
+    """Cuts a very long document at line ends, so that its encoding needs bounded memory."""
+    start = 0
+    while len(text) - start > _MAX_ENCODE_CHARS:
+        stop = text.rfind("\n", start, start + _MAX_ENCODE_CHARS) + 1 or start + _MAX_ENCODE_CHARS
+        yield text[start:stop]
+        start = stop
+    yield text[start:] if start else text
+
+
+class _ShardSeries:
+    """Divides what is appended over shards, at document ends, and counts it."""
+
+    def __init__(self, output: Path, tokenizer: Tokenizer, shard_tokens: int, summary: ShardSummary) -> None:
+        self._output = output
+        self._tokenizer = tokenizer
+        self._shard_tokens = shard_tokens
+        self._summary = summary
+        self._writer: TokenWriter | None = None
+
+    def append(self, result: _Tokenized) -> None:
+        """Takes documents for as long as the shard has room, then begins the next one."""
+        self._summary.broken.update(result.broken)
+        ends = np.cumsum(result.lengths)
+        first, start = 0, 0
+        while first < len(ends):
+            if self._writer is None:
+                path = self._output / f"tokens-{len(self._summary.shards):05d}.npy"
+                self._writer = TokenWriter(path, self._tokenizer)
+            room = self._shard_tokens - self._writer.num_tokens
+            last = min(int(np.searchsorted(ends, start + room)), len(ends) - 1)
+            stop = int(ends[last])
+            self._writer.append(result.tokens[start:stop], last + 1 - first)
+            if self._writer.num_tokens >= self._shard_tokens:
+                self.commit()
+            first, start = last + 1, stop
+        self._summary.num_tokens += len(result.tokens)
+        self._summary.num_documents += len(ends)
+
+    def commit(self) -> None:
+        """Completes the shard at hand, if there is one."""
+        if self._writer is not None:
+            self._summary.shards.append(self._writer.commit())
+            self._writer = None
+
+    def abort(self) -> None:
+        """Removes the shard at hand, if there is one."""
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+
+
+def _pieces(files: Sequence[Path], document_format: DocumentFormat) -> Iterator[Piece]:
+    for path in files:
+        yield from read_pieces(path, text_field=document_format.text_field, text_mode=document_format.text_mode)
+
+
+def _tokenize_in_order(
+    files: Sequence[Path], tokenizer: Tokenizer, document_format: DocumentFormat, processes: int
+) -> Generator[_Tokenized, None, None]:
+    text_field = document_format.text_field
+    pieces = _pieces(files, document_format)
+    if processes == 1:
+        for piece in pieces:
+            yield tokenize_piece(piece, tokenizer, text_field)
+        return
+    # spawn: threads of tokenizers, pyarrow or torch may hold locks that a forked child would wait for without end
+    pool = ProcessPoolExecutor(
+        processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(tokenizer, text_field, os.getpid()),
+    )
+    waiting: deque[Future[_Tokenized]] = deque()
+    try:
+        for piece in pieces:
+            with _interrupts_held():
+                waiting.append(pool.submit(_work, piece))
+            if len(waiting) >= 2 * processes:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as exc:
+        raise DataError("a tokenising process died, perhaps for want of memory: try fewer processes") from exc
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Starts workers with SIGINT blocked, for good: Ctrl-C reaches the whole process group, and it is the parent's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_worker: tuple[Tokenizer, str] | None = None  # of a worker process: set once, so that each task carries a piece only
+
+
+def _start_worker(tokenizer: Tokenizer, text_field: str, parent_pid: int) -> None:
+    global _worker
+    die_with_parent(parent_pid)
+    _worker = tokenizer, text_field
+
+
+def _work(piece: Piece) -> _Tokenized:
+    assert _worker is not None
+    return tokenize_piece(piece, *_worker)

@@ -1,0 +1,330 @@
+"""Token files: a `.npy` array of token ids and a JSON sidecar that says what they mean.
+
+`X.npy` holds one 1-D little-endian uint16 or uint32 array; `X.npy.json` names the tokenizer (with its digest), counts
+tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
+only when complete, the sidecar first: an `X.npy` that exists is whole. Readers map the file and never unpickle.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.data.tokenizer import Tokenizer
+
+FORMAT = "spes-swarm-tokens"
+FORMAT_VERSION = 1
+
+TokenArray = NDArray[Any]
+
+_MAGIC = b"\x93NUMPY"
+_HEADER_BYTES = 128  # fixed, so that the final length can be filled in after streaming
+_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
+_REMAKE = "make it again with scripts/tokenize_corpus.py"
+_SCAN_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sidecar:
+    """The content of `<file>.json`."""
+
+    format: str = FORMAT
+    version: int = FORMAT_VERSION
+    tokenizer: str  # name, for people
+    tokenizer_digest: str  # hex BLAKE3, see Tokenizer.digest
+    vocab_size: int
+    end_of_text: int
+    dtype: str  # "uint16" or "uint32"
+    num_tokens: int
+    num_documents: int
+    max_token: int
+    blake3: str  # hex, of the token bytes (without the npy header)
+
+
+def sidecar_path(path: Path) -> Path:
+    """Where the sidecar of a token file lies."""
+    return path.with_name(path.name + ".json")
+
+
+class TokenWriter:
+    """Streams tokens into a file that appears on `commit`, or never.
+
+    As a context manager it commits at the end of the block and removes everything when the block raises, also on
+    Ctrl-C. A killed process leaves at most a `.X.npy.PID.partial`, which no reader looks at.
+
+    Args:
+        path: the final `.npy` path; an existing file is replaced on commit.
+        tokenizer: decides the dtype: uint16 when all ids fit, otherwise uint32.
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.path = path
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._tokenizer = tokenizer
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._hasher = blake3()
+        self._max_token = -1
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self._partial.open("wb")
+        except OSError as exc:
+            raise DataError(f"{path.parent} cannot be written: {exc.strerror}; choose another directory") from exc
+        self._file.write(b"\0" * _HEADER_BYTES)
+
+    def append(self, tokens: TokenArray, num_documents: int) -> None:
+        """Adds ids, 1-D of an integer dtype, that complete `num_documents` documents.
+
+        Raises:
+            DataError: an id is negative or not below the vocabulary size, or the disk is full.
+        """
+        if len(tokens):
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self._tokenizer.vocab_size:
+                raise DataError(
+                    f"tokenizer {self._tokenizer.name!r} gave the id {low if low < 0 else high}, outside its "
+                    f"vocabulary of {self._tokenizer.vocab_size}: it is broken"
+                )
+            self._max_token = max(self._max_token, high)
+            content = tokens.astype(self._dtype).tobytes()
+            self._hasher.update(content)
+            try:
+                self._file.write(content)
+            except OSError as exc:
+                raise DataError(f"{self._partial} cannot be written: {exc.strerror}; free some space") from exc
+        self.num_tokens += len(tokens)
+        self.num_documents += num_documents
+
+    def commit(self) -> Path:
+        """Makes the file visible, durably, and returns its path.
+
+        Raises:
+            DataError: nothing was appended, or the disk is full; no file appears.
+        """
+        if self.num_tokens == 0:
+            self.abort()
+            raise DataError(f"{self.path}: there are no tokens to write")
+        sidecar = Sidecar(
+            tokenizer=self._tokenizer.name,
+            tokenizer_digest=self._tokenizer.digest,
+            vocab_size=self._tokenizer.vocab_size,
+            end_of_text=self._tokenizer.end_of_text,
+            dtype=_DTYPES[self._dtype.str],
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            max_token=self._max_token,
+            blake3=self._hasher.hexdigest(),
+        )
+        partial_sidecar = self._partial.with_name(self._partial.name + ".json")
+        try:
+            self._file.seek(0)
+            self._file.write(_npy_header(self._dtype, self.num_tokens))
+            _flush(self._file)
+            self._file.close()
+            with partial_sidecar.open("wb") as file:
+                file.write((json.dumps(asdict(sidecar), indent=2) + "\n").encode())
+                _flush(file)
+            self.path.unlink(missing_ok=True)  # an old array must never meet the new sidecar
+            partial_sidecar.replace(sidecar_path(self.path))
+            self._partial.replace(self.path)
+            _sync_directory(self.path.parent)
+        except OSError as exc:
+            partial_sidecar.unlink(missing_ok=True)
+            self.abort()
+            raise DataError(f"{self.path} cannot be written: {exc.strerror}; free some space") from exc
+        return self.path
+
+    def abort(self) -> None:
+        """Removes what was written so far; harmless after `commit`."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abort()
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A verified token file, mapped into memory read-only."""
+
+    path: Path
+    sidecar: Sidecar
+    tokens: TokenArray  # (num_tokens,), uint16 or uint32
+
+    @classmethod
+    def open(cls, path: Path, tokenizer: Tokenizer | None = None, *, check_content: bool = False) -> TokenFile:
+        """Opens and verifies a token file.
+
+        Sidecar, header, dtype, dimensions and length are always checked (microseconds); the digest and the range of all
+        ids only with `check_content`, which reads the whole file.
+
+        Args:
+            path: the `.npy` file.
+            tokenizer: refuse a file that was made with another one; None accepts any.
+            check_content: also compare the digest of all token bytes.
+
+        Raises:
+            DataError: the file is missing, truncated, corrupt, no token file, or of another tokenizer.
+        """
+        try:
+            with path.open("rb") as file:
+                dtype, num_tokens, start = _read_npy_header(file)
+                size = os.fstat(file.fileno()).st_size
+        except OSError as exc:
+            raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
+        except ValueError as exc:
+            raise DataError(f"{path} is not a token file: {exc}; {_REMAKE}") from exc
+        sidecar = _read_sidecar(path)
+        if sidecar.dtype != _DTYPES[dtype.str] or sidecar.num_tokens != num_tokens:
+            raise DataError(
+                f"{path} holds {num_tokens} tokens of {_DTYPES[dtype.str]}, its sidecar says {sidecar.num_tokens} of "
+                f"{sidecar.dtype}: they do not belong together; {_REMAKE}"
+            )
+        expected = start + num_tokens * dtype.itemsize
+        if size != expected:
+            state = "truncated" if size < expected else "longer than its header says"
+            raise DataError(f"{path} is {state}: {size} bytes instead of {expected}; copy or {_REMAKE}")
+        if tokenizer is not None and sidecar.tokenizer_digest != tokenizer.digest:
+            raise DataError(
+                f"{path} was made with the tokenizer {sidecar.tokenizer!r} ({sidecar.tokenizer_digest[:12]}), "
+                f"this run uses {tokenizer.name!r} ({tokenizer.digest[:12]}); tokenise the text again "
+                "with the run's tokenizer"
+            )
+        opened = cls(path, sidecar, np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(num_tokens,)))
+        if check_content:
+            opened.check_content()
+        return opened
+
+    def check_content(self) -> None:
+        """Compares the digest and the range of all token ids with the sidecar.
+
+        Raises:
+            DataError: a token was changed, or is not below the vocabulary size.
+        """
+        hasher = blake3()
+        for start in range(0, len(self.tokens), _SCAN_TOKENS):
+            piece = np.ascontiguousarray(self.tokens[start : start + _SCAN_TOKENS])
+            self.check_range(piece)
+            hasher.update(piece.tobytes())
+        if hasher.hexdigest() != self.sidecar.blake3:
+            raise DataError(f"{self.path} is corrupt: its tokens do not match their digest; copy or {_REMAKE}")
+
+    def check_range(self, tokens: TokenArray) -> None:
+        """Checks ids that were read from this file.
+
+        Raises:
+            DataError: an id is not below the vocabulary size.
+        """
+        if len(tokens) and int(tokens.max()) >= self.sidecar.vocab_size:
+            raise DataError(
+                f"{self.path} is corrupt: token id {int(tokens.max())} in a vocabulary of {self.sidecar.vocab_size}; "
+                f"copy or {_REMAKE}"
+            )
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The little-endian dtype in which a vocabulary's ids are stored."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def _npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
+    """A version 1.0 `.npy` header of `_HEADER_BYTES` bytes (numpy.lib.format)."""
+    text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({num_tokens},), }}"
+    length = _HEADER_BYTES - len(_MAGIC) - 4
+    return _MAGIC + b"\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
+
+
+def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
+    """Reads dtype, number of tokens and the offset of the first token.
+
+    numpy's own reader would do, but it warns about, converts or maps things that can never be token files.
+
+    Raises:
+        ValueError: not a 1-D array of uint16 or uint32.
+    """
+    prefix = file.read(8)
+    if len(prefix) < 8 or prefix[:6] != _MAGIC:
+        raise ValueError("it does not start like a .npy file")
+    if prefix[6] not in (1, 2, 3):
+        raise ValueError(f"unknown .npy version {prefix[6]}")
+    width = 2 if prefix[6] == 1 else 4
+    length = int.from_bytes(file.read(width), "little")
+    if length > 1 << 16:
+        raise ValueError("its header is damaged")
+    header = file.read(length)
+    try:
+        parsed = ast.literal_eval(header.decode("ascii"))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as exc:
+        raise ValueError("its header is damaged") from exc
+    if not isinstance(parsed, dict) or len(header) < length:
+        raise ValueError("its header is damaged")
+    descr, shape = parsed.get("descr"), parsed.get("shape")
+    if not isinstance(descr, str) or descr not in _DTYPES:
+        raise ValueError(f"its dtype is {descr!r}, not uint16 or uint32")
+    if not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
+        raise ValueError(f"its shape is {shape!r}, not one dimension")
+    if shape[0] < 1:
+        raise ValueError("it is empty")
+    return np.dtype(descr), shape[0], len(prefix) + width + length
+
+
+def _read_sidecar(path: Path) -> Sidecar:
+    location = sidecar_path(path)
+    try:
+        content = json.loads(location.read_bytes())
+    except FileNotFoundError as exc:
+        raise DataError(f"{path} has no sidecar {location.name}: copy it along, or {_REMAKE}") from exc
+    except OSError as exc:
+        raise DataError(f"{location} cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise DataError(f"{location} is not JSON: {exc}; {_REMAKE}") from exc
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f"{location} does not describe a token file; {_REMAKE}")
+    if content.get("version") != FORMAT_VERSION:
+        raise DataError(
+            f"{location} has the format version {content.get('version')!r}, this program reads "
+            f"{FORMAT_VERSION}; {_REMAKE}"
+        )
+    kinds = {"str": str, "int": int}
+    wanted = {field.name: kinds[str(field.type)] for field in fields(Sidecar)}
+    wrong = sorted(name for name, kind in wanted.items() if type(content.get(name)) is not kind)
+    if wrong:
+        raise DataError(f"{location} lacks or garbles {', '.join(wrong)}; {_REMAKE}")
+    return Sidecar(**{name: content[name] for name in wanted})
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,349 @@
+"""Tokenizers: text to ids and back, with a digest that peers compare.
+
+Three kinds share one protocol. `bytes` needs no file at all: token id = byte value, 256 = end of text. A byte-level BPE
+is trained here (`train_bpe`) and loaded by the path of its tokenizer.json. Anything else is a fast tokenizer that
+`transformers` can load, by path or by name.
+
+Text is data, never a command: the characters "<|endoftext|>" inside a document become ordinary tokens, so only the
+end of a document yields the end-of-text id, whatever a corpus contains.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import tokenizers
+from blake3 import blake3
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from spes_swarm.base.errors import DataError
+
+BYTES = "bytes"
+END_OF_TEXT = "<|endoftext|>"
+MIN_BPE_VOCAB_SIZE = 257  # 256 bytes and the end of text
+
+TokenArray = NDArray[Any]  # 1-D, an integer dtype
+
+# Two tokenizers with the same vocabulary and merges can still cut text differently (another regular expression, another
+# normaliser). Their settings are serialised differently by each release of `tokenizers`; what they *do* is not.
+_PROBE = (
+    "The quick brown fox can't jump, 1234567890 3.14 times!  \n\n\n\tif x == 'y':\n        return -1e-9  # tab\there"
+    "\r\nStraße ÅÅ \ufb01 ½ e\u0301 é \u0130 Привет, мир. 你好世界 こんにちは 한국어 नमस्ते مرحبا שלום "
+    "\u00a0\u2028\u200b\ufeff 😀 \U0001f469\u200d\U0001f467 \x00\x07 https://example.org/a_b?c=d&e=%20 <|endoftext|> "
+    "</s> ALLCAPS camelCase __dunder__ {}[]()<>;:\\/|~`@#$^&*_+\n"
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """For people: what `load_tokenizer` was given, or how the tokenizer was made."""
+
+    @property
+    def digest(self) -> str:
+        """Hex BLAKE3 that identifies the mapping from text to ids; equal on peers that may share a run."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends every document."""
+
+    def produces(self, token_id: int) -> bool:
+        """Returns True if the id can stand in tokenised documents, as text or as the end of one."""
+
+    def encode(self, text: str) -> TokenArray:
+        """Ids of `text`, 1-D, without special tokens.
+
+        Raises:
+            UnicodeEncodeError: `text` holds a lone surrogate, which no encoding of text can express.
+        """
+
+    def decode(self, ids: Sequence[int] | TokenArray) -> str:
+        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens appear by their names."""
+
+    def save(self, directory: Path) -> None:
+        """Writes files from which `transformers.AutoTokenizer.from_pretrained(directory)` makes the same ids.
+
+        Raises:
+            DataError: the directory cannot be written.
+        """
+
+
+class FastTokenizer:
+    """A tokenizer of the `tokenizers` library. Pickles without `transformers`, so worker processes start fast.
+
+    Args:
+        name: see `Tokenizer.name`.
+        backend: not shared with anybody else; its truncation and padding are switched off here.
+        end_of_text: the token that ends a document.
+        files: what `save` writes (file name to content); None for the plain two files.
+
+    Raises:
+        DataError: `end_of_text` is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: tokenizers.Tokenizer,
+        end_of_text: str,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # text is data, see the top of this file
+        token_id = backend.token_to_id(end_of_text)
+        if token_id is None:
+            raise DataError(f"tokenizer {name!r}: its end-of-text token {end_of_text!r} is not in its vocabulary")
+        self._name = name
+        self._backend = backend
+        self._end_of_text = end_of_text
+        self._files = dict(files) if files is not None else _plain_files(backend, end_of_text)
+        self._end_of_text_id: int = token_id
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self._vocab_size = 1 + max(vocabulary.values())
+        self._produced = _produced(backend, vocabulary) | {token_id}
+        self._digest = _digest(backend, vocabulary, token_id)
+
+    def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
+        return _unpickle_fast, (self._name, self._backend.to_str(), self._end_of_text, self._files)
+
+    @property
+    def name(self) -> str:
+        """See `Tokenizer`."""
+        return self._name
+
+    @property
+    def digest(self) -> str:
+        """See `Tokenizer`."""
+        return self._digest
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Tokenizer`."""
+        return self._vocab_size
+
+    @property
+    def end_of_text(self) -> int:
+        """See `Tokenizer`."""
+        return self._end_of_text_id
+
+    def produces(self, token_id: int) -> bool:
+        """See `Tokenizer`."""
+        return token_id in self._produced
+
+    def encode(self, text: str) -> TokenArray:
+        """See `Tokenizer`."""
+        try:
+            return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        except TypeError:
+            text.encode("utf-8")  # the backend calls a lone surrogate "not a str"; this names it
+            raise
+
+    def decode(self, ids: Sequence[int] | TokenArray) -> str:
+        """See `Tokenizer`."""
+        decoded: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        return decoded
+
+    def save(self, directory: Path) -> None:
+        """See `Tokenizer`."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name, content in self._files.items():
+                (directory / name).write_bytes(content)
+        except OSError as exc:
+            raise DataError(f"{directory} cannot be written: {exc.strerror}; choose another directory") from exc
+
+
+class ByteTokenizer(FastTokenizer):
+    """Token id = byte value of the UTF-8 text; 256 ends a document. Encoding is a view of the bytes, no copy."""
+
+    def __init__(self) -> None:
+        vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([END_OF_TEXT])
+        super().__init__(BYTES, backend, END_OF_TEXT)
+
+    def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
+        return ByteTokenizer, ()
+
+    def encode(self, text: str) -> TokenArray:
+        """See `Tokenizer`; uint8 and read-only."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int] | TokenArray) -> str:
+        """See `Tokenizer`."""
+        pieces = bytearray()
+        for i in ids:
+            pieces += END_OF_TEXT.encode() if i == 256 else bytes((int(i),))
+        return pieces.decode("utf-8", errors="replace")
+
+
+def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Tokenizer:
+    """Loads a tokenizer.
+
+    Args:
+        name: "bytes"; a `tokenizer.json`; a directory or hub name that `transformers.AutoTokenizer` understands. Code
+            that comes with a tokenizer is never run. A name is looked up in the local cache first, so a peer that has
+            used it once starts without a network.
+        local_files_only: never go to the network. (HF_HUB_OFFLINE=1 does the same for a whole process.)
+
+    Raises:
+        DataError: it cannot be found, reached or used; the message names it and says what to do.
+    """
+    name = str(name)
+    if name == BYTES:
+        return ByteTokenizer()
+    if name == "bpe":
+        raise DataError(
+            "tokenizer 'bpe' has to be trained on a corpus first: run scripts/tokenize_corpus.py "
+            "--tokenizer bpe, then give the path of the tokenizer.json that it wrote"
+        )
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        return _load_json(path)
+    if not path.exists() and name.startswith((".", "/", "~")):
+        raise DataError(f"tokenizer {name!r}: no such file or directory")
+    return _load_transformers(name, str(path) if path.exists() else name, local_files_only or path.exists())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
+    """Trains a byte-level BPE; the same texts give the same tokenizer.
+
+    Args:
+        texts: documents; read once.
+        vocab_size: at most this many ids, the 256 bytes and the end of text (id 0) included. A small corpus may have
+            too few pairs to reach it: look at the result's `vocab_size`.
+
+    Raises:
+        DataError: `vocab_size` is smaller than 257.
+    """
+    if vocab_size < MIN_BPE_VOCAB_SIZE:
+        raise DataError(f"a byte-level BPE needs a vocabulary of at least {MIN_BPE_VOCAB_SIZE}, got {vocab_size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(iter(texts), trainer)
+    return FastTokenizer("bpe", backend, END_OF_TEXT)
+
+
+def _unpickle_fast(name: str, serialised: str, end_of_text: str, files: dict[str, bytes]) -> FastTokenizer:
+    return FastTokenizer(name, tokenizers.Tokenizer.from_str(serialised), end_of_text, files)
+
+
+def _byte_characters() -> list[str]:
+    """The visible character that stands for each byte in GPT-2's byte-level vocabularies, in the order of the bytes."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    substitutes = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(substitutes)) for byte in range(256)]
+
+
+def _produced(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> frozenset[int]:
+    """The ids that text can become: all but special tokens, unless one of these stands for what is unknown."""
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    model = json.loads(backend.to_str())["model"]
+    unknown = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
+    return frozenset(i for i in vocabulary.values() if i not in special or i in unknown)
+
+
+def _digest(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], end_of_text: int) -> str:
+    """Hashes what decides the ids, in a form that does not depend on the release of `tokenizers`."""
+    merges = json.loads(backend.to_str())["model"].get("merges", [])
+    pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]  # both forms are in use
+    content = {
+        "vocabulary": sorted(vocabulary.items(), key=lambda item: (item[1], item[0])),
+        "merges": pairs,
+        "end_of_text": end_of_text,
+        "probe": backend.encode(_PROBE, add_special_tokens=False).ids,
+    }
+    return blake3(json.dumps(content, separators=(",", ":")).encode()).hexdigest()
+
+
+def _plain_files(backend: tokenizers.Tokenizer, end_of_text: str) -> dict[str, bytes]:
+    """The two files that `AutoTokenizer` needs; written by hand, so the same with every release."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_text,
+        "eos_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # `encode_special_tokens` is not part of tokenizer.json
+        "model_max_length": 10**30,  # what transformers itself writes for "no limit"
+    }
+    return {
+        "tokenizer.json": (backend.to_str(pretty=True) + "\n").encode(),
+        "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _load_json(path: Path) -> FastTokenizer:
+    if not path.is_file():
+        raise DataError(f"tokenizer {str(path)!r}: no such file")
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise DataError(f"tokenizer {str(path)!r}: {exc.strerror}") from exc
+    except Exception as exc:  # `tokenizers` raises bare Exception for whatever it cannot parse
+        raise DataError(f"tokenizer {str(path)!r} is not a tokenizer.json of the `tokenizers` library: {exc}") from exc
+    return FastTokenizer(str(path), backend, _configured_end_of_text(path.parent / "tokenizer_config.json"))
+
+
+def _configured_end_of_text(path: Path) -> str:
+    """The end-of-text token named next to a tokenizer.json, by default this package's own."""
+    if not path.is_file():
+        return END_OF_TEXT
+    try:
+        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError) as exc:
+        raise DataError(f"{path} is not a tokenizer configuration: {exc}") from exc
+    if isinstance(token, dict):  # a serialised AddedToken
+        token = token.get("content")
+    return token if isinstance(token, str) else END_OF_TEXT
+
+
+def _load_transformers(name: str, source: str, local_files_only: bool) -> FastTokenizer:
+    from transformers import AutoTokenizer  # seconds to import; "bytes" and tokenizer.json do without
+
+    def attempt(local: bool) -> Any:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
+
+    try:
+        try:
+            loaded = attempt(True)
+        except (OSError, ValueError):
+            if local_files_only:
+                raise
+            loaded = attempt(False)
+    except Exception as exc:  # the hub client, transformers and tokenizers each raise their own kinds
+        reason = " ".join(str(exc).split())[:300] or type(exc).__name__
+        raise DataError(
+            f"tokenizer {name!r} could not be loaded: {reason}. Check the name and the network, or "
+            "download it first and give its directory; 'bytes' needs no download"
+        ) from exc
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise DataError(f"tokenizer {name!r} has no fast version (tokenizer.json), which this package needs")
+    if loaded.eos_token is None:
+        raise DataError(f"tokenizer {name!r} has no end-of-text token: set eos_token in its tokenizer_config.json")
+    with tempfile.TemporaryDirectory() as directory:
+        loaded.save_pretrained(directory)
+        files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
+    return FastTokenizer(name, tokenizers.Tokenizer.from_str(backend.to_str()), loaded.eos_token, files)

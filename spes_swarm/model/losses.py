@@ -1,0 +1,239 @@
+"""The losses of SPES: next-token cross-entropy, load balance, and two z-losses.
+
+Tensor suffixes: B sequences, S positions, T = B * S tokens, N rows of logits (tokens), V vocabulary, L
+layers with experts, E experts, K experts per token.
+
+Sources: SPES (arXiv 2602.11543) and its code (zjr2000/SPES: spes/decayed_load_balance_loss.py,
+spes/train.py), which in turn uses the definitions of megablocks: load balance after Switch Transformer
+(arXiv 2101.03961, Eqs. 4-6), router z-loss after ST-MoE (arXiv 2202.08906, Eq. 5), logit z-loss after
+PaLM (arXiv 2204.02311, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from spes_swarm.base.errors import ConfigError
+
+IGNORED_TARGET = -100
+# Softmax in fp32 works on so many elements of the logits at a time (64 MiB), never on all of them.
+CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LossWeights:
+    """Factors of the auxiliary losses; the cross-entropy counts once. Defaults are those of SPES."""
+
+    load_balance: float = 0.01
+    """Factor of the load-balance loss."""
+    router_z: float = 0.001
+    """Factor of the router z-loss."""
+    logit_z: float = 1e-5
+    """Factor of the logit z-loss."""
+    decayed_balance: bool = False
+    """Let the load of the held experts count less at first (SPES's "decayed balance loss")."""
+    decayed_balance_start: float = 0.7
+    """What the held experts' load counts for at the start of training."""
+    decayed_balance_fraction: float = 0.2
+    """Fraction of training after which the held experts' load counts in full."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LossParts:
+    """The loss and what it is made of; the parts are not multiplied by their weights."""
+
+    total: Tensor
+    """Scalar to differentiate: cross_entropy + the weighted auxiliary losses."""
+    cross_entropy: Tensor
+    """Detached scalar: mean over predicted tokens, in nats."""
+    load_balance: Tensor
+    """Detached scalar: 1 where every layer's load is even, E where one expert gets everything."""
+    router_z: Tensor
+    """Detached scalar: sum over layers of mean squared log-sum-exp of the router logits."""
+    logit_z: Tensor
+    """Detached scalar: mean squared log-sum-exp of the logits."""
+
+
+class _CrossEntropyAndZ(torch.autograd.Function):
+    """Mean cross-entropy and mean squared log-sum-exp in one pass, with one buffer for the gradient of the
+    logits.
+
+    Composed from library functions the two would keep a log-softmax and make several more tensors of the
+    logits' size in backward; this keeps the logits alone, and one gradient in their dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        valid_N = targets_N != IGNORED_TARGET
+        lse_N = torch.empty_like(targets_N, dtype=torch.float32)
+        for rows in _row_chunks(logits_NV):
+            lse_N[rows] = torch.logsumexp(logits_NV[rows].float(), dim=-1)
+        picked_N = logits_NV.gather(1, targets_N.clamp_min(0).unsqueeze(1)).squeeze(1).float()
+        count = valid_N.sum()
+        ctx.save_for_backward(logits_NV, targets_N, lse_N, count)
+        cross_entropy = ((lse_N - picked_N) * valid_N).sum() / count
+        logit_z = (lse_N.square() * valid_N).sum() / count
+        return cross_entropy, logit_z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_cross_entropy: Tensor, grad_logit_z: Tensor) -> tuple[Tensor, None]:
+        logits_NV, targets_N, lse_N, count = ctx.saved_tensors
+        weight_N = (targets_N != IGNORED_TARGET) / count
+        # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
+        softmax_scale_N = weight_N * (grad_cross_entropy + 2.0 * grad_logit_z * lse_N)
+        onehot_scale_N = weight_N * -grad_cross_entropy
+        grad_NV = torch.empty_like(logits_NV)
+        for rows in _row_chunks(logits_NV):
+            chunk_CV = torch.exp(logits_NV[rows].float() - lse_N[rows].unsqueeze(1))
+            chunk_CV *= softmax_scale_N[rows].unsqueeze(1)
+            chunk_CV.scatter_add_(1, targets_N[rows].clamp_min(0).unsqueeze(1), onehot_scale_N[rows].unsqueeze(1))
+            grad_NV[rows] = chunk_CV
+        return grad_NV, None
+
+
+def _row_chunks(logits_NV: Tensor) -> list[slice]:
+    N, V = logits_NV.shape
+    step = max(1, CHUNK_ELEMENTS // V)
+    return [slice(start, min(start + step, N)) for start in range(0, N, step)]
+
+
+def cross_entropy_and_z(logits_BSV: Tensor, input_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of predicting token s + 1 at position s, and mean squared log-sum-exp at those
+    positions.
+
+    The last position has no target and is ignored; it is masked rather than cut off, because a cut copies
+    the logits. SPES's own code divides by B * S instead of the B * (S - 1) predictions.
+
+    Raises:
+        ValueError: sequences are shorter than two tokens.
+    """
+    if input_ids_BS.shape[1] < 2:
+        raise ValueError("a sequence needs at least two tokens to predict one")
+    targets_BS = torch.full_like(input_ids_BS, IGNORED_TARGET)
+    targets_BS[:, :-1] = input_ids_BS[:, 1:]
+    logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1])
+    cross_entropy, logit_z = _CrossEntropyAndZ.apply(logits_NV, targets_BS.reshape(-1))  # type: ignore[no-untyped-call]
+    return cross_entropy, logit_z
+
+
+def balance_factor(weights: LossWeights, progress: float) -> float:
+    """What the held experts' load counts for at `progress` (fraction of training done, 0 to 1).
+
+    Rises linearly from `decayed_balance_start` to 1 over the first `decayed_balance_fraction`; 1 when
+    switched off.
+    """
+    if not weights.decayed_balance or progress >= weights.decayed_balance_fraction:
+        return 1.0
+    start = weights.decayed_balance_start
+    return start + (1.0 - start) * progress / weights.decayed_balance_fraction
+
+
+def load_balance_loss(
+    router_logits: Sequence[Tensor], top_k: int, held: Sequence[int] = (), held_factor: float = 1.0
+) -> Tensor:
+    """Load balance: E * sum_e c_e * f_e * P_e per layer, averaged over layers.
+
+    f_e is the fraction of the T * K choices of a layer that fell on expert e (no gradient), P_e the mean
+    over tokens of the router's softmax over all experts, and c_e `held_factor` for held experts and 1 for
+    others. With f and P even it is 1. This is Switch Transformer Eqs. 4-6 for K choices, as in SPES and
+    megablocks. (transformers' own function is K times as large and pools layers before multiplying.)
+
+    Args:
+        router_logits: per layer (T, E).
+        top_k: K.
+        held: the experts whose load is multiplied.
+        held_factor: see `balance_factor`.
+    """
+    per_layer: list[Tensor] = []
+    for logits_TE in router_logits:
+        T, E = logits_TE.shape
+        probabilities_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        with torch.no_grad():
+            # The same operation on the same numbers as in the routers, so these are the choices that were
+            # made.
+            chosen_S = probabilities_TE.topk(top_k, dim=-1).indices.reshape(-1)
+            load_E = torch.zeros(E, device=logits_TE.device)
+            load_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S, dtype=torch.float32))
+            load_E /= T * top_k
+            if held_factor != 1.0:
+                load_E[list(held)] *= held_factor
+        per_layer.append(E * (load_E * probabilities_TE.mean(dim=0)).sum())
+    return torch.stack(per_layer).mean()
+
+
+def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
+    """Router z-loss: per layer the mean over tokens of the squared log-sum-exp of the logits (T, E), summed
+    over layers.
+
+    The sum, not the mean, over layers is what SPES and megablocks (`batched_router_zloss`) use with factor
+    0.001.
+    """
+    return torch.stack([torch.logsumexp(x_TE.float(), dim=-1).square().mean() for x_TE in router_logits]).sum()
+
+
+def language_model_loss(
+    model: nn.Module, input_ids_BS: Tensor, weights: LossWeights, held: Sequence[int], progress: float
+) -> LossParts:
+    """Runs the model on packed sequences and returns SPES's training loss.
+
+    Documents are packed without an attention mask, so every position but the last has a target. No value
+    leaves the device, so nothing here waits for it.
+
+    Args:
+        model: a transformers causal language model (`SparseModel.module` or an untouched one).
+        input_ids_BS: token ids, int64.
+        weights: factors of the auxiliary losses.
+        held: experts trained here; used only with `weights.decayed_balance`.
+        progress: fraction of the whole training that is done, 0 to 1.
+
+    Raises:
+        ConfigError: the model does not report router logits.
+        ValueError: sequences are shorter than two tokens.
+    """
+    wants_router = weights.load_balance != 0.0 or weights.router_z != 0.0
+    output = model(input_ids=input_ids_BS, use_cache=False, output_router_logits=wants_router)
+    cross_entropy, logit_z = cross_entropy_and_z(output.logits, input_ids_BS)
+    total = cross_entropy + weights.logit_z * logit_z
+    load_balance = router_z = torch.zeros_like(cross_entropy)
+    if wants_router:
+        router_logits = getattr(output, "router_logits", None)
+        if not router_logits:
+            raise ConfigError(f"{type(model).__name__} does not report router logits: its losses cannot be had")
+        config: Any = model.config
+        factor = balance_factor(weights, progress)
+        load_balance = load_balance_loss(router_logits, config.num_experts_per_tok, held, factor)
+        router_z = router_z_loss(router_logits)
+        total = total + weights.load_balance * load_balance + weights.router_z * router_z
+    return LossParts(
+        total=total,
+        cross_entropy=cross_entropy.detach(),
+        load_balance=load_balance.detach(),
+        router_z=router_z.detach(),
+        logit_z=logit_z.detach(),
+    )
+
+
+@torch.no_grad()
+def cross_entropy_of_sequences(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
+    """Evaluation: mean next-token cross-entropy of each sequence in nats (B,), without gradients, in evaluation mode.
+
+    The model is returned to the mode that it was in. Evaluation counts no routed tokens.
+
+    Raises:
+        ValueError: sequences are shorter than two tokens.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        logits_BSV = model(input_ids=input_ids_BS, use_cache=False).logits
+    finally:
+        model.train(was_training)
+    pairs = zip(logits_BSV, input_ids_BS, strict=True)
+    return torch.stack([cross_entropy_and_z(logits_SV[None], ids_S[None])[0] for logits_SV, ids_S in pairs])

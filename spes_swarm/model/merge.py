@@ -1,0 +1,172 @@
+"""Expert merging, SPES's warm-up (arXiv 2602.11543, Eqs. 5-6): at first, similar experts learn together.
+
+Array suffixes: N elements of the flat vector, E experts, F expert ffn dim, D model dim, P elements of one
+tensor of one expert, K neighbours.
+
+Per layer, A_jk = cos(w_in_j, w_in_k) over the flattened gate/input projections, Q_j = the K experts most
+similar to j (j itself excluded), and phi_j <- phi_j + alpha * mean_{k in Q_j}(phi_k - phi_j) for *all*
+matrices of an expert, every donor being its copy from before the merge.
+
+Merged values go to live weights only. Sums over a matrix differ in the last bits between machines, so
+nothing here may touch the reference that all peers share bit for bit (DESIGN.md, "a consensus reference").
+Similarities are summed in fp64, which makes it very unlikely that two machines choose different neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
+
+FlatArray = npt.NDArray[np.float32]
+
+GATE_UP = "gate_up_proj"  # (2F, D) per expert: transformers puts the F gate rows before the F up rows
+# Similarities convert so many elements per expert to fp64 at a time (8 MiB), never a whole layer.
+CHUNK_ELEMENTS = 2**20
+
+
+def merge_alpha(step: int, alpha: float, merge_steps: int) -> float:
+    """Strength after `step` local steps: alpha * (1 - min(step / merge_steps, 1)); 0 without merge_steps."""
+    if merge_steps <= 0:
+        return 0.0
+    return alpha * (1.0 - min(step / merge_steps, 1.0))
+
+
+def merge_due(previous_step: int, step: int, interval: int) -> bool:
+    """Whether a multiple of `interval` (local steps; 0 is never) lies in (previous_step, step]."""
+    return interval > 0 and step // interval > previous_step // interval
+
+
+def similarity(gate_EP: FlatArray) -> npt.NDArray[np.float64]:
+    """Cosine similarity (E, E) of the rows; 0 where a row is zero. May be given a strided view."""
+    E, P = gate_EP.shape
+    gram_EE = np.zeros((E, E), dtype=np.float64)
+    for start in range(0, P, CHUNK_ELEMENTS):
+        chunk = gate_EP[:, start : start + CHUNK_ELEMENTS].astype(np.float64)
+        gram_EE += chunk @ chunk.T
+    norm_E = np.sqrt(np.diagonal(gram_EE))
+    scale_EE = np.outer(norm_E, norm_E)
+    cosine_EE = np.zeros_like(gram_EE)
+    np.divide(gram_EE, scale_EE, out=cosine_EE, where=scale_EE > 0)
+    return cosine_EE
+
+
+def nearest_experts(similarity_EE: npt.NDArray[np.float64], num_neighbours: int) -> npt.NDArray[np.int64]:
+    """Q_j (E, K): the K = min(num_neighbours, E - 1) experts most similar to each j, best first.
+
+    Similarities that agree to 12 decimals are ties, which go to the lowest index.
+
+    Raises:
+        ValueError: `num_neighbours` is negative.
+    """
+    if num_neighbours < 0:
+        raise ValueError(f"num_neighbours must not be negative, got {num_neighbours}")
+    E = similarity_EE.shape[0]
+    others_EE = similarity_EE.copy()
+    np.fill_diagonal(others_EE, -np.inf)
+    # Rounding makes ties of equal experts (fresh from upcycling) exact in spite of the order of summation; a
+    # stable sort of the negated values then keeps them in the order of their index.
+    order_EE = np.argsort(-np.round(others_EE, 12), axis=1, kind="stable")
+    return order_EE[:, : min(num_neighbours, E - 1)].astype(np.int64)
+
+
+def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], alpha: float) -> FlatArray:
+    own_P: FlatArray = stack_EP[expert]
+    if alpha == 0.0 or len(donors_K) == 0:
+        return own_P.copy()
+    # Donors are added in ascending order, so the result does not depend on how close their similarities are.
+    mean_P: FlatArray = np.zeros_like(own_P)
+    for donor in np.sort(donors_K):
+        mean_P += stack_EP[donor]
+    mean_P /= np.float32(len(donors_K))
+    mean_P -= own_P
+    mean_P *= np.float32(alpha)
+    mean_P += own_P
+    return mean_P
+
+
+def merge_experts_layer(
+    gate_up_EFD: FlatArray, down_EDF: FlatArray, alpha: float, num_neighbours: int
+) -> tuple[FlatArray, FlatArray]:
+    """Merges the experts of one layer; the arguments are left as they are.
+
+    Args:
+        gate_up_EFD: (E, 2F, D) float32, gate rows first.
+        down_EDF: (E, D, F) float32.
+        alpha: see `merge_alpha`; 0 returns equal bits.
+        num_neighbours: K; with fewer other experts, all of them are donors.
+    """
+    E, two_ffn, _ = gate_up_EFD.shape
+    neighbours_EK = nearest_experts(similarity(gate_up_EFD[:, : two_ffn // 2].reshape(E, -1)), num_neighbours)
+    merged: list[FlatArray] = []
+    for stack in (gate_up_EFD, down_EDF):
+        flat_EP = stack.reshape(E, -1)
+        rows = [_merged(flat_EP, expert, neighbours_EK[expert], alpha) for expert in range(E)]
+        merged.append(np.stack(rows).reshape(stack.shape))
+    return merged[0], merged[1]
+
+
+def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FlatArray]]]:
+    """Per layer and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
+
+    All expert blocks have the same slots at the same offsets, so the experts are rows of one matrix: no copy.
+    """
+    first = layout.expert_block(0)
+    block_EN = reference_N[first.start :].reshape(layout.num_experts, first.size)
+    layers: dict[str, dict[str, tuple[int, FlatArray]]] = {}
+    for position, slot in enumerate(first.slots):
+        layer, _, tensor = slot.name.rpartition(".")
+        offset = slot.start - first.start
+        layers.setdefault(layer, {})[tensor] = (position, block_EN[:, offset : offset + slot.size])
+    yield from layers.values()
+
+
+def merged_slots(
+    reference_N: FlatArray,
+    layout: Layout,
+    alpha: float,
+    num_neighbours: int,
+    experts: Sequence[int] | None = None,
+) -> Iterator[tuple[TensorSlot, FlatArray]]:
+    """Merged values of every tensor of `experts` (default: all), one (slot, values) at a time.
+
+    The reference is only read. Extra memory is one tensor of one expert plus a few MiB, whatever the size of
+    the model. The caller writes the values to live weights (`SparseModel.write_slot`), or adds `values -
+    reference` to them.
+
+    Raises:
+        ValueError: `reference_N` does not fit the layout, or a layer has no `gate_up_proj`.
+    """
+    if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
+        raise ValueError(f"the reference is {reference_N.dtype} {reference_N.shape}, not the layout's")
+    wanted = range(layout.num_experts) if experts is None else experts
+    for tensors in _layers(reference_N, layout):
+        if GATE_UP not in tensors:
+            raise ValueError(f"a layer's experts have no {GATE_UP}, only {sorted(tensors)}")
+        _, gate_up_EP = tensors[GATE_UP]
+        neighbours_EK = nearest_experts(similarity(gate_up_EP[:, : gate_up_EP.shape[1] // 2]), num_neighbours)
+        for position, stack_EP in tensors.values():
+            for expert in wanted:
+                slot = layout.expert_block(expert).slots[position]
+                yield slot, _merged(stack_EP, expert, neighbours_EK[expert], alpha).reshape(slot.shape)
+
+
+def merge_flat(
+    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int, out_N: FlatArray | None = None
+) -> FlatArray:
+    """A whole merged vector (N,), shared block included, in `out_N` or a new array; see `merged_slots`.
+
+    Raises:
+        ValueError: as `merged_slots`, or `out_N` shares memory with the reference, which must not change.
+    """
+    if out_N is not None and np.shares_memory(out_N, reference_N):
+        raise ValueError("a merge must not be written to the reference")
+    out_N = np.empty_like(reference_N) if out_N is None else out_N
+    shared = layout.blocks[0]
+    out_N[shared.start : shared.stop] = reference_N[shared.start : shared.stop]
+    for slot, values in merged_slots(reference_N, layout, alpha, num_neighbours):
+        out_N[slot.start : slot.start + slot.size] = values.reshape(-1)
+    return out_N

@@ -1,0 +1,403 @@
+"""A transformers MoE as a peer trains it: sparse experts inside, and blocks of the flat reference outside.
+
+Tensor suffixes: N elements of the flat vector (or of one block of it), E experts, H held experts.
+
+Parameter names are those of the untouched transformers model, e.g.
+`model.layers.0.mlp.experts.gate_up_proj`; they name the slots of `Layout`. A `SparseModel` translates
+between slots and live storage, wherever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.model_settings import config_from_settings, refusals
+from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
+from spes_swarm.model.kernels import load_kernel
+from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
+
+FlatArray = npt.NDArray[np.float32]
+
+
+def build_model(
+    model_type: str, settings: Mapping[str, Any], seed: int, device: torch.device | str, on_meta: bool = False
+) -> PreTrainedModel:
+    """A freshly initialised causal language model in fp32: same arguments, same bits (on one machine).
+
+    Weights are drawn on the CPU whatever `device` is, so that they do not depend on it; the global random
+    state is left as it was. Attention is "sdpa" where the architecture has it, else "eager".
+
+    Args:
+        model_type: a transformers model type with a causal language model, e.g. "olmoe".
+        settings: fields of that type's configuration; what is not named keeps transformers' default.
+        seed: of the initialisation.
+        device: where the weights are put.
+        on_meta: build on the meta device instead: shapes without memory (seed and device are then unused).
+
+    Raises:
+        ConfigError: as `config_from_settings`, or transformers cannot build a causal language model of these settings.
+    """
+    config = config_from_settings(model_type, settings)
+    mapping = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ConfigError(f"{model_type} has no causal language model in transformers")
+    attention = "sdpa" if mapping[type(config)]._supports_sdpa else "eager"
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if on_meta else "cpu"):
+        if not on_meta:
+            torch.default_generator.manual_seed(seed)
+        with refusals(f"transformers cannot build {model_type}"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            )
+    return model if on_meta else model.to(device)
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Every experts module of an untouched model by its name, in the order of the layers.
+
+    Raises:
+        ConfigError: there is none, or one has a layout that sparse experts do not support.
+    """
+    found = {name: module for name, module in model.named_modules() if is_experts_module(module)}
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no experts module: it is not a Mixture-of-Experts")
+    for name, module in found.items():
+        check_supported(name, module)
+    return found
+
+
+def replace_experts(
+    model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
+) -> list[SparseExperts]:
+    """Replaces every experts module in place, layer by layer (peak memory: one layer more than the model).
+
+    Returns:
+        The new modules, in the order of the layers.
+
+    Raises:
+        ConfigError: no experts module, an unsupported one, an unknown kernel, or an impossible `held`.
+    """
+    expert_kernel = load_kernel(kernel)
+    replaced: list[SparseExperts] = []
+    found = find_experts(model)
+    names = list(found)
+    while names:
+        name = names.pop(0)
+        # Popping the only other reference lets each old layer be freed as soon as it is copied.
+        experts: Any = found.pop(name)
+        sparse = SparseExperts(
+            experts.gate_up_proj, experts.down_proj, experts.act_fn, held, expert_kernel, foreign_dtype
+        )
+        sparse.train(experts.training)
+        model.set_submodule(name, sparse)
+        replaced.append(sparse)
+    return replaced
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """The layout of an untouched transformers model, which may be on the meta device.
+
+    Stacked expert parameters go to the experts' blocks, all others to the shared one; tied weights count
+    once, under the first of their names.
+
+    Raises:
+        ConfigError: no experts module, an unsupported one, or layers that differ in their number of experts.
+    """
+    stacked_names = {f"{name}.{projection}" for name in find_experts(model) for projection in PROJECTIONS}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    try:
+        return Layout.build(
+            shared={name: shape for name, shape in shapes.items() if name not in stacked_names},
+            stacked={name: shape for name, shape in shapes.items() if name in stacked_names},
+        )
+    except ValueError as error:
+        raise ConfigError(f"{type(model).__name__} cannot be laid out: {error}") from error
+
+
+def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
+    """The flat fp32 vector (N,) of an untouched model: the initial reference."""
+    parameters = dict(model.named_parameters())
+    flat_N = np.empty(layout.num_elements, dtype=np.float32)
+    for block in layout.blocks:
+        for slot in block.slots:
+            tensor = parameters[slot.name].detach()
+            _as_tensor(flat_N, slot, 0).copy_(tensor if slot.expert is None else tensor[slot.expert])
+    return flat_N
+
+
+def plain_state_dict(
+    model: nn.Module,
+    layout: Layout,
+    flat_N: FlatArray,
+    tied: Mapping[str, str] | None = None,
+    include_tied: bool = False,
+) -> dict[str, Tensor]:
+    """`SparseModel.state_dict_from_flat` for any model with this layout, e.g. an untouched one, which is left as it is.
+
+    Args:
+        model: gives the buffers; its parameters are not read.
+        layout: of the untouched model.
+        flat_N: the values (N,).
+        tied: every further name of a tied parameter with its first name; None takes them from `model`.
+        include_tied: add those further names.
+
+    Raises:
+        ValueError: `flat_N` has another size or dtype.
+    """
+    _check_array(flat_N, layout.num_elements)
+    tied = _tied_names(model) if tied is None else tied
+    state: dict[str, Tensor] = {}
+    for block in layout.blocks:
+        for slot in block.slots:
+            values = _as_tensor(flat_N, slot, 0)
+            if slot.expert is None:
+                state[slot.name] = values.clone()
+                continue
+            if slot.name not in state:
+                state[slot.name] = torch.empty((layout.num_experts, *slot.shape))
+            state[slot.name][slot.expert].copy_(values)
+    # What remains are buffers: a sparse model's own parameters are in `state` under the same names.
+    state.update({n: t.cpu().clone() for n, t in model.state_dict().items() if n not in state and n not in tied})
+    if include_tied:
+        state.update({alias: state[name] for alias, name in tied.items()})
+    return state
+
+
+def _as_tensor(array_N: FlatArray, slot: TensorSlot, array_start: int) -> Tensor:
+    """A CPU tensor that shares memory with the part of `array_N` that belongs to `slot`."""
+    start = slot.start - array_start
+    piece_N = array_N[start : start + slot.size]
+    if not piece_N.flags.writeable:
+        # torch has no read-only tensors and warns about such arrays; one slot's copy is small.
+        piece_N = piece_N.copy()
+    return torch.from_numpy(piece_N).view(slot.shape)
+
+
+class SparseModel:
+    """A transformers MoE whose experts modules are sparse, addressed in blocks of the flat layout.
+
+    Attributes:
+        module: the transformers model; call it to compute. Its experts modules have been replaced.
+        layout: of the untouched model.
+        held: the experts that are trained here, ascending.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Sequence[int],
+        kernel: str = "torch",
+        foreign_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes over an untouched model on any device and replaces its experts in place.
+
+        Args:
+            model: from `build_model` or `from_pretrained`; do not use it as before afterwards.
+            held: experts to train; any subset.
+            kernel: name of an expert kernel.
+            foreign_dtype: see `SparseExperts`.
+
+        Raises:
+            ConfigError: the model is not a supported MoE, or `kernel` or `held` is impossible.
+        """
+        self.layout = layout_of(model)
+        self.held = check_held(held, self.layout.num_experts)
+        self._tied = _tied_names(model)
+        replace_experts(model, self.held, kernel, foreign_dtype)
+        self.module = model
+        self._experts = {name: m for name, m in model.named_modules() if isinstance(m, SparseExperts)}
+        self._shared = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name.rpartition(".")[0] not in self._experts
+        }
+
+    # Blocks of the flat vector
+
+    def _live(self, slot: TensorSlot) -> Tensor:
+        if slot.expert is None:
+            return self._shared[slot.name].detach()
+        experts, _, projection = slot.name.rpartition(".")
+        return self._experts[experts].expert_tensor(projection, slot.expert)
+
+    def read_block(self, block_index: int, out_N: FlatArray) -> None:
+        """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
+
+        Raises:
+            ValueError: `out_N` has another size or dtype, or is read-only.
+        """
+        block = self.layout.blocks[block_index]
+        _check_array(out_N, block.size)
+        if not out_N.flags.writeable:
+            raise ValueError("out_N is read-only")
+        for slot in block.slots:
+            _as_tensor(out_N, slot, block.start).copy_(self._live(slot))
+
+    def write_block(self, block_index: int, in_N: FlatArray) -> None:
+        """Overwrites the live weights of a block, shared, held or foreign, with `in_N` (fp32, of the block's
+        size).
+
+        Raises:
+            ValueError: `in_N` has another size or dtype.
+        """
+        block = self.layout.blocks[block_index]
+        _check_array(in_N, block.size)
+        for slot in block.slots:
+            self._live(slot).copy_(_as_tensor(in_N, slot, block.start))
+
+    def write_slot(self, slot: TensorSlot, values: FlatArray) -> None:
+        """Overwrites one tensor with `values` (fp32, `slot.size` elements in any shape), e.g. a merged
+        expert's.
+
+        Raises:
+            ValueError: `values` has another size or dtype.
+        """
+        flat_N = values.reshape(-1)
+        _check_array(flat_N, slot.size)
+        self._live(slot).copy_(_as_tensor(flat_N, slot, slot.start))
+
+    # Training
+
+    def hold(self, held: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Changes the held experts; all weights keep their values (see `SparseExperts.hold` on
+        `foreign_dtype`).
+
+        The experts' parameters become new objects. An optimiser that was made from `param_groups` is
+        therefore given
+        here: its parameters are swapped, the state rows of experts that stay held are kept, those of experts
+            that are new start at zero. Its step count is per tensor, so for a new expert Adam's bias
+            correction is already over.
+
+        Raises:
+            ConfigError: `held` names an expert twice or one that does not exist; nothing has changed then.
+        """
+        held = check_held(held, self.layout.num_experts)
+        if held == self.held:
+            return
+        swapped: dict[nn.Parameter, nn.Parameter] = {}
+        for experts in self._experts.values():
+            old = [getattr(experts, projection) for projection in PROJECTIONS]
+            experts.hold(held)
+            swapped.update(zip(old, (getattr(experts, projection) for projection in PROJECTIONS), strict=True))
+        if optimizer is not None:
+            _swap_parameters(optimizer, swapped, self.held, held)
+        self.held = held
+
+    def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Named parameters that are trained: the shared ones and the held experts' stacks (H, ...), nothing
+        else.
+        """
+        for name, parameter in self.module.named_parameters():
+            if parameter.numel() > 0:
+                yield name, parameter
+
+    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Two groups for an optimiser: matrices decay, one-dimensional tensors (norms, biases) do not.
+
+        Stacks without experts (nothing held) are included, empty, so that `hold` can swap them for others
+        later.
+        """
+        matrices = [parameter for parameter in self.module.parameters() if parameter.dim() > 1]
+        vectors = [parameter for parameter in self.module.parameters() if parameter.dim() <= 1]
+        return [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+
+    def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
+        """Routed copies of tokens per expert (E,), summed over layers, since the last call (training mode
+        only).
+        """
+        counts = [experts.pop_routed_tokens() for experts in self._experts.values()]
+        counts_E: npt.NDArray[np.int64] = torch.stack(counts).sum(dim=0).cpu().numpy()
+        return counts_E
+
+    # Export and accounting
+
+    def state_dict_from_flat(self, flat_N: FlatArray, include_tied: bool = False) -> dict[str, Tensor]:
+        """A plain transformers state dict (fp32, CPU, stacked experts) with the values of a flat vector (N,).
+
+        It owns its memory. Persistent buffers of the model are included. Tied weights appear once, as
+        safetensors wants them and `from_pretrained` expects them; with `include_tied` also under their other
+        names, as a strict `load_state_dict` wants them.
+
+        Raises:
+            ValueError: `flat_N` has another size or dtype.
+        """
+        return plain_state_dict(self.module, self.layout, flat_N, self._tied, include_tied)
+
+    def bytes_per_class(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
+        """Bytes that live tensors occupy now, by class.
+
+        Keys: `{shared,held,foreign}_parameters`, `{shared,held,foreign}_gradients` and, given an optimiser,
+        `{shared,held,foreign}_optimizer`. The foreign gradients and optimiser state are counted, not
+        assumed, to be 0: anything that is neither shared nor held would count as foreign.
+        """
+        held = {getattr(experts, p) for experts in self._experts.values() for p in PROJECTIONS}
+        shared = set(self._shared.values())
+        foreign = [getattr(experts, f"foreign_{p}") for experts in self._experts.values() for p in PROJECTIONS]
+
+        def class_of(tensor: Tensor) -> str:
+            return "shared" if tensor in shared else "held" if tensor in held else "foreign"
+
+        classes = ("shared", "held", "foreign")
+        sizes = {f"{c}_{kind}": 0 for kind in ("parameters", "gradients") for c in classes}
+        for tensor in (*shared, *held, *foreign):
+            sizes[f"{class_of(tensor)}_parameters"] += tensor.nbytes
+            if tensor.grad is not None:
+                sizes[f"{class_of(tensor)}_gradients"] += tensor.grad.nbytes
+        if optimizer is not None:
+            sizes |= {f"{c}_optimizer": 0 for c in classes}
+            for parameter, state in optimizer.state.items():
+                sizes[f"{class_of(parameter)}_optimizer"] += sum(
+                    value.nbytes for value in state.values() if isinstance(value, Tensor)
+                )
+        return sizes
+
+
+def _check_array(array_N: FlatArray, size: int) -> None:
+    if array_N.dtype != np.float32 or array_N.shape != (size,):
+        raise ValueError(f"expected float32 of shape ({size},), got {array_N.dtype} of shape {array_N.shape}")
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tied parameter, with the first name."""
+    first: dict[nn.Parameter, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            tied[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return tied
+
+
+def _swap_parameters(
+    optimizer: torch.optim.Optimizer,
+    swapped: Mapping[nn.Parameter, nn.Parameter],
+    held_before: Sequence[int],
+    held_after: Sequence[int],
+) -> None:
+    """Puts new stacks in the place of old ones, with the state rows of experts that are in both."""
+    kept = [(held_before.index(e), row) for row, e in enumerate(held_after) if e in held_before]
+    for group in optimizer.param_groups:
+        group["params"] = [swapped.get(parameter, parameter) for parameter in group["params"]]
+    for old, new in swapped.items():
+        if old not in optimizer.state:
+            continue
+        state = optimizer.state.pop(old)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == old.shape:
+                moved = value.new_zeros(new.shape)
+                for row_before, row_after in kept:
+                    moved[row_after].copy_(value[row_before])
+                state[key] = moved
+        optimizer.state[new] = state

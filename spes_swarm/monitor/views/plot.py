@@ -1,0 +1,86 @@
+"""A picture of a run for a report: loss, speed, peers and coverage over its rounds. Needs the extra `plot`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from spes_swarm.base.errors import DataError, UserError
+from spes_swarm.base.wording import amount, plural, seconds
+from spes_swarm.monitor.state import HistoryPoint, SwarmState
+
+_INCHES: Final = (11.0, 6.5)
+_DOTS_PER_INCH: Final = 150
+# Okabe and Ito's palette: told apart by everybody, and in grey.
+_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
+
+
+def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> None:
+    """Draws a run into a file; its suffix says what kind (png, svg, pdf).
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+        DataError: there is nothing to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+    except ImportError as exc:
+        raise UserError("--plot needs matplotlib: pip install 'spes-swarm[plot]'") from exc
+    if not history:
+        raise DataError("there is no committed round to plot")
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    (top_left, top_right), (bottom_left, bottom_right) = figure.subplots(2, 2, sharex=True)
+
+    def draw(axes: Any, value: Callable[[HistoryPoint], float | None], **style: Any) -> None:
+        drawn = [(point.round, value(point)) for point in history]
+        xs, ys = [x for x, y in drawn if y is not None], [y for _, y in drawn if y is not None]
+        if ys:
+            marker = "o" if len(ys) == 1 else None  # a line of one point is nothing
+            axes.plot(xs, ys, linewidth=1.6, marker=marker, markersize=4, **style)
+
+    draw(top_left, lambda point: point.train_loss, color=_BLUE, label="training")
+    draw(top_left, lambda point: point.eval_loss, color=_ORANGE, label="held-out text", linestyle="--")
+    measured = [p for p in history if p.eval_loss is not None and p.eval_loss_stderr is not None]
+    top_left.fill_between(
+        [point.round for point in measured],
+        [(point.eval_loss or 0.0) - (point.eval_loss_stderr or 0.0) for point in measured],
+        [(point.eval_loss or 0.0) + (point.eval_loss_stderr or 0.0) for point in measured],
+        color=_ORANGE,
+        alpha=0.15,
+        linewidth=0,
+    )
+    _name(top_left, "loss (median over peers)")
+    if top_left.get_legend_handles_labels()[0]:
+        top_left.legend(frameon=False)
+    draw(top_right, lambda point: point.tokens_per_second, color=_GREEN)
+    _name(top_right, "tokens per second, all peers")
+    top_right.set_ylim(bottom=0)
+    top_right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(max(value, 0))))
+    draw(bottom_left, lambda point: point.peers, color=_PURPLE, drawstyle="steps-mid")
+    _name(bottom_left, "peers in the round")
+    draw(bottom_right, lambda point: point.experts_covered, color=_BLUE, drawstyle="steps-mid")
+    bottom_right.axhline(state.run.num_experts, color=_GREY, linewidth=0.8, linestyle=":")
+    _name(bottom_right, f"experts held, of {state.run.num_experts}")
+    for axes in (bottom_left, bottom_right):
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("round")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(
+        f"{state.run.run_id}: {state.run.model}, {plural(history[-1].round, 'round')}, "
+        f"{amount(state.tokens_total)} tokens in {seconds(history[-1].time - history[0].time)}",
+        fontsize=11,
+    )
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as exc:
+        raise UserError(f"{path} cannot be written: {getattr(exc, 'strerror', None) or exc}") from exc
+
+
+def _name(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

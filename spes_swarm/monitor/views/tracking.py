@@ -1,0 +1,49 @@
+"""`monitor --log`: the swarm's figures, one step for each round, in an experiment tracker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from spes_swarm.monitor.state import HistoryPoint, StateSource
+from spes_swarm.storage.trackers import Tracked, Tracker, open_tracker
+
+_DIRECTORY: Final = Path("runs/monitor")  # of trackers that write files where they are told
+_FIGURES: Final = (
+    "tokens",
+    "train_loss",
+    "eval_loss",
+    "eval_loss_stderr",
+    "tokens_per_second",
+    "peers",
+    "experts_covered",
+    "round_seconds",
+    "bytes",
+)
+
+
+def open_swarm_tracker(kind: str, run_id: str) -> Tracker:
+    """Begins to track a run; raises what open_tracker raises."""
+    return open_tracker(kind, Tracked(run_id=run_id, name="monitor", directory=_DIRECTORY))
+
+
+async def follow(source: StateSource, tracker: Tracker) -> None:
+    """Logs every round that comes from now on, until cancelled; a round is told when the next one has begun."""
+    told = max((point.round for point in source.history()), default=0) - 1
+    try:
+        while True:
+            points = source.history()
+            told = _log(tracker, points[:-1], told)
+            await source.wait_for_change(60.0)
+    finally:
+        _log(tracker, source.history(), told)
+        tracker.close()
+
+
+def _log(tracker: Tracker, points: list[HistoryPoint], told: int) -> int:
+    for point in points:
+        if point.round > told:
+            values = {f"swarm/{name}": getattr(point, name) for name in _FIGURES}
+            tracker.log(point.round, {name: float(value) for name, value in values.items() if value is not None})
+            told = point.round
+    return told

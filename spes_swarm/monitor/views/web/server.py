@@ -1,0 +1,147 @@
+"""Serves the page and the interfaces until cancelled; the monitor's other work goes on in the same event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from spes_swarm.base.errors import UserError
+from spes_swarm.monitor.state import StateSource
+from spes_swarm.monitor.views.web.app import build_app
+from spes_swarm.monitor.views.web.feed import Feed
+
+MAX_CONNECTIONS: Final = 256
+PATIENCE_S: Final = 20.0  # for a request to come, and for a browser to read what it was sent
+_GOODBYE_S: Final = 2
+
+
+async def serve(source: StateSource, listener: socket.socket, *, announce: Callable[[str], None] | None = None) -> None:
+    """Serves `source` on a socket of `listen` until cancelled, and closes it; `announce` is told the page's address."""
+    address, bound_port = listener.getsockname()[:2]
+    feed = Feed(source)
+    app = build_app(source, feed, loopback_only=ipaddress.ip_address(address.partition("%")[0]).is_loopback)
+    config = uvicorn.Config(
+        app,
+        http=_PatientProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=_GOODBYE_S,
+    )
+    server = _Server(config)
+    if announce is not None:
+        announce(f"http://{f'[{address}]' if ':' in address else address}:{bound_port}/")
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="monitor web server")
+    following = asyncio.create_task(feed.run(), name="monitor event feed")
+    try:
+        await asyncio.wait((serving, following), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        following.cancel()
+        feed.close()
+        server.should_exit = True
+        await asyncio.wait((serving, following))
+        listener.close()
+    for task in (serving, following):
+        if not task.cancelled():
+            task.result()  # raises what ended it
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to the command that runs it: Ctrl-C is not the web server's to handle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _PatientProtocol(H11Protocol):
+    """An HTTP connection that ends when the other side neither asks nor reads.
+
+    uvicorn limits only the pause between requests; a peer that opens connections and says nothing, or asks and never
+    reads, would hold its descriptors for ever, and the monitor needs some for the swarm.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check: asyncio.TimerHandle | None = None
+        self._answered = 0
+        self._stuck_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        self._check = self.loop.call_later(PATIENCE_S, self._end_if_idle, 0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stuck_since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stuck_since = None
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        self._answered += 1
+        super().on_response_complete()
+
+    def _end_if_idle(self, answered_before: int) -> None:
+        asking = self.cycle is not None and not self.cycle.response_complete
+        silent = not asking and self._answered == answered_before
+        stuck = self._stuck_since is not None and self.loop.time() - self._stuck_since > PATIENCE_S
+        if silent or stuck:
+            self.transport.abort()
+            return
+        self._check = self.loop.call_later(PATIENCE_S, self._end_if_idle, self._answered)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the address `host`:`port` (0: any free one) for `serve`.
+
+    Raises:
+        UserError: the address cannot be used; one line says why.
+    """
+    where = f"{host}:{port}"
+    if not 0 <= port <= 65535:
+        raise UserError(f"{where}: a port is a number from 0 to 65535")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{where}: no such host") from error
+    # Where a name has both, IPv4: browsers try both, tunnels and scripts often only that.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(128)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise UserError(f"{where}: {_REASONS.get(error.errno or 0, error.strerror)}") from error
+    return listener
+
+
+_REASONS: Final = {
+    errno.EADDRINUSE: "another program uses this port; choose another one, or 0 for any free one",
+    errno.EACCES: "not allowed to use this port; ports from 1024 on need no privilege",
+    errno.EADDRNOTAVAIL: "this machine has no such address; 127.0.0.1 and 0.0.0.0 always work",
+}

@@ -1,5 +1,0 @@
-"""The monitor's web page and HTTP interface."""
-
-from spes_swarm.monitor.web.server import listen, serve
-
-__all__ = ["listen", "serve"]

@@ -1,0 +1,201 @@
+"""What this peer tells the swarm through its records in the DHT, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.run import RoundConfig
+from spes_swarm.network.link.run_records import Records
+from spes_swarm.port.messages import Presence
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
+from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
+from spes_swarm.protocol.ownership.leases import Leases
+
+
+class Announcer:
+    """Writes this peer's progress and lease while its trainer is alive.
+
+    Args:
+        config: lifetimes of the records.
+        reference: whose round and digest are announced.
+        leases: which experts are announced as held.
+        faults: those of late.
+        now: the swarm's time in Unix seconds.
+        reachable: whether others can open connections to this peer.
+        on_fault: told when no node of the DHT takes a record.
+
+    Attributes:
+        presence: what the trainer has said last; None before the first time.
+        in_round: whether this peer is in a round.
+        round_seconds: how long its last round took.
+        volunteering: where this peer would publish (see election.py) and whether it is at it; None: nowhere.
+        swarm_tokens: of all peers, that have gone into commits until the reference's round.
+        traffic: payload bytes sent and received in its last round.
+    """
+
+    def __init__(
+        self,
+        config: RoundConfig,
+        reference: Reference,
+        leases: Leases,
+        faults: RecentFaults,
+        now: Callable[[], float],
+        reachable: Callable[[], bool],
+        on_fault: Callable[[ProtocolError], None],
+    ) -> None:
+        self._config = config
+        self._reference = reference
+        self._leases = leases
+        self._faults = faults
+        self._now = now
+        self._reachable = reachable
+        self._on_fault = on_fault
+        self._records: Records | None = None
+        self._expires: dict[str, float] = {}
+        self._lease_expires = 0.0
+        self._lease_is_out = False
+        self._wanted = asyncio.Event()
+        self._last_beat = time.monotonic()
+        self._storing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
+        self.presence: Presence | None = None
+        self.volunteering: tuple[bytes, bool] | None = None
+        self.swarm_tokens = SwarmTokens()
+        self.in_round = False
+        self.round_seconds = 0.0
+        self.traffic = (0, 0)
+
+    def open(self, records: Records) -> None:
+        """Says where records go; must come before the first is written."""
+        self._records = records
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of this peer; 0 before its trainer has said."""
+        return self.presence.tokens_per_step if self.presence is not None else 0
+
+    def beat(self) -> None:
+        """The trainer is alive."""
+        self._last_beat = time.monotonic()
+
+    def announce_soon(self) -> None:
+        """There is something that others should know at once."""
+        self._wanted.set()
+
+    def renew_lease_soon(self) -> None:
+        """The experts held have changed: the next announcement includes the lease."""
+        self._lease_expires = 0.0
+
+    def set_presence(self, presence: Presence) -> None:
+        """Takes what the trainer says; a change of state, or a round's losses, is announced at once."""
+        known, self.presence = self.presence, presence
+        if known is None or known.state != presence.state or known.losses != presence.losses:
+            self._wanted.set()
+
+    def learn_swarm_tokens(self, roster: Roster) -> None:
+        """Takes over what others say of the reference's round, if this peer has missed commits; not during a round."""
+        if not self.in_round:
+            count = roster.swarm_tokens(self._reference.round)
+            self.swarm_tokens.learn(count, alone=not roster.present())
+
+    def has_contributed(self, tokens: int) -> None:
+        """Takes tokens that went into a commit from the count.
+
+        Others may ask or read before the trainer's next step: what was contributed no longer counts.
+        """
+        if self.presence is not None:
+            self.presence = replace(self.presence, tokens=max(0, self.presence.tokens - tokens))
+
+    async def announce(self) -> None:
+        """Waits until an announcement is due, and makes it."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wanted.wait(), self._config.progress_ttl_s / 5)
+        self._wanted.clear()
+        if time.monotonic() - self._last_beat > self._config.stall_timeout_s:
+            return  # the trainer is stopped (Ctrl-Z): the others must not wait for this peer in every round
+        await self.publish_progress()
+        await self._volunteer()
+        if self._leases.held and self._now() > self._lease_expires - 2 * self._config.lease_s / 3:
+            await self.publish_lease()
+
+    async def publish_progress(self) -> None:
+        """Writes the progress record now, if the trainer has said anything yet."""
+        async with self._storing:
+            if self.presence is not None:
+                await self._store("progress", self._progress(self.presence))
+
+    def _progress(self, presence: Presence) -> Progress:
+        # A commit is told at once, before the trainer knows how good it was.
+        losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
+        return Progress(
+            expires=self._next_expiration("progress", self._config.progress_ttl_s),
+            name=presence.name,
+            state=presence.state,
+            reachable=self._reachable(),
+            round=self._reference.round,
+            digest=self._reference.digest,
+            step=presence.step,
+            tokens=presence.tokens,
+            tokens_per_step=presence.tokens_per_step,
+            tokens_per_second=presence.tokens_per_second,
+            loss=presence.loss,
+            experts=list(presence.experts),
+            round_seconds=self.round_seconds,
+            bytes_sent=self.traffic[0],
+            bytes_received=self.traffic[1],
+            in_round=self.in_round,
+            total_tokens=presence.total_tokens,
+            swarm_tokens=self.swarm_tokens.told,
+            train_loss=losses.train_loss if losses else None,
+            eval_loss=losses.eval_loss if losses else None,
+            eval_loss_stderr=losses.eval_loss_stderr if losses else None,
+            faults=self._faults.notes(),
+        )
+
+    async def _volunteer(self) -> None:
+        if self.volunteering is not None:
+            target, publishing = self.volunteering
+            expires = self._next_expiration("publishers", self._config.progress_ttl_s)
+            await self._store("publishers", Volunteer(expires=expires, target=target, publishing=publishing))
+
+    async def publish_lease(self) -> None:
+        """Writes the lease on the experts held now."""
+        async with self._storing:
+            self._lease_is_out = True
+            self._lease_expires = self._next_expiration("leases", self._config.lease_s)
+            await self._store(
+                "leases",
+                Lease(expires=self._lease_expires, experts=list(self._leases.held), since_round=self._reference.round),
+            )
+
+    async def say_goodbye(self) -> None:
+        """Gives the lease back, if there is one, and tells that this peer is leaving."""
+        self._leases.held = ()
+        if self._lease_is_out:
+            await self.publish_lease()
+        if self.presence is not None:
+            self.presence = replace(self.presence, state="leaving", experts=())
+            await self.publish_progress()
+
+    def _next_expiration(self, kind: str, lifetime_s: float) -> float:
+        # The DHT keeps the record that expires last, so a newer one must always expire later.
+        self._expires[kind] = max(self._now() + lifetime_s, self._expires.get(kind, 0.0) + 0.001)
+        return self._expires[kind]
+
+    async def _store(self, kind: str, record: Record) -> None:
+        if self._records is None:
+            return
+        try:
+            stored = await self._records.publish(kind, record)
+        except OSError as exc:
+            stored, reason = False, str(exc)
+        else:
+            reason = "no node of the DHT took the record"
+        if not stored:
+            self._on_fault(ProtocolError("dht", reason))

@@ -1,0 +1,158 @@
+"""How this peer is connected to the others of its run: whether they can reach it, and who is reached through whom.
+
+Ties together reach.py (the check), links.py (connections) and relay.py (circuits) for the network process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.links import Links
+from spes_swarm.network.link.reach import ReachService
+from spes_swarm.network.link.relay import Relay
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.port.commands import LinkMade
+from spes_swarm.port.messages import UNKNOWN, Reach
+from spes_swarm.protocol.members.standing import Neighbour
+
+_TEND_S = 2.0
+_FIRST_REVIEW_S = 10.0  # and then as soon as there is somebody to ask, who is not there when a founder starts
+_REVIEW_S = 300.0
+_DOUBT_S = 30.0  # what was found is found again before this peer steps back
+
+
+class Members(Protocol):
+    """The run that this peer takes part in (RunServices)."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether this peer tells others that it can be reached."""
+
+    def set_reach(self, reachable: bool, address: str | None) -> None:
+        """Changes that. `address`: where others got through, None where they did not."""
+
+    def neighbours(self) -> list[Neighbour]:
+        """The other live peers."""
+
+    async def maddrs_of(self, peer_id: str) -> list[str]:
+        """Asks a peer for its addresses."""
+
+
+class Connectivity:
+    """The connections of this peer, looked after in the background once it takes part in a run.
+
+    Args:
+        daemon: of this peer.
+        rpc: of this peer.
+        announced: whether the user has said under which addresses this peer can be reached.
+        relay: whether this peer passes on and uses circuits.
+        tell: takes what the metrics are to hold.
+        on_fault: told what went wrong here.
+
+    Attributes:
+        found: the newest answer to whether this peer can be reached.
+    """
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        rpc: Rpc,
+        *,
+        announced: bool,
+        relay: bool,
+        tell: Callable[[Reach | LinkMade], None],
+        on_fault: Callable[[str, ProtocolError], None],
+    ) -> None:
+        self._daemon = daemon
+        self._announced = announced
+        self._use_relays = relay
+        self._tell = tell
+        self._on_fault = on_fault
+        self._reach = ReachService(daemon, rpc)
+        self._relay = Relay(daemon, enabled=relay)
+        self._links: Links | None = None
+        self.found = UNKNOWN
+        self._doubted = False
+        self._next_review = time.monotonic() + _FIRST_REVIEW_S
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Registers the services that other peers may call; until `attend`, nothing is relayed."""
+        await self._reach.start()
+        await self._relay.start()
+
+    async def check(self) -> Reach:
+        """Asks the peers that this one is connected to whether it can be reached; see reach.py."""
+        peers = list(await self._daemon.connections())
+        self.found = await self._ask(peers) if peers else UNKNOWN
+        return self.found
+
+    async def _ask(self, peers: list[str]) -> Reach:
+        return await self._reach.check(peers, await self._daemon.maddrs(), announced=self._announced)
+
+    def attend(self, members: Members, *, review: bool, is_busy: Callable[[], bool]) -> None:
+        """Looks after the connections to the members of a run from now on.
+
+        Args:
+            members: of the run.
+            review: whether `members` are to hear what others find from time to time.
+            is_busy: whether a round is under way.
+        """
+        self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in members.neighbours())
+        links = self._links = Links(
+            self._daemon,
+            use_relays=self._use_relays,
+            maddrs_of=members.maddrs_of,
+            on_link=lambda peer_id, relayed: self._tell(LinkMade(peer_id, relayed)),
+        )
+
+        if self.found.reachable:
+            members.set_reach(True, self.found.address)
+        if self.found.reachable is not None:
+            self._next_review = time.monotonic() + _REVIEW_S
+
+        async def look_around() -> None:
+            await links.tend(members.neighbours(), reachable=members.reachable, busy=is_busy())
+            if review and time.monotonic() >= self._next_review:
+                await self._review(members)
+
+        async def repeat() -> None:
+            while True:
+                try:
+                    await look_around()
+                except Exception as exc:  # whatever it is: without connections the other services would suffer
+                    self._on_fault(self._daemon.peer_id, ProtocolError("internal", repr(exc)))
+                await asyncio.sleep(_TEND_S)
+
+        self._task = asyncio.create_task(repeat())
+
+    async def _review(self, members: Members) -> None:
+        """Asks again; a bad answer is confirmed before this peer stops counting as reachable."""
+        known = {neighbour.peer_id for neighbour in members.neighbours()}
+        peers = [peer for peer in await self._daemon.connections() if peer in known]
+        if not peers:
+            return
+        random.shuffle(peers)
+        found = await self._ask(peers)
+        doubtful = found.reachable is False and members.reachable and not self._doubted
+        self._doubted = doubtful
+        self._next_review = time.monotonic() + (_DOUBT_S if doubtful else _REVIEW_S)
+        if found.reachable is None or doubtful:
+            return
+        members.set_reach(found.reachable, found.address if found.reachable else None)
+        if (found.reachable, found.address) != (self.found.reachable, self.found.address):
+            self._tell(found)
+        self.found = found
+
+    def stop(self) -> None:
+        """Ends what is under way; circuits through this peer last until the daemon ends."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._links is not None:
+            self._links.stop()

@@ -1,0 +1,332 @@
+"""The libp2p daemon (p2pd) of this peer, started so that it cannot outlive it.
+
+hivemind can start the daemon itself, but then a SIGKILL of the peer leaves it running with its sockets in /tmp. Here it
+gets the parent-death signal, its sockets lie in a directory that the next peer on this machine cleans up, and addresses
+are dialled one by one, so that a failed bootstrap can say which address failed and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import psutil
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+from multiaddr import Multiaddr
+
+from spes_swarm.base.errors import AddressError, BootstrapError, NetworkProcessError
+from spes_swarm.base.lifetime import die_with_parent
+
+_SOCKET_PREFIX = "spes_swarm-"
+_LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # what hivemind calls its end
+_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less its final zero
+_START_TIMEOUT_S = 30.0
+_PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier stay, killed a moment ago, may still hold the port
+
+
+class Daemon:
+    """A running p2pd and the hivemind client that talks to it.
+
+    Created in the main thread of the network process: the daemon dies with that thread.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], p2p: P2P, sockets: Path) -> None:
+        self._process = process
+        self._sockets = sockets
+        self.p2p = p2p
+        self.peer_id = str(p2p.peer_id)
+
+    @classmethod
+    async def start(
+        cls,
+        identity_path: Path,
+        host_maddrs: Sequence[str],
+        announce_maddrs: Sequence[str] = (),
+        *,
+        client_mode: bool = False,
+        private: bool = False,
+    ) -> Daemon:
+        """Starts p2pd and waits until it answers.
+
+        Args:
+            identity_path: file of the private key.
+            host_maddrs: where to listen.
+            announce_maddrs: what to tell others instead.
+            client_mode: do not listen at all.
+            private: others cannot open connections to this peer. libp2p then tries to get through to the other end of
+                a circuit directly, from both sides at the same time (hole punching); on its own it would take minutes
+                to find out that it has to. It knows where from when four peers with different addresses have told it.
+
+        Raises:
+            AddressError: it cannot listen on the given addresses.
+            NetworkProcessError: it did not start; the message has its last words.
+        """
+        if not client_mode:
+            for maddr in host_maddrs:
+                if not await asyncio.to_thread(port_is_free, maddr, _PORT_TIMEOUT_S):
+                    raise AddressError(f"cannot listen on {maddr}: the port is in use")
+        remove_stale_sockets()
+        sockets = _make_socket_directory()
+        control = HivemindMultiaddr(f"/unix{sockets}/p2pd.sock")
+        arguments = [
+            f"-listen={control}",
+            f"-id={identity_path}",
+            "-dhtClient=1" if client_mode or private else "-dhtServer=1",
+            "-autonat=1",  # with it comes hole punching
+            "-connManager=1",
+            "-natPortMap=1",
+            "-relay=1",  # this peer can be an end of circuits
+            "-relayService=0",  # and passes them on as relay.py does
+            "-tls=1",
+            f"-idleTimeout={_START_TIMEOUT_S:.0f}s",
+        ]
+        if private:
+            arguments.append("-forceReachabilityPrivate=1")
+        if client_mode:
+            arguments.append("-noListenAddrs=1")
+        elif host_maddrs:
+            arguments.append("-hostAddrs=" + ",".join(host_maddrs))
+        if announce_maddrs:
+            arguments.append("-announceAddrs=" + ",".join(announce_maddrs))
+        parent = os.getpid()
+        log = sockets / "p2pd.log"
+        with as_file(files("hivemind.hivemind_cli") / "p2pd") as executable, log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(executable), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
+                start_new_session=True,  # Ctrl-C must reach the trainer, which leaves the swarm, and not the daemon
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        try:
+            p2p = await asyncio.wait_for(_attach(process, sockets, control), _START_TIMEOUT_S)
+        except (TimeoutError, OSError) as exc:
+            process.kill()
+            words = log.read_text(errors="replace").strip().splitlines()[-1:]
+            shutil.rmtree(sockets, ignore_errors=True)
+            reason = " ".join(words) or str(exc)
+            if "listen" in reason:
+                raise AddressError(f"cannot listen on {', '.join(host_maddrs)}: {reason}") from exc
+            raise NetworkProcessError(f"the P2P daemon did not start: {reason}") from exc
+        return cls(process, p2p, sockets)
+
+    @property
+    def pid(self) -> int:
+        """Process id of p2pd."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether p2pd still runs and its answers are still read."""
+        return self._process.poll() is None and not self.p2p._client.control._read_task.done()
+
+    async def maddrs(self) -> list[str]:
+        """Addresses under which others may reach this peer, each ending in /p2p/PEER_ID."""
+        try:
+            return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
+        except ValueError:  # there is none: client mode, or a machine without a network
+            return []
+
+    async def connections(self) -> dict[str, list[str]]:
+        """Connected peers with the other end of each of their connections, each ending in /p2p/PEER_ID."""
+        found: dict[str, list[str]] = {}
+        for info in await self.p2p.list_peers():  # one entry for each connection
+            found.setdefault(str(info.peer_id), []).extend(f"{maddr}/p2p/{info.peer_id}" for maddr in info.addrs)
+        return found
+
+    async def connect(self, maddr: str, timeout_s: float) -> str:
+        """Dials one address and returns the peer id behind it.
+
+        Raises:
+            OSError: nobody answers there; the message says why.
+        """
+        address, _, peer_id = maddr.rpartition("/p2p/")
+        if peer_id == self.peer_id:
+            raise ConnectionError("that is this peer's own address")
+        await self.connect_peer(peer_id, [address], timeout_s)
+        return peer_id
+
+    async def connect_peer(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> None:
+        """Connects to a peer at any of these addresses (without /p2p/PEER_ID), or at those that libp2p knows of it.
+
+        Raises:
+            OSError: it is not to be had there; the message says why.
+        """
+        # hivemind's own Multiaddr writes the relay's peer id in a form that p2pd does not read.
+        parsed = [Multiaddr(maddr) for maddr in maddrs]
+        try:
+            await asyncio.wait_for(self.p2p._client.connect(PeerID.from_base58(peer_id), parsed), timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
+        except OSError:
+            raise
+        except Exception as exc:  # ControlFailure and its kin derive from Exception directly
+            raise ConnectionError(_dial_reason(str(exc))) from exc
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Closes all connections to a peer; does nothing where there is none."""
+        try:
+            await self.p2p._client.disconnect(PeerID.from_base58(peer_id))
+        except (OSError, ControlFailure):
+            return
+
+    async def stop(self) -> None:
+        """Ends p2pd and removes its sockets."""
+        await self.p2p.shutdown()
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: HivemindMultiaddr) -> P2P:
+    # `replicate` names the client's own socket after this prefix; a subclass keeps it inside our directory.
+    client: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    while True:
+        if process.poll() is not None:
+            raise ConnectionError(f"it ended with code {process.returncode}")
+        if (sockets / "p2pd.sock").exists():
+            try:
+                p2p: P2P = await client.replicate(control)
+                p2p._client.control._pending_calls = _PendingCalls()
+                return p2p
+            except (ConnectionError, FileNotFoundError):
+                pass  # the socket file is there a moment before the daemon accepts on it
+        await asyncio.sleep(0.02)
+
+
+class _PendingCalls(dict[Any, asyncio.Future[Any]]):
+    """Calls that wait for an answer; those whose caller has given up count as absent.
+
+    hivemind 1.1.12 stores an answer without looking whether its future still waits. When a call times out in the very
+    moment its answer arrives, that raises inside the task that reads from the daemon, and from then on no unary call of
+    this process, the DHT's included, is ever answered again. (Seen in tests that kill a peer during an exchange.)
+    """
+
+    def __contains__(self, key: object) -> bool:
+        future = self.get(key)
+        return future is not None and not future.done()
+
+
+def _dial_reason(message: str) -> str:
+    """The useful end of libp2p's "failed to dial: ... * [/ip4/...] dial tcp 1.2.3.4:5: connect: connection refused"."""
+    lines = [line.strip(" *") for line in message.splitlines() if line.strip()]
+    tried = [line for line in lines if line.startswith("[")]  # one for each address
+    words = tried or [line for line in lines if "dial" in line or "connect" in line] or lines or [""]
+    detail = words[-1]
+    return detail.rsplit("] ", 1)[-1] or "the dial failed"
+
+
+def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
+    """Whether nobody listens on the TCP port of a host address; waits a little for it to become free.
+
+    p2pd shares its ports (SO_REUSEPORT): on one that another p2pd uses it would start, and get half of its connections.
+    """
+    values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
+    host, port = values.get("ip4") or values.get("ip6"), int(values.get("tcp") or 0)
+    if host is None or port == 0:
+        return True
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_INET6 if "ip6" in values else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+            try:
+                probe.bind((host, port))
+                probe.listen()
+                return True
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    return True  # no such address, not allowed: p2pd will say it better
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def with_port(host_maddrs: Sequence[str], port: int | None) -> list[str]:
+    """Where to listen, on this port if the choice was left to the system."""
+    if port is None or len(host_maddrs) != 1 or not host_maddrs[0].endswith("/tcp/0"):
+        return list(host_maddrs)
+    return [f"{host_maddrs[0].removesuffix('/0')}/{port}"]
+
+
+def listen_again(host_maddrs: Sequence[str], port: int | None) -> list[str]:
+    """Where to listen: on the port of an earlier stay, if the choice was left to the system and the port is free."""
+    again = with_port(host_maddrs, port)
+    if again == list(host_maddrs) or all(port_is_free(maddr, _PORT_TIMEOUT_S) for maddr in again):
+        return again
+    return list(host_maddrs)
+
+
+def _socket_parents() -> list[str]:
+    """Where sockets may lie: the user's choice (TMPDIR), and what is there when that path is too long for a socket."""
+    return list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))
+
+
+def _make_socket_directory() -> Path:
+    for parent in _socket_parents():
+        try:
+            directory = Path(tempfile.mkdtemp(prefix=f"{_SOCKET_PREFIX}{os.getpid()}-", dir=parent))
+        except OSError:
+            continue
+        if len(os.fsencode(directory / _LONGEST_SOCKET)) <= _SOCKET_PATH_BYTES:
+            return directory
+        directory.rmdir()
+    raise NetworkProcessError(
+        f"no directory for the P2P daemon's sockets: tried {', '.join(_socket_parents())}; "
+        "set TMPDIR to a writable directory with a path of at most 50 characters"
+    )
+
+
+def remove_stale_sockets() -> None:
+    """Removes the socket directories of peers on this machine that were killed."""
+    for directory in (path for parent in _socket_parents() for path in Path(parent).glob(f"{_SOCKET_PREFIX}*-*")):
+        pid = directory.name.removeprefix(_SOCKET_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+async def bootstrap(daemon: Daemon, maddrs: Sequence[str], timeout_s: float) -> list[str]:
+    """Connects to the initial peers, retrying with back-off until one answers. Returns the peer ids that did.
+
+    Raises:
+        BootstrapError: none answered within `timeout_s`; the message names each address and why it failed.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    delay_s = 0.5
+    reasons: dict[str, str] = {}
+    while True:
+        remaining_s = max(deadline - asyncio.get_running_loop().time(), 1.0)
+        outcomes = await asyncio.gather(
+            *(daemon.connect(maddr, min(10.0, remaining_s)) for maddr in maddrs), return_exceptions=True
+        )
+        connected = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        if connected:
+            return connected
+        for maddr, outcome in zip(maddrs, outcomes, strict=True):
+            if "backoff" not in str(outcome):  # libp2p refuses to redial at once; what failed before is the reason
+                reasons[maddr] = str(outcome)
+        if asyncio.get_running_loop().time() + delay_s > deadline:
+            details = "; ".join(f"{maddr}: {reasons.get(maddr, 'no answer')}" for maddr in maddrs)
+            several = f"none of the {len(maddrs)} initial peers answered"
+            raise BootstrapError(
+                f"{'the initial peer did not answer' if len(maddrs) == 1 else several} within {timeout_s:.0f} s "
+                f"(is a peer running there, and is its port open?): {details}"
+            )
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, 10.0)

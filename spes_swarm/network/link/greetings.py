@@ -1,0 +1,72 @@
+"""Calls every peer whose record appears: a connection stands before the first round, and it is known who answers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.protocol.members.roster import Roster
+
+_TIMEOUT_S = 5.0
+_RETRY_S = 10.0  # until a peer that has never answered is called again
+_MAX_UNDER_WAY = 32
+
+
+class Greetings:
+    """Greets peers, and answers their greetings with this peer's addresses.
+
+    Args:
+        rpc: how they are called.
+        roster: the others.
+        acquaintances: remembers the addresses that they tell.
+        own_maddrs: this peer's addresses; none while it cannot be reached.
+    """
+
+    def __init__(
+        self, rpc: Rpc, roster: Roster, acquaintances: Acquaintances, own_maddrs: Callable[[], list[str]]
+    ) -> None:
+        self._rpc = rpc
+        self._roster = roster
+        self._acquaintances = acquaintances
+        self._own_maddrs = own_maddrs
+        self._tried_at: dict[str, float] = {}
+        self._under_way: set[asyncio.Task[list[str]]] = set()
+
+    async def start(self) -> None:
+        """Registers the handler."""
+        await self._rpc.serve("ping", self._serve)
+
+    async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        return {"maddrs": self._own_maddrs()}
+
+    def greet_soon(self, new: Collection[str]) -> None:
+        """Greets these peers, and again those that have not answered; does not wait, since some may be frozen."""
+        now = time.monotonic()
+        present = {view.peer_id for view in self._roster.present()}
+        self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in present}
+        silent = {peer for peer in present if not self._roster.standing.has_answered(peer)}
+        due = [peer for peer in silent if now - self._tried_at.get(peer, -math.inf) >= _RETRY_S]
+        # Silent records cost nothing: however many there are, who has waited longest is next.
+        due.sort(key=lambda peer: self._tried_at.get(peer, -math.inf))
+        for peer_id in dict.fromkeys([*(peer for peer in new if peer not in silent), *due]):
+            if len(self._under_way) >= _MAX_UNDER_WAY:
+                return
+            self._tried_at[peer_id] = now
+            task = asyncio.create_task(self.greet(peer_id))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+
+    async def greet(self, peer_id: str) -> list[str]:
+        """Asks a peer for its addresses; returns those of last time if it does not answer."""
+        with suppress(OSError, ProtocolError):  # a round will find out whether it can be reached
+            answer = await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
+            self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
+        return self._acquaintances.of([peer_id])

@@ -1,0 +1,174 @@
+"""Keeps this peer connected to the members that it works with: directly, or else through another member (relay.py).
+
+libp2p notices that a connection is dead within 40 s and closes it; here it is replaced by what still works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from spes_swarm.base.address import tcp_endpoint
+from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.reach import greets
+from spes_swarm.network.link.relay import CIRCUIT, is_circuit
+from spes_swarm.protocol.members.standing import Neighbour
+
+_DIRECT_TIMEOUT_S = 6.0  # libp2p itself gives a TCP connection five
+_HEAD_START_S = 1.5  # of a direct connection before relays are tried, too
+_CIRCUIT_TIMEOUT_S = 10.0
+_RELAYS_AT_A_TIME = 3
+_MAX_OTHER_CLIENTS = 16
+_MIN_PAUSE_S, _MAX_PAUSE_S = 4.0, 60.0  # between attempts to connect
+# Before two clients are linked: when a circuit begins, libp2p must have learnt their addresses from others, or it does
+# not try to get through directly (hole punching).
+_CLIENT_PAUSE_S = 20.0
+_MIN_RETURN_S, _MAX_RETURN_S = 60.0, 1800.0  # between attempts to do without a relay again
+_PROBE_TIMEOUT_S = 3.0
+
+
+@dataclass(slots=True)
+class _Attempts:
+    """When to try something again; the pauses double."""
+
+    pause_s: float
+    longest_s: float
+    next_at: float = 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self.next_at
+
+    def postpone(self) -> None:
+        self.next_at = time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, self.longest_s)
+
+
+class Links:
+    """The connections of one peer to the members of its run.
+
+    Args:
+        daemon: of this peer.
+        use_relays: whether circuits may be used.
+        maddrs_of: asks a peer for its addresses.
+        on_link: told when a member's connection begins (True) or ceases (False) to go through a relay.
+    """
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        *,
+        use_relays: bool,
+        maddrs_of: Callable[[str], Awaitable[list[str]]],
+        on_link: Callable[[str, bool], None],
+    ) -> None:
+        self._daemon = daemon
+        self._use_relays = use_relays
+        self._maddrs_of = maddrs_of
+        self._on_link = on_link
+        self._attempts: dict[str, _Attempts] = {}
+        self._returns: dict[str, _Attempts] = {}  # to a direct connection
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def tend(self, members: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
+        """Looks after the connections to members; what takes time goes on after the return.
+
+        Args:
+            members: the other live peers of the run.
+            reachable: whether this peer counts as reachable. Two that do not can do without a connection: neither
+                reduces nor leads.
+            busy: a round is under way; connections that work are left alone.
+        """
+        connections = await self._daemon.connections()
+        # Only an expert's moments pass between two clients: worth a circuit each as long as they are few.
+        all_pairs = sum(not member.reachable for member in members) <= _MAX_OTHER_CLIENTS
+        wanted = {member.peer_id: member for member in members if reachable or member.reachable or all_pairs}
+        for table in (self._attempts, self._returns):
+            for peer_id in table.keys() - wanted.keys():
+                del table[peer_id]
+        relays = [
+            member.peer_id
+            for member in sorted(members, key=lambda member: not member.reachable)
+            if any(not is_circuit(maddr) for maddr in connections.get(member.peer_id, []))
+        ]
+        for peer_id, member in wanted.items():
+            maddrs = connections.get(peer_id, [])
+            relayed = bool(maddrs) and all(is_circuit(maddr) for maddr in maddrs)
+            if relayed and peer_id not in self._returns:
+                self._returns[peer_id] = _Attempts(_MIN_RETURN_S, _MAX_RETURN_S)
+                self._returns[peer_id].postpone()
+                self._on_link(peer_id, True)
+            if maddrs and not relayed:
+                self._attempts.pop(peer_id, None)
+                if self._returns.pop(peer_id, None) is not None:
+                    self._on_link(peer_id, False)
+            elif peer_id in self._tasks:
+                continue
+            elif relayed and self._returns[peer_id].due() and not busy:
+                self._returns[peer_id].postpone()
+                self._spawn(peer_id, self._return(peer_id))
+            elif not maddrs:
+                attempts = self._attempts.get(peer_id)
+                if attempts is None:
+                    attempts = self._attempts[peer_id] = _Attempts(_MIN_PAUSE_S, _MAX_PAUSE_S)
+                    if not member.reachable:
+                        # It opens the connection itself, and needs a moment to find this peer.
+                        attempts.next_at = time.monotonic() + (_MIN_PAUSE_S if reachable else _CLIENT_PAUSE_S)
+                if attempts.due():
+                    attempts.postpone()
+                    self._spawn(peer_id, self._connect(member, [relay for relay in relays if relay != peer_id]))
+
+    def _spawn(self, peer_id: str, coroutine: Coroutine[Any, Any, None]) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks[peer_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(peer_id, None))
+
+    async def _connect(self, member: Neighbour, relays: Sequence[str]) -> None:
+        """Connects directly; when that takes long, through relays at the same time. The first to succeed counts."""
+        attempts: set[asyncio.Task[bool]] = set()
+        try:
+            if member.reachable:
+                attempts.add(asyncio.create_task(self._dial(member.peer_id, [], _DIRECT_TIMEOUT_S)))
+                finished, attempts = await asyncio.wait(attempts, timeout=_HEAD_START_S)
+                if any(task.result() for task in finished):
+                    return
+            attempts.add(asyncio.create_task(self._dial_through(member.peer_id, relays if self._use_relays else [])))
+            while attempts:
+                finished, attempts = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+                if any(task.result() for task in finished):
+                    return
+        finally:
+            for task in attempts:
+                task.cancel()
+
+    async def _dial(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> bool:
+        try:
+            await self._daemon.connect_peer(peer_id, maddrs, timeout_s)
+        except OSError:
+            return False
+        return True
+
+    async def _dial_through(self, peer_id: str, relays: Sequence[str]) -> bool:
+        for first in range(0, len(relays), _RELAYS_AT_A_TIME):
+            circuits = [f"/p2p/{relay}{CIRCUIT}" for relay in relays[first : first + _RELAYS_AT_A_TIME]]
+            if await self._dial(peer_id, circuits, _CIRCUIT_TIMEOUT_S):
+                return True
+        return False
+
+    async def _return(self, peer_id: str) -> None:
+        """Goes back to a direct connection if the peer answers where it says that it listens."""
+        for maddr in await self._maddrs_of(peer_id):
+            endpoint = tcp_endpoint(maddr)
+            if endpoint is not None and await greets(*endpoint, _PROBE_TIMEOUT_S):
+                await self._daemon.disconnect(peer_id)
+                with suppress(OSError):  # the next look at the connections finds it missing
+                    await self._daemon.connect(maddr, _DIRECT_TIMEOUT_S)
+                    return
+
+    def stop(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks.values():
+            task.cancel()

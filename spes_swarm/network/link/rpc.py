@@ -1,0 +1,138 @@
+"""Small questions and answers between peers: msgpack maps over one unary RPC of hivemind's service base."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
+
+from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
+from spes_swarm.base.errors import ProtocolError
+
+_NAMESPACE = "spes_swarm/1"
+# The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
+MAX_RPC_BYTES = (4 << 20) - 4096
+# Questions are small: the largest carries one signed message.
+MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES
+# An honest peer has two or three calls under way at a time; some of them are held open for a second.
+MAX_CALLS_PER_PEER = 16
+_MAX_REASON_CHARS = 500
+# After so many calls in a row without an answer, and nothing heard for so long, a connection counts as dead.
+_DEAD_CALLS, _DEAD_S = 2, 5.0
+_PATIENT_S = 2.0  # a busy peer may well miss a shorter deadline than this
+_MAX_HEARD = 1024
+
+Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+class RemoteError(ConnectionError):
+    """The other peer answered that it will not or cannot do what was asked."""
+
+
+class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
+    """Dispatches calls by method name. A method is served from the moment of `serve`.
+
+    Attributes:
+        on_fault: told about callers that break the protocol, and by those who ask about answers that do.
+        on_contact: told about peers that answer a call or make one.
+        on_silence: told about peers that do not answer any more. Whether the peer hangs or the way to it was cut for a
+            while cannot be told; in the latter case TCP waits longer and longer before it tries the old connection
+            again, libp2p keeps using it for up to 40 s, and only a new one helps.
+    """
+
+    def __init__(self, p2p: P2P, on_fault: Callable[[str, ProtocolError], None]) -> None:
+        self._p2p = p2p
+        self.on_fault = on_fault
+        self.on_contact: Callable[[str], None] = lambda peer_id: None
+        self.on_silence: Callable[[str], None] = lambda peer_id: None
+        self._handlers: dict[str, Handler] = {}
+        self._unanswered: Counter[str] = Counter()
+        self._heard_at: dict[str, float] = {}
+        self._num_calls: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Registers the service with the P2P daemon."""
+        await self.add_p2p_handlers(self._p2p, namespace=_NAMESPACE)
+
+    async def serve(self, method: str, handler: Handler) -> None:
+        """Answers `method` with `handler(peer_id of the caller, arguments)`."""
+        self._handlers[method] = handler
+
+    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Asks another peer.
+
+        Raises:
+            OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
+            ProtocolError: (`malformed`, `oversized`) its answer makes no sense.
+        """
+        request = averaging_pb2.DownloadData(
+            metadata=msgpack.packb({"method": method, "arguments": arguments}, use_bin_type=True)
+        )
+        try:
+            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=_NAMESPACE)
+            response = await stub.rpc_call(request, timeout=timeout_s)
+        except asyncio.CancelledError:
+            raise
+        except TimeoutError:
+            if timeout_s >= _PATIENT_S:
+                self._note_silence(peer_id)
+            raise
+        except OSError:
+            raise
+        except Exception as exc:  # the daemon's client raises bare types of its own for failed calls
+            raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
+        self._note_sign_of_life(peer_id)
+        answer = unpack(response.metadata, MAX_RPC_BYTES)
+        if not isinstance(answer, dict):
+            raise ProtocolError("malformed", f"the answer to {method} is not a map")
+        if "error" in answer:
+            raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
+        return answer
+
+    def _note_sign_of_life(self, peer_id: str) -> None:
+        self._unanswered.pop(peer_id, None)
+        self._heard_at.pop(peer_id, None)
+        self._heard_at[peer_id] = time.monotonic()
+        if len(self._heard_at) > _MAX_HEARD:
+            del self._heard_at[next(iter(self._heard_at))]  # the one that has been silent longest
+        self.on_contact(peer_id)
+
+    def _note_silence(self, peer_id: str) -> None:
+        self._unanswered[peer_id] += 1
+        heard_at = self._heard_at.get(peer_id, -math.inf)
+        if self._unanswered[peer_id] >= _DEAD_CALLS and time.monotonic() - heard_at > _DEAD_S:
+            del self._unanswered[peer_id]
+            self._heard_at.pop(peer_id, None)
+            self.on_silence(peer_id)
+
+    async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
+        """Serves one call."""
+        peer_id = str(context.remote_id)
+        self._note_sign_of_life(peer_id)
+        self._num_calls[peer_id] += 1
+        try:
+            if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
+                raise ProtocolError("busy", "too many calls at a time")
+            message = unpack(request.metadata, MAX_REQUEST_BYTES)
+            if not (isinstance(message, dict) and isinstance(message.get("arguments"), dict)):
+                raise ProtocolError("malformed", "a call is a map of method and arguments")
+            handler = self._handlers.get(str(message.get("method")))
+            if handler is None:
+                answer: dict[str, Any] = {"error": "unknown method, or not served yet"}
+            else:
+                answer = await handler(peer_id, message["arguments"])
+        except ProtocolError as exc:
+            self.on_fault(peer_id, exc)
+            answer = {"error": str(exc)}
+        finally:
+            self._num_calls[peer_id] -= 1
+            if not self._num_calls[peer_id]:
+                del self._num_calls[peer_id]
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(answer, use_bin_type=True))

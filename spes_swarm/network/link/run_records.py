@@ -1,0 +1,155 @@
+"""The run's records in the DHT: who trains what, and how far everybody is.
+
+Two keys, each a dictionary with one entry for each peer, keyed by its peer id:
+
+`RUN.progress`  short-lived, renewed every few seconds: what a monitor shows and what decides that a round is due
+`RUN.leases`    long-lived: which experts a peer holds
+`RUN.publishers` short-lived: who is ready to publish the run's model
+
+Every DHT node of the run checks every record: only these keys exist, entries only under the writer's own peer id,
+signed by it, of the right schema, and with the expiration time that was signed (so nothing can be replayed to live
+longer). A plain value, which would wipe the whole dictionary, is refused like any unknown key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from spes_swarm.base.decoding import unpack
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import SCHEMAS, Record
+from spes_swarm.protocol.members.signed import Model, seal, unseal
+from spes_swarm.protocol.members.verified_records import VerifiedRecords
+
+MAX_RECORD_BYTES = 4096
+# Records may not claim to be valid for longer than this, or a peer could fill others' memory for good.
+MAX_LIFETIME_S = 24 * 3600.0
+
+
+# Enough for the records of 10,000 peers; a message of this program's own has 4 KB, one with all experts 150 KB.
+_MAX_REMEMBERED_BYTES = 64 << 20
+
+
+def _num_bytes(record: Record) -> int:
+    """A generous estimate of the memory that a decoded record takes."""
+    return 4096 + 40 * len(getattr(record, "experts", ()))
+
+
+_VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num_bytes)
+
+
+def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
+    """Verifies a signed record, once for the same bytes; returns (peer id of its writer, message).
+
+    Raises:
+        ProtocolError: (`malformed`, `oversized`, `signature`, `schema`) it must not be used.
+    """
+    if not isinstance(sealed, bytes):
+        raise ProtocolError("malformed", "a record is a signed message")
+    return _VERIFIED.open(sealed, kind, run_id, lambda: unseal(sealed, kind, run_id, SCHEMAS[kind]))
+
+
+def record_key(run_id: str, kind: str) -> str:
+    """The DHT key of one kind of record."""
+    return f"{run_id}.{kind}"
+
+
+class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
+    """Accepts the records of one run and nothing else.
+
+    Args:
+        run_id: the run.
+        now: the swarm's time in Unix seconds.
+    """
+
+    def __init__(self, run_id: str, now: Callable[[], float]) -> None:
+        self._run_id = run_id
+        self._now = now
+        self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether a record may be stored or used; called for everything that comes from other nodes."""
+        try:
+            self.open(record)
+        except ProtocolError:
+            return False
+        return True
+
+    def open(self, record: DHTRecord) -> tuple[str, Record]:
+        """Checks a record and returns (peer id of its writer, message).
+
+        Raises:
+            ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `signature`, `schema`, `owner`,
+                `expiration`) it must not be stored or used.
+        """
+        kind = self._kinds.get(record.key)
+        if kind is None:
+            raise ProtocolError("key", "not a key of this run")
+        if record.subkey in DHTProtocol.RESERVED_SUBKEYS:
+            raise ProtocolError("subkey", "a plain value would replace the dictionary")
+        if len(record.value) > MAX_RECORD_BYTES + 16 or len(record.subkey) > 128:
+            raise ProtocolError("oversized", f"a record of {len(record.value)} bytes")
+        if record.expiration_time > self._now() + MAX_LIFETIME_S:
+            raise ProtocolError("lifetime", "the record claims to live too long")
+        owner, sealed = unpack(record.subkey), unpack(record.value)
+        writer, message = open_sealed(sealed, kind, self._run_id)
+        if owner != writer:
+            raise ProtocolError("owner", f"{writer} wrote a record in the name of {owner}")
+        if message.expires != record.expiration_time:
+            raise ProtocolError("expiration", "the record's expiration is not the signed one")
+        return writer, message
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        """Never merges: each run has its own validator."""
+        return False
+
+
+async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
+    """The entries under a key by subkey, with their `value` and `expiration_time`, merged from all nodes that answer.
+
+    By hivemind's own "latest" (infinity), a single node that answers with an empty dictionary that never expires would
+    end the search, and everybody would be gone. Nothing compares with NaN, so that every node near the key is heard.
+    The node must not share searches (`reuse_get_requests=False`): one that ends early would end this one.
+    """
+    found = (await node.get_many([key], sufficient_expiration_time=math.nan)).get(key)
+    return found.value if found is not None and isinstance(found.value, dict) else {}
+
+
+class Records:
+    """Reads and writes the records of one run; `now` is the swarm's time in Unix seconds."""
+
+    def __init__(self, node: DHTNode, identity: Identity, run_id: str, now: Callable[[], float]) -> None:
+        self._node = node
+        self._identity = identity
+        self._run_id = run_id
+        self._now = now
+
+    async def publish(self, kind: str, record: Record) -> bool:
+        """Stores this peer's record; returns whether it is in the DHT afterwards."""
+        sealed = seal(self._identity, kind, self._run_id, record)
+        key, me = record_key(self._run_id, kind), self._identity.peer_id
+        if await self._node.store(key, sealed, record.expires, subkey=me):
+            return True
+        # Nodes also hand records on among themselves; one that has this very record already answers "not newer".
+        stored = (await search(self._node, key)).get(me)
+        return stored is not None and stored.expiration_time >= record.expires
+
+    async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
+        """All valid, unexpired records of a kind by peer id."""
+        records: dict[str, Model] = {}
+        for owner, entry in (await search(self._node, record_key(self._run_id, kind))).items():
+            try:
+                writer, message = open_sealed(entry.value, kind, self._run_id)
+            except ProtocolError:
+                continue  # the validator has refused it already; a hostile node may still return it to us
+            if writer == owner and isinstance(message, schema) and entry.expiration_time > self._now():
+                records[writer] = message
+        return records

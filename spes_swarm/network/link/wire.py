@@ -1,0 +1,193 @@
+"""Framed messages on libp2p streams.
+
+Tensor data goes over raw streams with our own frames rather than through protobuf RPC streams: the RPC layer allocates
+whatever length a sender announces and writes without a deadline. Here every frame has a size limit that the reader
+states, and every read and write has a deadline, so neither a hostile nor a frozen peer can hold memory or a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgpack
+from hivemind.p2p import P2P, PeerID
+
+from spes_swarm.base.decoding import unpack
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
+
+T = TypeVar("T")
+
+# Everything below a stream surfaces as one of these when the other side dies, stalls or was never there.
+STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
+
+_HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
+MAX_EXTRA_BYTES = 4096
+# An honest peer has one stream of a kind open, two or three while an old one is closing.
+MAX_STREAMS_PER_PEER = 8
+# Of one kind, from all peers together: each one costs a file descriptor.
+MAX_STREAMS = 256
+
+
+class Channel:
+    """A stream with deadlines. `timeout_s` bounds the time in which one frame must make it through."""
+
+    def __init__(
+        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float
+    ) -> None:
+        self.peer_id = peer_id
+        self._reader = reader
+        self._writer = writer
+        self._timeout_s = timeout_s
+
+    async def send(self, frame: Frame) -> None:
+        """Writes a frame; returns when all but the last few KiB have left this process.
+
+        Raises:
+            STREAM_ERRORS: the other side is gone, or did not take the frame in time.
+        """
+        header = _HEADER.pack(frame.kind, frame.form, len(frame.extra), frame.part, frame.weight, len(frame.payload))
+        self._writer.write(header + frame.extra)
+        self._writer.write(frame.payload)
+        await asyncio.wait_for(self._writer.drain(), self._timeout_s)
+
+    async def receive(self, max_payload_bytes: int) -> Frame:
+        """Reads a frame.
+
+        Raises:
+            STREAM_ERRORS: the other side has ended the stream between two frames, or is silent for too long.
+            ProtocolError: (`malformed`, `oversized`, `truncated`) not a frame, longer than allowed, or cut off; the
+                stream is unusable.
+        """
+        try:
+            return await self._read_frame(max_payload_bytes)
+        except asyncio.IncompleteReadError as exc:
+            if not exc.partial and exc.expected == _HEADER.size:
+                raise
+            raise ProtocolError("truncated", "the stream ended within a frame") from exc
+
+    async def _read_frame(self, max_payload_bytes: int) -> Frame:
+        async with asyncio.timeout(self._timeout_s):
+            header = await self._reader.readexactly(_HEADER.size)
+            kind, form, num_extra, part, weight, num_payload = _HEADER.unpack(header)
+            if kind not in FrameKind._value2member_map_:
+                raise ProtocolError("malformed", f"unknown frame kind {kind}")
+            if num_payload > max_payload_bytes or num_extra > MAX_EXTRA_BYTES:
+                raise ProtocolError("oversized", f"a frame of {num_payload + num_extra} bytes")
+            extra = await self._reader.readexactly(num_extra)
+            payload = await self._reader.readexactly(num_payload)
+        return Frame(FrameKind(kind), form, part, weight, extra, payload)
+
+    async def send_hello(self, **fields: Any) -> None:
+        """Opens the conversation."""
+        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True)))
+
+    async def receive_hello(self, max_bytes: int) -> dict[str, Any]:
+        """Reads the opening message.
+
+        Raises:
+            ProtocolError: (`malformed`) it is not one.
+        """
+        frame = await self.receive(max_bytes)
+        fields = unpack(frame.payload, max_bytes) if frame.kind is FrameKind.HELLO else None
+        if not isinstance(fields, dict):
+            raise ProtocolError("malformed", "a stream must begin with a hello")
+        return fields
+
+    async def end(self) -> None:
+        """Signals the end of the data and waits for the answer.
+
+        A stream that closes instead of answering is not an error: a daemon that closes a stream may drop bytes that it
+        has not forwarded yet. Whether the other side has received everything shows in its result.
+
+        Raises:
+            STREAM_ERRORS: the signal could not be sent, or no answer came in time.
+            ProtocolError: (`refused`) the other side answered with an error.
+        """
+        await self.send(Frame(FrameKind.END))
+        try:
+            answer = await self.receive(MAX_ERROR_BYTES)
+        except (EOFError, ConnectionError):
+            return
+        if answer.kind is FrameKind.ERROR:
+            raise ProtocolError("refused", answer.error_text())
+
+    async def send_error(self, message: str) -> None:
+        """Tells the other side why the stream ends; it may be gone already."""
+        try:
+            await self.send(Frame(FrameKind.ERROR, payload=message.encode()[:MAX_ERROR_BYTES]))
+        except STREAM_ERRORS:
+            return
+
+    def close(self) -> None:
+        """Closes the stream without waiting; what the other side does not take within the deadline is dropped."""
+        transport = self._writer.transport
+        self._writer.close()
+        if transport.get_write_buffer_size() > 0:
+            asyncio.get_running_loop().call_later(self._timeout_s, _abort_unread, transport)
+
+
+def _abort_unread(transport: asyncio.WriteTransport) -> None:
+    # Once its buffer is empty a closed transport has let go of its loop, and must not be aborted any more.
+    if transport.get_write_buffer_size() > 0:
+        transport.abort()
+
+
+StreamHandler = Callable[[Channel], Awaitable[None]]
+
+
+@asynccontextmanager
+async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> AsyncIterator[Channel]:
+    """Opens a stream to a peer's handler.
+
+    Raises:
+        STREAM_ERRORS: the peer cannot be reached in time or has no such handler.
+    """
+    try:
+        _, reader, writer = await asyncio.wait_for(
+            p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), name), timeout_s
+        )
+    except STREAM_ERRORS:
+        raise
+    except Exception as exc:  # the daemon's client raises bare types of its own for failed dials
+        raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc
+    channel = Channel(peer_id, reader, writer, timeout_s)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+async def serve_channel(
+    p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: Callable[[str, ProtocolError], None]
+) -> None:
+    """Registers a stream handler. A ProtocolError in it is reported, told to the sender, and ends the stream."""
+    num_open: Counter[str] = Counter()
+
+    async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(str(info.peer_id), reader, writer, timeout_s)
+        busy = num_open[channel.peer_id] >= MAX_STREAMS_PER_PEER or num_open.total() >= MAX_STREAMS
+        num_open[channel.peer_id] += 1
+        try:
+            if busy:
+                raise ProtocolError("busy", "too many open streams")
+            await handler(channel)
+        except ProtocolError as exc:
+            on_fault(channel.peer_id, exc)
+            await channel.send_error(str(exc))
+        except TimeoutError:
+            on_fault(channel.peer_id, ProtocolError("stalled", f"a stream moved nothing for {timeout_s:.0f} s"))
+        except STREAM_ERRORS:
+            pass  # the other side went away; whoever waits for it notices
+        finally:
+            channel.close()
+            num_open[channel.peer_id] -= 1
+            if not num_open[channel.peer_id]:
+                del num_open[channel.peer_id]
+
+    await p2p.add_binary_stream_handler(name, handle)

@@ -1,0 +1,221 @@
+"""The network process: everything of a peer that talks to other peers.
+
+Forked from the trainer before CUDA starts. It runs one event loop with the P2P daemon's client, a DHT node, and the
+services of the run, holds the reference and the contribution in memory shared with the trainer, and takes commands from
+it over a pipe (see network_client.py). It ends when the trainer ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import os
+import select
+import signal
+from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from spes_swarm.base.errors import NetworkProcessError, ProtocolError, RoundError, SwarmError
+from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.network.link.connectivity import Connectivity
+from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
+from spes_swarm.network.link.manifest_query import ask_for_manifest
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.pipe import Reply, Sent
+from spes_swarm.network.services import RunServices
+from spes_swarm.port.commands import Commands, FaultSeen, News, ProcessCommands, RunCommands
+from spes_swarm.port.messages import Reach, RunSettings
+from spes_swarm.protocol.members.identity import Identity
+
+_WATCH_S = 1.0
+_SWEEP_EVERY = 10  # looks at the daemon between two looks for sockets of killed peers
+_MAX_FAULTS_PER_PEER = 20  # between two commits; a hostile peer must not fill the log
+
+
+class NetworkProcess(ProcessCommands):
+    """Executes the trainer's commands: those for which no run need be open here, the others in RunServices."""
+
+    def __init__(self, pipe: Connection, identity: Identity) -> None:
+        self._pipe = pipe
+        self._identity = identity
+        self._daemon: Daemon | None = None
+        self._run: RunServices | None = None
+        self._rpc: Rpc | None = None
+        self._connectivity: Connectivity | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._fault_counts: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # Plumbing.
+
+    async def serve(self) -> None:
+        """Takes commands until the trainer says `stop` or goes away."""
+        loop = asyncio.get_running_loop()
+        incoming: asyncio.Queue[Sent | None] = asyncio.Queue()
+
+        def read() -> None:
+            try:
+                while self._pipe.poll():
+                    incoming.put_nowait(self._pipe.recv())
+            except (EOFError, OSError):
+                loop.remove_reader(self._pipe.fileno())
+                incoming.put_nowait(None)
+
+        loop.add_reader(self._pipe.fileno(), read)
+        tasks: set[asyncio.Task[None]] = set()
+        while True:
+            command = await incoming.get()
+            if command is None:
+                break
+            task = asyncio.create_task(self._execute(command))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if command.name == Commands.stop.__name__:
+                await task
+                break
+
+    async def _execute(self, sent: Sent) -> None:
+        try:
+            result = await getattr(self._executor(sent.name), sent.name)(*sent.args, **sent.kwargs)
+            self._send(Reply(sent.number, result))
+        except Exception as exc:  # whatever went wrong belongs to the caller, who is in the other process
+            # Only our own errors are known to survive pickling; the caller must get an answer in any case.
+            known = exc if isinstance(exc, SwarmError) else NetworkProcessError(f"{sent.name} failed: {exc!r}")
+            self._send(Reply(sent.number, error=known))
+
+    def _executor(self, name: str) -> ProcessCommands | RunCommands:
+        if hasattr(ProcessCommands, name):
+            return self
+        if self._run is None:
+            raise RoundError("no run is open")
+        return self._run
+
+    def _send(self, message: Reply | News) -> None:
+        with suppress(OSError):  # the trainer is gone; the next read ends this process
+            self._pipe.send(message)
+
+    def tell(self, news: News) -> None:
+        """Passes it on, unless the trainer is stopped and its pipe is full: this process must not wait for it."""
+        _, writable, _ = select.select([], [self._pipe], [], 0)
+        if writable:
+            self._send(news)
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        """Reports a peer's fault to the trainer's metrics, a limited number of times for each peer and round."""
+        self._fault_counts[peer_id] += 1
+        if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
+            self.tell(FaultSeen(error.kind, peer_id, error.detail))
+
+    def on_round_over(self) -> None:
+        """Begins a new period for the limit on reported faults."""
+        self._fault_counts.clear()
+
+    # Commands.
+
+    async def start_daemon(
+        self,
+        host_maddrs: list[str],
+        announce_maddrs: list[str],
+        client_mode: bool,
+        relay: bool,
+        private: bool = False,
+    ) -> list[str]:
+        """See port.ProcessCommands."""
+        if self._daemon is not None and self._watcher is not None:
+            self._watcher.cancel()
+            await self._daemon.stop()
+        self._daemon = await Daemon.start(
+            self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode, private=private
+        )
+        self._watcher = asyncio.create_task(self._watch(self._daemon))
+        self._rpc = Rpc(self._daemon.p2p, self.on_fault)
+        self._rpc.on_silence = self._replace_connection
+        await self._rpc.start()
+        before = self._connectivity
+        self._connectivity = Connectivity(
+            self._daemon,
+            self._rpc,
+            announced=bool(announce_maddrs),
+            relay=relay,
+            tell=self.tell,
+            on_fault=self.on_fault,
+        )
+        if before is not None:
+            self._connectivity.found = before.found
+        await self._connectivity.start()
+        return await self._daemon.maddrs()
+
+    def _replace_connection(self, peer_id: str) -> None:
+        """Closes connections over which nothing comes; the next call, or links.py, opens a new one."""
+        assert self._daemon is not None
+        task = asyncio.create_task(self._daemon.disconnect(peer_id))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _watch(self, daemon: Daemon) -> None:
+        """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
+        for look in itertools.count(1):
+            if not daemon.is_alive:
+                break
+            if look % _SWEEP_EVERY == 0:  # a killed peer cannot tidy up; any other one on this machine does
+                await asyncio.to_thread(remove_stale_sockets)
+            await asyncio.sleep(_WATCH_S)
+        self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon (p2pd) has ended"))
+        os._exit(1)
+
+    async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
+        """See port.ProcessCommands."""
+        assert self._daemon is not None
+        return await bootstrap(self._daemon, maddrs, timeout_s)
+
+    async def fetch_manifest(self, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
+        """See port.ProcessCommands."""
+        assert self._rpc is not None
+        return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
+
+    async def check_reach(self) -> Reach:
+        """See port.ProcessCommands."""
+        assert self._connectivity is not None
+        return await self._connectivity.check()
+
+    async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
+        """See port.ProcessCommands."""
+        assert self._daemon is not None
+        assert self._rpc is not None
+        assert self._connectivity is not None
+        services = self._run = RunServices(self, self._daemon, self._rpc, self._identity, settings)
+        await services.start()
+        self._connectivity.attend(services, review=review_reach, is_busy=lambda: services.in_round)
+
+    async def beat(self) -> None:
+        """See port.ProcessCommands."""
+        if self._run is not None:
+            self._run.beat()
+
+    async def stop(self) -> None:
+        """See port.ProcessCommands."""
+        if self._connectivity is not None:
+            self._connectivity.stop()
+        if self._run is not None:
+            await self._run.leave()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._daemon is not None:
+            await self._daemon.stop()
+
+
+def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
+    """Entry point of the forked process."""
+    # A full collection would write into each object that was inherited from the trainer, and so copy all its memory.
+    gc.freeze()
+    die_with_parent(trainer_pid)
+    os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    asyncio.run(NetworkProcess(pipe, Identity.load_or_create(identity_path)).serve())

@@ -1,0 +1,402 @@
+"""The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
+
+`Exchange` serves the streams of the other members and drives this member's own; `RoundState` keeps the books.
+
+A deadline for each message is not enough: a hostile member could keep everybody waiting with a trickle of valid ones
+and let the whole exchange time out. So its phases have deadlines, too, as shares of its time: first reducers stop
+waiting for contributions, then all stop waiting for reducers, then for members that say they have not finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hivemind.p2p import P2P
+
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.base.changes import Changes
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.wording import plural
+from spes_swarm.config.run import RoundConfig
+from spes_swarm.network.link.rpc import RemoteError, Rpc
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.protocol.consensus.codec import EXACT
+from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Contribution, Part
+from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+
+_MAX_PUSH_HELLO_BYTES = 1024
+_MAX_PULL_HELLO_BYTES = 2 << 20
+_GROUP_ID_BYTES = 32
+_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE = 0.5, 0.75, 0.9
+FaultSink = Callable[[str, ProtocolError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """Deadlines of an exchange."""
+
+    stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
+    timeout_s: float  # the whole exchange; see above for the shares of its phases
+
+    @classmethod
+    def of(cls, config: RoundConfig) -> ExchangeLimits:
+        """Those of a run."""
+        return cls(config.stall_timeout_s, config.timeout_s)
+
+
+class Exchange:
+    """Serves the round streams of one run and drives this member's side of a round."""
+
+    def __init__(self, p2p: P2P, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink) -> None:
+        self._p2p = p2p
+        self._rpc = rpc
+        self._limits = limits
+        self._on_fault = on_fault
+        self._push_name = f"{run_id}/push"
+        self._pull_name = f"{run_id}/pull"
+        self._round: RoundState | None = None
+        self._begun = Changes()  # a round
+        self._reduced = Changes()  # a part, in this round
+        self._served = Changes()  # a member, in this round
+        self._last_heard: dict[int, float] = {}  # of each member, in this round
+
+    async def start(self) -> None:
+        """Registers the handlers."""
+        limits = self._limits
+        await serve_channel(self._p2p, self._push_name, self._serve_push, limits.stall_timeout_s, self._on_fault)
+        await serve_channel(self._p2p, self._pull_name, self._serve_pull, limits.stall_timeout_s, self._on_fault)
+        await self._rpc.serve("have", self._serve_have)
+
+    async def run(self, state: RoundState) -> CommitReport:
+        """Takes part in a round up to and including the commit.
+
+        Raises:
+            RoundError: nothing was committed; the reference and the contribution are unchanged.
+        """
+        self._begin(state)
+        if state.own_faults:
+            self._on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
+        in_time = True
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._transfer(state)
+        except TimeoutError:
+            in_time = False
+        self._report(state, state.refuse_excessive())
+        self._report(state, state.clipped())
+        missing = state.missing()
+        did_not_come = [state.wanted[i] for i in missing if i not in state.dropped]
+        self._report(state, blame.missing(state.plan, state.me, did_not_come, state.ended))
+        if missing and not in_time:
+            raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
+        return state.commit()
+
+    def _begin(self, state: RoundState) -> None:
+        """Serves the streams of this round from now on."""
+        self._round = state
+        self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
+        state.on_reduced = self._reduced.notify
+        self._begun.notify()
+
+    def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
+        for member, error in faults:
+            self._on_fault(state.group.members[member].peer_id, error)
+
+    async def traffic(self) -> tuple[int, int]:
+        """Payload bytes (sent, received) of the last round, once the others have pulled what they want from here."""
+        state = self._round
+        if state is None:
+            return 0, 0
+        with suppress(TimeoutError):  # somebody never came; what was sent until now is the figure
+            async with asyncio.timeout(self._limits.stall_timeout_s):
+                while state.unserved:
+                    await self._served.wait()
+        return state.payload_bytes_sent, state.payload_bytes_received
+
+    async def _transfer(self, state: RoundState) -> None:
+        begun = asyncio.get_running_loop().time()
+        collected, received, repaired = (
+            begun + share * self._limits.timeout_s for share in (_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE)
+        )
+        plan, me = state.plan, state.me
+        reducers = sorted({part.reducer for part in plan.parts} - {me})
+        senders: dict[int, list[tuple[Part, Contribution]]] = {r: plan.pushes(me, r) for r in reducers}
+        sources: dict[int, set[int]] = {r: set() for r in reducers}
+        for part in state.wanted.values():
+            if part.reducer != me:
+                sources[part.reducer].add(part.index)
+        tasks = [asyncio.ensure_future(self._push(state, r, parts, collected)) for r, parts in senders.items() if parts]
+        tasks += [asyncio.ensure_future(self._pull(state, r, parts, received)) for r, parts in sources.items() if parts]
+        tasks.append(asyncio.ensure_future(self._reduce(state, collected)))
+        try:
+            await asyncio.gather(*tasks)
+            state.finished = True
+            if state.missing():
+                await self._repair(state, repaired)
+        finally:
+            for task in tasks:
+                task.cancel()
+            state.finished = True
+
+    async def _push(
+        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
+    ) -> None:
+        """Sends this member's contributions to one reducer; a reducer that is gone is somebody else's repair."""
+        peer_id = state.group.members[reducer].peer_id
+        try:
+            async with (
+                asyncio.timeout_at(deadline),
+                open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
+            ):
+                await channel.send_hello(group=state.group.id)
+                for part, contribution in parts:
+                    frame = state.push_frame(part, contribution)
+                    await channel.send(frame)
+                    state.payload_bytes_sent += len(frame.payload)
+                await channel.end()
+        except ProtocolError as exc:
+            self._on_fault(peer_id, exc)
+        except STREAM_ERRORS as exc:
+            self._on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
+
+    async def _pull(
+        self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
+    ) -> None:
+        """Fetches results from one member until it has sent all that is wanted of it, or fails."""
+        peer_id = state.group.members[source].peer_id
+        remaining = set(wanted)
+        max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
+        try:
+            async with (
+                asyncio.timeout_at(deadline),
+                open_channel(self._p2p, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel,
+            ):
+                parts = np.array(sorted(wanted), dtype="<u4").tobytes() if repair else b""
+                await channel.send_hello(group=state.group.id, parts=parts)
+                while remaining:
+                    frame = await channel.receive(max_bytes)
+                    if frame.kind is FrameKind.END:
+                        if not repair:
+                            state.ended.add(source)
+                        break
+                    if frame.kind is FrameKind.ERROR:
+                        raise ProtocolError("refused", frame.error_text())
+                    if repair and frame.kind is FrameKind.KEEPALIVE:
+                        raise ProtocolError("malformed", "a member that holds a part has nothing to wait for")
+                    if frame.kind is FrameKind.DATA:
+                        if frame.part not in remaining:
+                            raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
+                        remaining.discard(frame.part)
+                        state.store_result(frame)
+        except ProtocolError as exc:
+            self._on_fault(peer_id, exc)
+        except STREAM_ERRORS as exc:
+            self._on_fault(peer_id, ProtocolError("pull", f"could not pull results: {_reason(exc)}"))
+        finally:
+            if remaining:
+                state.unreliable.add(source)
+
+    async def _reduce(self, state: RoundState, deadline: float) -> None:
+        """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
+        loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
+        probes: dict[int, asyncio.Task[bool]] = {}
+        try:
+            while len(state.reduced) < state.num_to_reduce:
+                if not await self._reduced.wait(stall_s / 8):
+                    now = time.monotonic()
+                    for member in state.awaited_contributors():
+                        silent_s = now - self._last_heard[member]
+                        if silent_s > stall_s / 8 and member not in probes:
+                            probes[member] = asyncio.create_task(self._is_gone(state, member))
+                        if silent_s > stall_s:
+                            self._give_up(state, member, "sent nothing")
+                        elif member in probes and probes[member].done() and probes[member].result():
+                            self._give_up(state, member, "is gone")
+                if loop.time() > deadline:
+                    for member in state.awaited_contributors():
+                        self._give_up(state, member, "was too slow")
+        finally:
+            for probe in probes.values():
+                probe.cancel()
+
+    async def _is_gone(self, state: RoundState, member: int) -> bool:
+        """Whether nobody listens any more where a silent member was, so that waiting for it is of no use.
+
+        A frozen process still takes connections, and a cut line swallows the question: neither is known to be gone.
+        """
+        if not state.group.members[member].statement.reachable:
+            return False  # only it can open a connection
+        peer_id = state.group.members[member].peer_id
+        try:
+            await self._rpc.call(peer_id, "have", {"group": state.group.id}, self._limits.stall_timeout_s / 2)
+        except (TimeoutError, RemoteError, ProtocolError):
+            return False
+        except OSError:
+            return True
+        return False
+
+    def _give_up(self, state: RoundState, member: int, why: str) -> None:
+        num_parts = state.give_up(member)
+        if num_parts:
+            error = ProtocolError("lost", f"{why}; {plural(num_parts, 'part')} averaged without it")
+            self._on_fault(state.group.members[member].peer_id, error)
+
+    async def _repair(self, state: RoundState, deadline: float) -> None:
+        """Fetches missing results from members that hold them.
+
+        Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. Who
+        claims to hold parts and delivers none of them has no say any more, and who has failed before is asked only for
+        what nobody else holds, so that false claims do not use up the time.
+
+        Raises:
+            RoundError: results are missing and no other member answers: this peer is cut off.
+        """
+        others = [i for i in range(state.plan.num_members) if i != state.me]
+        cut_off = True
+        while True:
+            answers = await asyncio.gather(*(self._ask_held(state, i) for i in others))
+            known = {i: answer for i, answer in zip(others, answers, strict=True) if answer is not None}
+            cut_off = cut_off and not known
+            if cut_off:
+                raise RoundError(f"{plural(len(state.missing()), 'part')} missing and no other member answers")
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            fetch: dict[int, set[int]] = {}
+            for index in state.missing():
+                holders = [i for i, (_, held) in known.items() if index in held]
+                holders = [i for i in holders if i not in state.unreliable] or holders
+                if holders:  # spread over the holders
+                    fetch.setdefault(holders[index % len(holders)], set()).add(index)
+            now = asyncio.get_running_loop().time()
+            soon = now + (deadline - now) / 2  # so that there is time to ask somebody else
+            await asyncio.gather(*(self._pull(state, i, parts, soon, repair=True) for i, parts in fetch.items()))
+            missing = set(state.missing())
+            if not missing:
+                return
+            others = [i for i in others if i not in fetch or not fetch[i] <= missing]
+            if not fetch:
+                if all(finished for finished, _ in known.values()):
+                    return
+                await asyncio.sleep(self._limits.stall_timeout_s / 20)
+
+    async def _ask_held(self, state: RoundState, member: int) -> tuple[bool, set[int]] | None:
+        peer_id = state.group.members[member].peer_id
+        if not state.group.members[member].statement.reachable:
+            return None
+        try:
+            answer = await self._rpc.call(
+                peer_id, "have", {"group": state.group.id}, timeout_s=self._limits.stall_timeout_s / 2
+            )
+            if not isinstance(answer.get("finished"), bool) or not isinstance(answer.get("held"), bytes):
+                raise ProtocolError("malformed", "an answer to `have` lacks its fields")
+            return answer["finished"], set(members_of(answer["held"], len(state.plan.parts)))
+        except ProtocolError as exc:
+            self._on_fault(peer_id, exc)
+        except STREAM_ERRORS:
+            pass  # it does not answer: it has no say in what is missing
+        return None
+
+    # Serving.
+
+    async def _find_round(self, group_id: Any, peer_id: str) -> tuple[RoundState, int]:
+        """The round of a group, waiting a little for the news of the group to arrive here too."""
+        if not isinstance(group_id, bytes) or len(group_id) != _GROUP_ID_BYTES:
+            raise ProtocolError("malformed", "a group is named by its digest")
+        try:
+            async with asyncio.timeout(self._limits.stall_timeout_s / 2):
+                while self._round is None or self._round.group.id != group_id:
+                    await self._begun.wait()
+        except TimeoutError:
+            raise ProtocolError("group", "no round of that group is open here") from None
+        member = self._round.group.index_of(peer_id)
+        if member is None:
+            raise ProtocolError("sender", "the sender is not a member of the group")
+        return self._round, member
+
+    async def _serve_push(self, channel: Channel) -> None:
+        hello = await channel.receive_hello(_MAX_PUSH_HELLO_BYTES)
+        state, member = await self._find_round(hello.get("group"), channel.peer_id)
+        owed = [part for part, _ in state.plan.pushes(member, state.me)]
+        max_bytes = _max_payload(state, max((part.size for part in owed), default=0))
+        num_frames = 0
+        try:
+            while state is self._round:
+                frame = await channel.receive(max_bytes)
+                if frame.kind is FrameKind.END:
+                    break
+                if frame.kind is not FrameKind.DATA:
+                    raise ProtocolError("malformed", f"a {frame.kind.name} frame among contributions")
+                self._last_heard[member] = time.monotonic()
+                try:
+                    state.accept(member, frame)
+                except ProtocolError as exc:
+                    self._on_fault(channel.peer_id, exc)
+                num_frames += 1
+                if num_frames > len(owed):
+                    raise ProtocolError("oversized", f"more than the {plural(len(owed), 'part')} that the sender owes")
+                await asyncio.sleep(0)
+            await channel.send(Frame(FrameKind.END))
+        finally:
+            # Whatever is still owed will not come over another stream.
+            self._give_up(state, member, "its stream ended early")
+
+    async def _serve_pull(self, channel: Channel) -> None:
+        hello = await channel.receive_hello(_MAX_PULL_HELLO_BYTES)
+        state, member = await self._find_round(hello.get("group"), channel.peer_id)
+        listed = hello.get("parts")
+        if not isinstance(listed, bytes) or len(listed) % 4:
+            raise ProtocolError("malformed", "a pull lists its parts as 32-bit numbers")
+        if listed:
+            for index in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
+                frame = state.result_frame(index, member)
+                if frame is not None:
+                    await self._send_result(state, channel, frame)
+        else:
+            try:
+                await self._stream_reduced(state, member, channel)
+            finally:
+                state.served(member)
+                self._served.notify()
+        await channel.send(Frame(FrameKind.END))
+
+    async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
+        position = 0
+        while position < state.num_to_reduce and state is self._round:
+            if position == len(state.reduced):
+                if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
+                    await channel.send(Frame(FrameKind.KEEPALIVE))
+                continue
+            index = state.reduced[position]
+            position += 1
+            if state.plan.block_of(state.plan.parts[index]).receives(member):
+                frame = state.result_frame(index, member)
+                if frame is not None:
+                    await self._send_result(state, channel, frame)
+
+    async def _send_result(self, state: RoundState, channel: Channel, frame: Frame) -> None:
+        if state is not self._round:
+            raise ProtocolError("group", "that round is over")
+        await channel.send(frame)
+        state.payload_bytes_sent += len(frame.payload)
+
+    async def _serve_have(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        state, member = await self._find_round(request.get("group"), peer_id)
+        del member  # any member may ask
+        return {"finished": state.finished, "held": bitmap(state.results, len(state.plan.parts))}
+
+
+def _max_payload(state: RoundState, num_elements: int) -> int:
+    """Longest payload that so many values may take."""
+    return max(EXACT.num_bytes(num_elements), state.codec.num_bytes(num_elements))
+
+
+def _reason(exc: BaseException) -> str:
+    return str(exc) or type(exc).__name__

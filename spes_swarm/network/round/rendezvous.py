@@ -1,0 +1,477 @@
+"""How the members of a round find each other: one group for each round, whoever dies meanwhile.
+
+The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer gathers the signed
+statements, calls the peers that are not there yet, and closes the group when all have come or the window is over. Who
+gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its followers there.
+Whoever has the closed group hands it on, so a leader that dies while it announces the group does not split it.
+
+Nobody is trusted to be honest. Only voices (see standing.py) lead rounds, call for one or begin to gather one, and how
+long a leader waits for a peer depends on what that peer has done before. A leader that does not close the group in
+time, or sends its followers in circles, is passed over; a group that leaves this peer out is believed only when it has
+most of the voices in it; and a claim that the swarm is a round further on counts only when as many voices make it as
+would move the median of their records.
+
+A newcomer defers to the peers that it was told to join: it follows them, and leads nothing before its first commit.
+
+hivemind's matchmaking was measured to form partial groups and knows no rounds; this one is built on plain calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from spes_swarm.base.changes import Changes
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.rounds.statement import Group, Member, Statement, form_group, open_statement, seal_statement
+
+# A follower polls its leader at least this often; one that has been silent for three times as long is gone.
+_POLL_S = 1.0
+_CALL_TIMEOUT_S = 2.5
+_MAX_REDIRECTS = 3
+# A leader closes the group when the window is over; who takes so much longer is passed over. On a machine with many
+# more runnable processes than cores, honest ones were seen to be two seconds late.
+_LEADER_GRACE_S = 4 * _POLL_S
+_MAX_ROUND_GATHERINGS = 4
+
+
+def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
+    """Order of the candidates for leading a round; the smallest leads."""
+    return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """What a leader has gathered for a round."""
+
+    sealed: dict[str, bytes] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
+    last_poll: dict[str, float] = field(default_factory=dict)
+    opened: float = field(default_factory=time.monotonic)
+    lost: set[str] = field(default_factory=set)
+    past: set[str] = field(default_factory=set)  # peers that say that this round is over
+    redirect: str | None = None
+    changed: Changes = field(default_factory=Changes)
+
+
+class Rendezvous:
+    """Forms the groups of one run.
+
+    Args:
+        reachable: whether others can come to this peer, or it leads no rounds; may be changed at any time.
+        live_peers: the other peers of the run that a round may meet, at this moment.
+        defers: whether this peer leaves it to others to lead rounds.
+        target_round: the round that this peer wants to commit next.
+        on_called: told that a leader calls for a round; the trainer should come as soon as its step is done.
+        on_ahead: told that others gather for the round after `target_round`: this peer may have missed one.
+        window_s: how long a leader waits for live peers that have not come yet.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        identity: Identity,
+        run_id: str,
+        num_blocks: int,
+        *,
+        reachable: bool,
+        window_s: float,
+        live_peers: Callable[[], Collection[Neighbour]],
+        defers: Callable[[], bool],
+        target_round: Callable[[], int],
+        on_called: Callable[[int], None],
+        on_ahead: Callable[[int], None],
+    ) -> None:
+        self._rpc = rpc
+        self._identity = identity
+        self._run_id = run_id
+        self._num_blocks = num_blocks
+        self.reachable = reachable
+        self._window_s = window_s
+        self._live_peers = live_peers
+        self._defers = defers
+        self._target_round = target_round
+        self._on_called = on_called
+        self._on_ahead = on_ahead
+        self._gatherings: dict[int, _Gathering] = {}
+        self._leading: dict[int, asyncio.Task[None]] = {}
+        self._following: tuple[int, str] | None = None
+        self._failed: dict[int, set[str]] = {}  # for each round, leaders that failed this peer, in earlier attempts too
+        # Leaders that said that the round is over. They may have gone back to it since, which is believed once a round.
+        self._past: set[str] = set()
+        self._returned: set[str] = set()
+        self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
+        self._closed: Group | None = None  # the newest closed group known here
+        self._spent = b""  # id of the last group whose exchange failed
+
+    @property
+    def gathering(self) -> bool:
+        """Returns True while this peer waits for the group of a round."""
+        return self._following is not None
+
+    async def start(self) -> None:
+        """Registers the handlers."""
+        await self._rpc.serve("gather", self._serve_gather)
+        await self._rpc.serve("call", self._serve_call)
+
+    async def join(self, statement: Statement) -> Group:
+        """Brings this peer's statement to the round and returns the closed group.
+
+        Raises:
+            RoundError: the round was closed without this peer, or no group formed in time.
+        """
+        sealed = seal_statement(self._identity, self._run_id, statement)
+        deadline = time.monotonic() + 2 * self._window_s + 20.0
+        failed = self._failed.get(statement.round, set())
+        if statement.round not in self._failed:
+            self._past.clear()
+            self._returned.clear()
+        self._failed = {statement.round: failed}
+        try:
+            while time.monotonic() < deadline:
+                leader = self._best_candidate(statement.round, failed | self._past)
+                if leader is None:
+                    failed.clear()
+                    self._past.clear()
+                    self._returned.clear()
+                    raise RoundError("no peer that could lead the round is reachable")
+                if leader == self._identity.peer_id:
+                    group = await self._lead(statement.round, sealed, deadline, failed)
+                else:
+                    group = await self._follow(leader, statement.round, sealed, deadline, failed)
+                if group is not None:
+                    self._check_own_place(group, statement)
+                    return group
+        finally:
+            self._following = None
+            self._stop_leading(statement.round)
+        raise RoundError(f"no group formed for round {statement.round}")
+
+    def _check_own_place(self, group: Group, statement: Statement) -> None:
+        """Checks that the group has this peer in it, as it is now.
+
+        A statement of an earlier attempt at the same round will do (fewer tokens give less weight), unless this peer's
+        experts or reference have changed since.
+        """
+        index = group.index_of(self._identity.peer_id)
+        if index is None:
+            raise RoundError(f"round {statement.round} began without this peer")
+        stated = group.members[index].statement
+        if (stated.held, stated.versions, stated.digests) != (statement.held, statement.versions, statement.digests):
+            raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
+
+    def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
+        able = [n for n in self._live_peers() if n.reachable and n.peer_id not in failed]
+        candidates = [n.peer_id for n in able if n.has_voice]
+        if self._defers():
+            candidates = candidates or [n.peer_id for n in able]
+        elif self.reachable:
+            candidates.append(self._identity.peer_id)
+        return min(candidates, key=lambda peer: rank(self._run_id, round_number, peer), default=None)
+
+    # Leading.
+
+    def _gathering(self, round_number: int) -> _Gathering:
+        gathering = self._gatherings.get(round_number)
+        if gathering is None:
+            if len(self._gatherings) >= _MAX_ROUND_GATHERINGS:  # left over from rounds that this peer did not join
+                self._stop_leading(min(self._gatherings))
+            gathering = self._gatherings[round_number] = _Gathering()
+            self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
+        return gathering
+
+    def _stop_leading(self, finished_round: int) -> None:
+        for round_number in [r for r in self._gatherings if r <= finished_round]:
+            gathering = self._gatherings.pop(round_number)
+            gathering.changed.notify()
+            self._leading.pop(round_number).cancel()
+
+    def _add(self, gathering: _Gathering, round_number: int, sealed: bytes) -> Member:
+        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        if gathering.sealed.get(member.peer_id) != sealed:
+            gathering.sealed[member.peer_id] = sealed
+            gathering.members[member.peer_id] = member
+            gathering.changed.notify()
+        gathering.lost.discard(member.peer_id)
+        gathering.last_poll[member.peer_id] = time.monotonic()
+        return member
+
+    async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
+        """Waits at this peer's own gathering. None: a better leader has turned up."""
+        gathering = self._gathering(round_number)
+        if gathering.redirect in failed:  # the better leader turned out to be gone: begin again without it
+            self._gatherings.pop(round_number)
+            self._leading.pop(round_number).cancel()
+            gathering = self._gathering(round_number)
+        self._following = (round_number, self._identity.peer_id)
+        while time.monotonic() < deadline:
+            group = self._closed_group(round_number)
+            if group is not None:
+                return group
+            if gathering.redirect is not None:
+                return None
+            if self._is_most(gathering.past):  # alone, this peer would only fork the reference
+                raise RoundError(f"round {round_number} is over")
+            self._add(gathering, round_number, sealed)
+            await gathering.changed.wait(_POLL_S)
+        return None
+
+    async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
+        """Calls the missing and closes the group when all are there or the window is over."""
+        me = self._identity.peer_id
+        callers: dict[str, asyncio.Task[None]] = {}
+        try:
+            while gathering.redirect is None and self._closed_group(round_number) is None:
+                patience_s = {n.peer_id: n.patience_s for n in self._live_peers()} | {me: self._window_s}
+                missing = patience_s.keys() - gathering.sealed.keys() - gathering.lost
+                for peer_id in missing - {me} - callers.keys():
+                    callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
+                if me in missing:
+                    self._on_called(round_number)
+                waited_s = time.monotonic() - gathering.opened
+                if self._is_most(gathering.past):
+                    return
+                awaited = {peer for peer in missing if waited_s < patience_s[peer]}
+                if gathering.sealed and (not awaited or waited_s > self._window_s):
+                    self._close(round_number, gathering)
+                    return
+                await gathering.changed.wait(min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
+        finally:
+            for task in callers.values():
+                task.cancel()
+
+    async def _call(self, peer_id: str, round_number: int, gathering: _Gathering) -> None:
+        """Calls one peer to the round until it comes; notes it as lost when it cannot be reached."""
+        failures = 0
+        while failures < 2:
+            try:
+                answer = await self._rpc.call(
+                    peer_id, "call", {"run": self._run_id, "round": round_number}, _CALL_TIMEOUT_S
+                )
+                failures = 0
+                self._adopt_group(answer, round_number)
+                leader = answer.get("leader")
+                failed = self._failed.get(round_number, set())
+                if isinstance(leader, str) and leader not in failed and self._better(leader, round_number):
+                    self._note_return(leader)
+                    gathering.redirect = leader
+                    gathering.changed.notify()
+                    return
+                target = answer.get("target")
+                if isinstance(target, int) and target > round_number:
+                    gathering.past.add(peer_id)
+                    break
+            except ProtocolError as exc:
+                self._rpc.on_fault(peer_id, exc)
+                failures += 1
+            except OSError:
+                failures += 1
+            await asyncio.sleep(_POLL_S / 2)
+        gathering.lost.add(peer_id)
+        gathering.changed.notify()
+
+    def _voices(self) -> set[str]:
+        """The other peers whose word counts here. Who defers to others knows nobody yet, and hears everybody."""
+        defers = self._defers()
+        return {n.peer_id for n in self._live_peers() if n.has_voice or defers}
+
+    def _is_most(self, peers: Iterable[str]) -> bool:
+        """Whether these peers would move the median of the records; see the head of this file."""
+        voices = self._voices()
+        return len(voices.intersection(peers)) > len(voices) // 2
+
+    def _note_return(self, leader: str) -> None:
+        if leader in self._past:
+            self._past.discard(leader)
+            self._returned.add(leader)
+
+    def _better(self, leader: str, round_number: int) -> bool:
+        live = {n.peer_id for n in self._live_peers() if n.reachable and n.has_voice}
+        mine = rank(self._run_id, round_number, self._identity.peer_id)
+        return leader in live and rank(self._run_id, round_number, leader) < mine
+
+    def _close(self, round_number: int, gathering: _Gathering) -> None:
+        silent = {peer for peer, polled in gathering.last_poll.items() if time.monotonic() - polled > 3 * _POLL_S + 1.0}
+        sealed = [data for peer, data in gathering.sealed.items() if peer not in silent]
+        if sealed:
+            self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
+        gathering.changed.notify()
+
+    # Following.
+
+    async def _follow(
+        self, leader: str, round_number: int, sealed: bytes, deadline: float, failed: set[str]
+    ) -> Group | None:
+        """Waits at a leader. None: it failed, or sent this peer to another one."""
+        redirects = 0
+        patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
+        arguments = {"run": self._run_id, "round": round_number, "statement": sealed}
+        while time.monotonic() < deadline:
+            self._following = (round_number, leader)
+            asked = time.monotonic()
+            try:
+                answer = await self._rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
+                self._adopt_group(answer, round_number)
+            except ProtocolError as exc:
+                self._rpc.on_fault(leader, exc)
+                failed.add(leader)
+                return None
+            except OSError:
+                failed.add(leader)
+                return None
+            group = self._closed_group(round_number)
+            if group is not None:
+                return group
+            if answer.get("over"):
+                # If the records do not say so, too, the next attempt goes to somebody else.
+                (failed if leader in self._returned else self._past).add(leader)
+                raise RoundError(f"round {round_number} is over")
+            if answer.get("early"):
+                if time.monotonic() > patience:
+                    failed.add(leader)
+                    raise RoundError(f"the others have not begun round {round_number}")
+                await _hold(asked)
+                continue
+            redirect = answer.get("leader")
+            if redirect == self._identity.peer_id:
+                failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
+                return None
+            if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
+                self._rpc.on_fault(leader, ProtocolError("leader", f"it does not close the group of {round_number}"))
+                failed.add(leader)
+                return None
+            if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
+                self._note_return(redirect)
+                redirects += 1
+                patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
+                leader = redirect
+            else:
+                await _hold(asked)
+        return None
+
+    def _may_lead(self, peer_id: str) -> bool:
+        return any(n.peer_id == peer_id and n.reachable for n in self._live_peers())
+
+    def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
+        """Takes over a closed group that another peer hands on."""
+        sealed = answer.get("group")
+        if sealed is None or self._closed_group(round_number) is not None:
+            return
+        if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
+            raise ProtocolError("malformed", "a group is a list of signed statements")
+        group = form_group(self._run_id, round_number, sealed, self._num_blocks)
+        if group.index_of(self._identity.peer_id) is None:
+            voices = self._voices()
+            own = 0 if self._defers() else 1
+            if 2 * sum(member.peer_id in voices for member in group.members) <= len(voices) + own:
+                return  # anybody can make a group of one; this peer goes on looking for its own
+        self._set_closed(group)
+
+    def spend(self, group: Group) -> None:
+        """Notes that the exchange of a group failed here: another attempt at the round needs another group."""
+        self._spent = group.id
+        if self._closed is not None and self._closed.id == group.id:
+            self._closed = None
+
+    def begin_anew(self) -> None:
+        """Forgets groups and claims: this peer has gone over to the reference of others, at whatever round they are."""
+        self._closed = None
+        self._ahead.clear()
+        self._failed.clear()
+        self._past.clear()
+        self._returned.clear()
+        self._stop_leading(max(self._gatherings, default=0))
+
+    def _set_closed(self, group: Group) -> None:
+        if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
+            self._closed = group
+        for gathering in self._gatherings.values():
+            gathering.changed.notify()
+
+    def _closed_group(self, round_number: int) -> Group | None:
+        return self._closed if self._closed is not None and self._closed.round == round_number else None
+
+    # Serving.
+
+    def _check_request(self, request: dict[str, Any]) -> int:
+        round_number = request.get("round")
+        if request.get("run") != self._run_id or type(round_number) is not int:  # a bool is an int, too
+            raise ProtocolError("run", "a call for another run, or without a round")
+        return round_number
+
+    def _note_ahead(self, peer_id: str, round_number: int) -> None:
+        """Takes note of a call for the round after the next one; see the head of this file."""
+        voices = self._voices()
+        self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in voices}
+        self._ahead[peer_id] = round_number
+        if self._is_most(peer for peer, claimed in self._ahead.items() if claimed >= round_number):
+            self._on_ahead(round_number)
+
+    async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """A follower brings its statement, or asks again."""
+        round_number = self._check_request(request)
+        sealed = request.get("statement")
+        if not isinstance(sealed, bytes):
+            raise ProtocolError("malformed", "gather without a statement")
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        target = self._target_round()
+        if round_number < target:
+            return {"over": True}
+        if round_number > target + 1:
+            raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
+        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        if member.peer_id != peer_id:
+            raise ProtocolError("sender", "a statement brought by another peer")
+        has_voice = peer_id in self._voices()
+        if has_voice and round_number > target:
+            self._note_ahead(peer_id, round_number)
+        if round_number not in self._gatherings and (self._defers() or not has_voice):
+            # A newcomer is welcome to a round, but begins none.
+            if self._following is not None and self._following[0] == round_number:
+                return {"leader": self._following[1]}
+            await asyncio.sleep(_POLL_S)
+            return {"early": True}
+        gathering = self._gathering(round_number)
+        if gathering.redirect is None:
+            self._add(gathering, round_number, sealed)
+            await gathering.changed.wait(_POLL_S)
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        return {"leader": gathering.redirect} if gathering.redirect else {}
+
+    async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        """A leader calls this peer to a round."""
+        round_number = self._check_request(request)
+        group = self._closed_group(round_number)
+        if group is not None:
+            return {"group": list(group.sealed)}
+        target = self._target_round()
+        if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault
+            if not 0 <= round_number <= target + 1:
+                raise ProtocolError("round", f"a stranger calls for round {round_number}; the next one is {target}")
+            return {"target": target}
+        if round_number == target + 1:
+            self._note_ahead(peer_id, round_number)
+        if round_number != self._target_round():
+            return {"target": self._target_round()}
+        self._on_called(round_number)
+        if self._following is not None and self._following[0] == round_number:
+            return {"leader": self._following[1]}
+        return {}
+
+
+async def _hold(asked: float) -> None:
+    """Waits where a question of that time was answered at once: an honest leader holds it for a while."""
+    if time.monotonic() - asked < _POLL_S / 4:
+        await asyncio.sleep(_POLL_S / 4)

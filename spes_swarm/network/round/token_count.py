@@ -1,0 +1,108 @@
+"""How many tokens the swarm has processed since its last commit, asked of each peer: decides that a round is due.
+
+Answers are newer than records by seconds, so they also tell a peer that has fallen behind where the swarm is now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.port.messages import TokenCounts
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.roster import PeerView, Roster
+
+_TIMEOUT_S = 1.0
+
+
+class TokenCount:
+    """Answers others about this peer's tokens, and asks them about theirs.
+
+    Args:
+        rpc: how they are asked.
+        reference: whose round the counts are since.
+        roster: the others.
+        announcer: knows what this peer's trainer has done.
+        inner_steps: of a round.
+        reachable: whether others can open connections to this peer.
+        gathering: whether this peer is on its way to a round whose group is not closed.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        reference: Reference,
+        roster: Roster,
+        announcer: Announcer,
+        inner_steps: int,
+        reachable: Callable[[], bool],
+        gathering: Callable[[], bool],
+    ) -> None:
+        self._rpc = rpc
+        self._reference = reference
+        self._roster = roster
+        self._announcer = announcer
+        self._inner_steps = inner_steps
+        self._reachable = reachable
+        self._gathering = gathering
+
+    async def start(self) -> None:
+        """Registers the handler."""
+        await self._rpc.serve("tokens", self._serve)
+
+    async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        presence = self._announcer.presence
+        return {
+            "round": self._reference.round,
+            "tokens": presence.tokens if presence else 0,
+            "gathering": self._gathering(),
+        }
+
+    async def others(self) -> TokenCounts:
+        """Asks the others whose word counts; who does not answer counts with its last record."""
+        largest_step = self._roster.largest_step(self._announcer.tokens_per_step)
+        limit = 4 * self._inner_steps * largest_step
+        called = False
+
+        def bounded(tokens: object, number: object) -> int:
+            # Counts since an earlier commit say nothing. Those since a later one are the swarm's, where this peer has
+            # fallen behind. Nobody's word may bring a round about on its own.
+            if not (_is_integer(tokens) and _is_integer(number)) or number < self._reference.round:
+                return 0
+            return max(0, min(tokens, limit))
+
+        async def ask(view: PeerView) -> int:
+            nonlocal called
+            stale = bounded(view.progress.tokens, view.progress.round)
+            if not (self._reachable() or view.progress.reachable):  # between two clients there may be no connection
+                return stale
+            try:
+                answer = await self._rpc.call(view.peer_id, "tokens", {}, _TIMEOUT_S)
+            except (OSError, ProtocolError):
+                return stale
+            number = answer.get("round")
+            if _is_integer(number) and number >= self._reference.round:
+                self._roster.hear_round(view.peer_id, number)
+                # Of those that call peers to a round, a newcomer heeds only the ones that it was told to join.
+                called = called or (self._roster.defers and answer.get("gathering") is True)
+            return bounded(answer.get("tokens"), number)
+
+        views = self._roster.voices()
+        counts = await asyncio.gather(*(ask(view) for view in views))
+        sizes = [max(1, min(view.progress.tokens_per_step, largest_step)) for view in views]
+        steps = tuple(count / size for count, size in zip(counts, sizes, strict=True))
+        return TokenCounts(
+            tokens=sum(counts),
+            steps=steps,
+            behind=self._roster.swarm_round(self._reference.round) > self._reference.round,
+            called=called,
+        )
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return type(value) is int  # a bool is an int, too

@@ -1,0 +1,188 @@
+"""Obtaining the swarm's reference: at the start, and when no round could bring this peer's in step.
+
+Shapes: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from spes_swarm.base.errors import RoundError
+from spes_swarm.config.run import RunConfig
+from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.network.transfer.transfer import Transfer
+from spes_swarm.port.messages import CaughtUp, SyncProgress, TransferReport
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
+from spes_swarm.protocol.members.roster import PeerView, Roster
+from spes_swarm.protocol.ownership.leases import Leases
+
+# A peer that has missed so many rounds would be sent nearly the whole model in the middle of one.
+_HOPELESS_ROUNDS = 8
+# Records are written and read about once a second.
+_RECORDS_LAG_S = 4.0
+
+
+class CatchingUp:
+    """Fetches references.
+
+    Args:
+        reference: what is replaced.
+        contribution_N: the trainer's contribution, in shared memory.
+        leases: which experts this peer trains.
+        roster: the others.
+        transfer: how a reference is fetched.
+        refresh: reads the others' records again.
+        run: the swarm's settings; it may end with a round.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        contribution_N: FloatArray,
+        leases: Leases,
+        roster: Roster,
+        transfer: Transfer,
+        refresh: Callable[[], Awaitable[None]],
+        run: RunConfig,
+    ) -> None:
+        self._reference = reference
+        self._contribution_N = contribution_N
+        self._leases = leases
+        self._roster = roster
+        self._transfer = transfer
+        self._refresh = refresh
+        self._last_round = ScheduleEnd(run).last_round
+
+    async def download(
+        self, if_newer: bool, partial: Path | None, on_progress: Callable[[SyncProgress], None]
+    ) -> TransferReport | None:
+        """See network.NetworkProcess.download."""
+        await self._refresh()
+        if if_newer and self._newest_round() <= self._reference.round:
+            return None
+        donors = self._donors if self._roster.voices() else self._newest_donors
+        report = await self._transfer.download(donors, partial, on_progress)
+        self._transfer.open()
+        self._roster.committed()
+        return report
+
+    async def swarm_table(self) -> ReferenceTable | None:
+        """The table that most donors have, None if nobody answers."""
+        await self._refresh()
+        return await self._transfer.vote(self._donors if self._roster.voices() else self._newest_donors)
+
+    async def fetch_if_lost(self) -> CaughtUp | None:
+        """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.
+
+        A peer that is hopelessly late keeps the work since its last commit as its difference to the new reference. One
+        that is ahead of most others has gone on without them (a part of the swarm that was cut off, or the only one
+        whose commit succeeded): it keeps its live weights, so that all it has learnt meanwhile is in its difference.
+
+        Raises:
+            RoundError: the run has ended without this peer, and its last reference could not be fetched.
+        """
+        before = self._reference.round
+        if self._run_has_ended():
+            return await self._fetch_last(before)
+        swarm = await self._round_of_most(before)
+        if before > swarm:
+            why = f"this peer had committed round {before}, most others only {swarm}"
+        elif swarm - before > _HOPELESS_ROUNDS:
+            why = f"this peer had committed round {before}, most others {swarm} already"
+        else:
+            return None
+        started = time.monotonic()
+        payload_bytes, complete = 0, False
+        try:
+            payload_bytes = await self._replace_reference(keep_difference=before < swarm)
+            complete = True
+        except RoundError as exc:
+            # Some of it may have come, and values and digests agree in any case: the next round heals the rest.
+            why += f"; {exc}"
+        return CaughtUp(
+            round=self._reference.round,
+            why=why,
+            seconds=time.monotonic() - started,
+            payload_bytes=payload_bytes,
+            complete=complete,
+        )
+
+    def _run_has_ended(self) -> bool:
+        """Whether at least half of the peers have committed the run's last round, and this one has not.
+
+        This one counts among them. Peers that have committed that round only wait, and the roster's median counts only
+        peers that train.
+        """
+        own, last = self._reference.round, self._last_round
+        if last is None or own >= last:
+            return False
+        there = [view for view in self._roster.present() if view.progress.state in ("training", "waiting")]
+        voices = self._roster.standing.voices(view.peer_id for view in there)
+        others = [view for view in there if view.peer_id in voices]
+        return 2 * sum(view.progress.round >= last for view in others) > len(others)
+
+    async def _fetch_last(self, before: int) -> CaughtUp:
+        started = time.monotonic()
+        payload_bytes = await self._replace_reference(keep_difference=True)
+        return CaughtUp(
+            round=self._reference.round,
+            why=f"this peer had committed round {before}, and the run has ended with round {self._last_round}",
+            seconds=time.monotonic() - started,
+            payload_bytes=payload_bytes,
+            complete=True,
+        )
+
+    async def _round_of_most(self, own_round: int) -> int:
+        swarm = self._roster.median_round(own_round)
+        deadline = time.monotonic() + _RECORDS_LAG_S
+        while own_round > swarm and time.monotonic() < deadline:
+            # Those who committed with this peer a moment ago may not have said so yet.
+            await asyncio.sleep(_RECORDS_LAG_S / 10)
+            await self._refresh()
+            swarm = self._roster.median_round(own_round)
+        return swarm
+
+    async def _replace_reference(self, keep_difference: bool) -> int:
+        """Downloads; what this peer trains keeps its difference to the reference, or its values. Returns the bytes."""
+        before, reference = self._reference.round, self._reference
+        blocks = [reference.layout.blocks[index] for index in (0, *(1 + e for e in self._leases.held))]
+        trained = [slice(block.start, block.stop) for block in blocks if keep_difference]
+        for part in trained:
+            self._contribution_N[part] -= reference.values_N[part]
+        try:
+            return (await self._transfer.download(self._donors)).payload_bytes
+        except asyncio.CancelledError:
+            reference.finish(before, list(enumerate(reference.versions)))  # digests fit what is there
+            raise
+        finally:
+            for part in trained:
+                self._contribution_N[part] += reference.values_N[part]
+
+    def _newest_round(self) -> int:
+        """The round that this peer should go on from.
+
+        A swarm that trains is followed where most of it is. Where nobody trains, because all have just come back, the
+        newest reference that anybody has is it.
+        """
+        if self._roster.voices():
+            return self._roster.median_round(self._reference.round)
+        return max([self._reference.round, *(view.progress.round for view in self._reachable())])
+
+    def _newest_donors(self) -> list[str]:
+        newest = self._newest_round()
+        return [v.peer_id for v in self._reachable() if v.progress.round >= newest]
+
+    def _donors(self) -> list[str]:
+        """Whose tables decide: once this peer has taken part in a round, those who have, too."""
+        reachable = self._reachable()
+        members = [v.peer_id for v in reachable if self._roster.standing.is_member(v.peer_id)]
+        return members or [v.peer_id for v in reachable]
+
+    def _reachable(self) -> list[PeerView]:
+        """Peers that can be asked; silent ones only where nobody has answered yet."""
+        present = [v for v in self._roster.present() if v.progress.reachable]
+        return [v for v in present if self._roster.standing.has_answered(v.peer_id)] or present

@@ -1,0 +1,115 @@
+"""How chunks of the reference travel on a stream: requests one way, pieces of chunks the other.
+
+A request names chunks with the digests that are wanted. The donor answers requests in their order. A chunk comes as
+pieces of 64 KiB, so that a limit on the rate and a deadline for silence work on slow lines as well; one empty piece
+says that the donor does not have that digest (any more).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgpack
+import numpy as np
+
+from spes_swarm.base.decoding import unpack
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, chunk_digest
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+
+PIECE_BYTES = 1 << 16
+MAX_REQUEST_BYTES = 4096
+
+
+def request_frame(wanted: Mapping[int, bytes]) -> Frame:
+    """Asks for chunks: number -> digest."""
+    numbers = np.array(list(wanted), dtype="<u4").tobytes()
+    fields = {"chunks": numbers, "digests": b"".join(wanted.values())}
+    return Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True))
+
+
+def read_request(frame: Frame, num_chunks: int) -> list[tuple[int, bytes]]:
+    """Checks a request; returns pairs of number and digest.
+
+    Raises:
+        ProtocolError: (`malformed`) it is none, (`part`) there is no such chunk.
+    """
+    fields = unpack(frame.payload, MAX_REQUEST_BYTES) if frame.kind is FrameKind.HELLO else None
+    if not isinstance(fields, dict):
+        raise ProtocolError("malformed", "a request for chunks is a map")
+    listed, digests = fields.get("chunks"), fields.get("digests", b"")
+    if not (isinstance(listed, bytes) and isinstance(digests, bytes)) or len(listed) % 4:
+        raise ProtocolError("malformed", "a request lists its chunks as 32-bit numbers")
+    numbers = np.frombuffer(listed, dtype="<u4").tolist()
+    for number in numbers:
+        if number >= num_chunks:
+            raise ProtocolError("part", f"there is no chunk {number}")
+    if len(digests) != DIGEST_BYTES * len(numbers):
+        raise ProtocolError("malformed", "a request has one digest for each chunk")
+    return [(n, digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]) for i, n in enumerate(numbers)]
+
+
+def piece_frames(number: int, payload: bytes | None, round_number: int) -> Iterator[Frame]:
+    """The answer to one request: all pieces, or for None the empty one; with the donor's round as extra bytes."""
+    extra = round_number.to_bytes(8, "little")
+    if payload is None:
+        yield Frame(FrameKind.DATA, part=number, extra=extra)
+        return
+    for start in range(0, len(payload), PIECE_BYTES):
+        yield Frame(FrameKind.DATA, part=number, extra=extra, payload=payload[start : start + PIECE_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one requested chunk."""
+
+    number: int
+    values_N: FloatArray | None  # verified; None: the donor does not have that digest (any more)
+
+
+class Arrivals:
+    """Puts the pieces of one stream together. Everything that a donor may send is bounded by what was asked for."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._asked: deque[tuple[int, bytes]] = deque()
+        self._buffer = bytearray()
+
+    @property
+    def num_asked(self) -> int:
+        """Requested chunks that have not been answered yet."""
+        return len(self._asked)
+
+    def ask(self, number: int, digest: bytes) -> Frame:
+        """Notes a request; returns its frame."""
+        self._asked.append((number, digest))
+        return request_frame({number: digest})
+
+    def take(self, frame: Frame) -> Answer | None:
+        """Takes in a piece; returns what is complete with it.
+
+        Raises:
+            ProtocolError: (`part`) not asked for, (`shape`) not the length that it must have, (`digest`, `nonfinite`)
+                the chunk is not what its donor has promised. The stream is of no more use.
+        """
+        if not self._asked or frame.part != self._asked[0][0]:
+            raise ProtocolError("part", f"chunk {frame.part} was not asked for now")
+        number, digest = self._asked[0]
+        if not frame.payload and not self._buffer:
+            self._asked.popleft()
+            return Answer(number, None)
+        num_bytes = EXACT.num_bytes(self._chunks[number].size)
+        if len(frame.payload) != min(PIECE_BYTES, num_bytes - len(self._buffer)):
+            raise ProtocolError("shape", f"a piece of {len(frame.payload)} bytes of chunk {number}")
+        self._buffer += frame.payload
+        if len(self._buffer) < num_bytes:
+            return None
+        values_N = EXACT.decode(bytes(self._buffer), self._chunks[number].size)
+        if chunk_digest(values_N) != digest:
+            raise ProtocolError("digest", f"chunk {number} does not match its digest")
+        self._asked.popleft()
+        self._buffer.clear()
+        return Answer(number, values_N)

@@ -1,0 +1,136 @@
+"""Whom a newcomer asks, and what it believes: the donors' tables, the vote on them, and who has failed or lied."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.wording import plural
+from spes_swarm.network.link.wire import Channel
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+
+_MAX_VOTERS = 16  # donors whose tables are compared
+_MAX_UNSURE = 8  # votes without a majority, as when some donors have committed and others are about to
+_UNSURE_S = 0.5
+_REST_S = 30.0  # until a donor that has failed is asked again while there are others
+# What happens to honest donors, too: they die, have a bad line, or are busy.
+_HONEST_FAILURES = {"donor", "truncated", "stalled", "refused"}
+
+
+class Donors(Protocol):
+    """How a newcomer reaches others."""
+
+    def known(self) -> Collection[str]:
+        """Peers that may be asked."""
+        ...
+
+    async def table(self, donor: str) -> ReferenceTable:
+        """Asks for a table; raises OSError or ProtocolError."""
+        ...
+
+    def connect(self, donor: str) -> AbstractAsyncContextManager[Channel]:
+        """Opens a stream for requests; raises STREAM_ERRORS."""
+        ...
+
+
+def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bool]:
+    """The table that is to be fetched, and whether most donors have it.
+
+    Of tables with the same number of votes the newest counts, but none beyond the upper median of all rounds: where
+    honest donors differ because some have just committed, a single claim of a far round must not win.
+    """
+    rounds = sorted((table.round for table in tables), reverse=True)
+    bound = rounds[(len(rounds) - 1) // 2]
+    by_digest = {(table.round, table.digest): table for table in tables}
+    votes = Counter((table.round, table.digest) for table in tables)
+    best = max((key for key in votes if key[0] <= bound), key=lambda key: (votes[key], key[0]))
+    return by_digest[best], 2 * votes[best] > len(tables)
+
+
+class Electorate:
+    """All donors that one download knows of.
+
+    Args:
+        on_fault: told about donors that fail or lie.
+    """
+
+    def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:
+        self._donors = donors
+        self._layout = layout
+        self._on_fault = on_fault
+        # Who is asked again only when there is nobody else, and until when; liars for good.
+        self._failed: dict[str, float] = {}
+        self._accused: set[str] = set()
+
+    async def vote(self) -> tuple[ReferenceTable | None, dict[str, ReferenceTable]]:
+        """The table to be fetched, and those of all donors that have answered."""
+        for attempt in range(_MAX_UNSURE):
+            tables = await self._tables()
+            if not tables:
+                return None, {}
+            table, sure = choose_table(tables.values())
+            if sure:
+                self._accuse_others(table, tables)
+                break
+            if attempt < _MAX_UNSURE - 1:
+                await asyncio.sleep(_UNSURE_S)
+        return table, tables
+
+    def _accuse_others(self, table: ReferenceTable, tables: Mapping[str, ReferenceTable]) -> None:
+        for donor, other in tables.items():
+            if other.round == table.round and other.digest != table.digest and donor not in self._accused:
+                self._accused.add(donor)
+                num = sum(a != b for a, b in zip(table.digests, other.digests, strict=True))
+                detail = (
+                    f"its reference of round {table.round} differs in {plural(num, 'block')} from that of most donors"
+                )
+                self._on_fault(donor, ProtocolError("table", detail))
+
+    async def _tables(self) -> dict[str, ReferenceTable]:
+        known = list(self._donors.known())
+        random.shuffle(known)  # so that newcomers do not all ask the same donors
+        for rested in (True, False):
+            tables = await self.tables_of([donor for donor in known if self._is_rested(donor) is rested])
+            if tables:
+                return tables
+        return {}
+
+    def _is_rested(self, donor: str) -> bool:
+        return time.monotonic() >= self._failed.get(donor, 0.0)
+
+    def has_recovered(self, donor: str) -> bool:
+        """Whether a donor has failed, but so long ago that it may be tried again."""
+        return donor in self._failed and self._is_rested(donor)
+
+    def note_failure(self, donor: str, error: ProtocolError | None) -> None:
+        """Notes, and reports, that a donor has failed or lied; None: it has only not answered."""
+        is_lie = error is not None and error.kind not in _HONEST_FAILURES
+        self._failed[donor] = math.inf if is_lie else time.monotonic() + _REST_S
+        if error is not None:
+            self._on_fault(donor, error)
+
+    async def tables_of(self, donors: Collection[str]) -> dict[str, ReferenceTable]:
+        """The tables of those who answer, of a limited number of donors."""
+
+        async def ask(donor: str) -> ReferenceTable | None:
+            try:
+                table = await self._donors.table(donor)
+                table.check_shape(self._layout)
+                return table
+            except ProtocolError as exc:
+                self.note_failure(donor, exc)
+            except OSError:
+                self.note_failure(donor, None)  # not a donor, then
+            return None
+
+        asked = list(donors)[:_MAX_VOTERS]
+        answers = await asyncio.gather(*(ask(donor) for donor in asked))
+        return {donor: table for donor, table in zip(asked, answers, strict=True) if table is not None}

@@ -1,0 +1,314 @@
+"""The newcomer's side of state transfer: brings a reference to what the donors have, whoever dies, lies or moves on.
+
+What is to be fetched is decided by vote: the table that most donors announce. Each chunk is verified by its digest on
+its own, so it does not matter which donor it comes from, and no chunk is fetched twice while its digest stays right.
+
+The swarm may commit faster than a download takes. Donors keep what is being fetched from them (see transfer.py), so
+every block can be had whole; when all blocks have been, each as it was at one of the votes, the newcomer refreshes
+what has changed for as long as that gets less, and then begins with blocks of different rounds. For the swarm it is a
+member with an older base, and the next round sends it full values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from spes_swarm.base.changes import Changes
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.wire import STREAM_ERRORS
+from spes_swarm.network.transfer.chunk_queue import ChunkQueue
+from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals
+from spes_swarm.network.transfer.donors import Donors, Electorate
+from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
+from spes_swarm.protocol.rounds.frames import FrameKind
+
+# Of how many donors chunks are fetched at a time: some, and while that takes long one by one more.
+_NUM_DONORS, _MAX_DONORS = 8, 16
+_WINDOW = 2  # chunks asked for at a time of one donor: one under way, one so that it does not have to wait
+_MAX_FRUITLESS = 6  # votes in a row after which no block became whole
+_LOOK_S = 10.0  # how often more donors are looked for
+_PATIENCE = 4.0  # stall timeouts in which at least one piece must come
+_PROGRESS_S = 1.0
+_MAX_UNWRITTEN = 64  # chunks that wait for the disk; a download does not
+
+
+class Download:
+    """One download into `reference`, which is consistent with its own table at all times.
+
+    Args:
+        partial: what an earlier attempt has left on disk, and where verified chunks are kept; None: nowhere.
+        on_fault: told about donors that fail or lie.
+        on_progress: told how far it is, about once a second.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        donors: Donors,
+        stall_timeout_s: float,
+        partial: PartialReference | None,
+        on_fault: Callable[[str, ProtocolError], None],
+        on_progress: Callable[[SyncProgress], None],
+    ) -> None:
+        self._reference = reference
+        self._donors = donors
+        self._electorate = Electorate(donors, reference.layout, on_fault)
+        self._stall_timeout_s = stall_timeout_s
+        self._partial = partial
+        self._on_progress = on_progress
+        self._chunks = [chunk for block in reference.layout.blocks for chunk in chunks_of(block)]
+        self._chunks_of_block: list[list[int]] = [[] for _ in reference.layout.blocks]
+        for number, chunk in enumerate(self._chunks):
+            self._chunks_of_block[chunk.block].append(number)
+        self._total_bytes = EXACT.num_bytes(reference.layout.num_elements)
+        self._report = TransferReport(round=reference.round)
+        self._whole: dict[int, tuple[int, int]] = {}  # block -> its version, and the round of the table that had it so
+        self._fetched: set[int] = set()  # chunks that came from donors in this download
+        self._unwritten: asyncio.Queue[tuple[Chunk, FloatArray]] = asyncio.Queue(_MAX_UNWRITTEN)
+        self._progress_at = 0.0
+        # Of the present pass.
+        self._wanted: dict[int, bytes] = {}
+        self._queue = ChunkQueue((), stall_timeout_s)
+        self._changed = Changes()  # of the queue
+
+    async def run(self) -> TransferReport:
+        """Downloads.
+
+        Raises:
+            RoundError: no donor answered, or none delivered; what has come is kept for the next attempt.
+        """
+        writer = asyncio.create_task(self._write_forever())
+        try:
+            await self._bring_up_to_date()
+        finally:
+            writer.cancel()
+            with suppress(asyncio.CancelledError):
+                await writer
+            if self._partial is not None:
+                self._partial.close()
+        if self._partial is not None:
+            self._partial.remove()
+        self._report.digest = self._reference.digest.hex()
+        return self._report
+
+    async def _bring_up_to_date(self) -> None:
+        last_bytes = self._total_bytes
+        fruitless = 0
+        restored = False
+        while fruitless < _MAX_FRUITLESS:
+            table, tables = await self._electorate.vote()
+            if table is None:
+                fruitless += 1
+                await asyncio.sleep(0.5 * fruitless)
+                continue
+            if not restored:
+                restored = True
+                await self._restore(table)
+            wanted = self._compare(table)
+            if wanted and len(self._whole) == len(table.versions):
+                num_bytes = self._num_bytes(wanted)
+                if 2 * num_bytes > last_bytes:
+                    break  # it changes as fast as it arrives
+                last_bytes = num_bytes
+            elif wanted:
+                wanted = {n: digest for n, digest in wanted.items() if self._chunks[n].block not in self._whole}
+            num_whole = len(self._whole)
+            await self._fetch(table, wanted, tables)
+            if not self._compare(table):
+                self._report.round = table.round
+                self._reference.adopt(table.round, table.versions)
+                assert self._reference.digest == table.digest
+                return
+            fruitless = 0 if len(self._whole) > num_whole else fruitless + 1
+            await asyncio.sleep(0.5 * fruitless)
+        if len(self._whole) < len(self._chunks_of_block):
+            raise RoundError("the swarm's reference could not be fetched: no donor, or none that delivers")
+        self._adopt_from_different_rounds(table)
+
+    def _adopt_from_different_rounds(self, last: ReferenceTable | None) -> None:
+        blocks = [self._whole[index] for index in range(len(self._chunks_of_block))]
+        self._report.round = max(round_number for _, round_number in blocks)
+        self._reference.adopt(self._report.round, [version for version, _ in blocks])
+        if last is not None:
+            mine = self._reference.digests
+            self._report.outdated_blocks = sum(a != b for a, b in zip(mine, last.digests, strict=True))
+
+    def _compare(self, table: ReferenceTable) -> dict[int, bytes]:
+        """Notes which blocks are as in the table; returns the digests of the chunks that are not."""
+        mine = self._reference.table.chunk_digests
+        wanted: dict[int, bytes] = {}
+        for block, numbers in enumerate(self._chunks_of_block):
+            theirs = table.chunk_digests[block]
+            if mine[block] == theirs:
+                self._whole[block] = (table.versions[block], table.round)
+            else:
+                wanted.update((n, theirs[i]) for i, n in enumerate(numbers) if mine[block][i] != theirs[i])
+        return wanted
+
+    def _num_bytes(self, chunks: Collection[int]) -> int:
+        return sum(EXACT.num_bytes(self._chunks[n].size) for n in chunks)
+
+    # The disk.
+
+    async def _restore(self, table: ReferenceTable) -> None:
+        """Takes over what an earlier attempt has fetched, as far as it is what the donors have."""
+        if self._partial is None:
+            return
+        for number, digest in self._compare(table).items():
+            chunk = self._chunks[number]
+            values_N = await asyncio.to_thread(self._partial.read, chunk)
+            if values_N is not None and chunk_digest(values_N) == digest:
+                self._reference.replace_chunk(chunk, values_N, digest)
+                self._report.resumed_bytes += EXACT.num_bytes(chunk.size)
+
+    async def _write_forever(self) -> None:
+        while True:
+            chunk, values_N = await self._unwritten.get()
+            if self._partial is not None:
+                await asyncio.to_thread(self._partial.write, chunk, values_N)
+
+    # One pass: fetch what differs from one table.
+
+    async def _fetch(self, table: ReferenceTable, wanted: dict[int, bytes], tables: dict[str, ReferenceTable]) -> None:
+        """Fetches chunks until all have come, or no known donor has what is left."""
+        self._wanted = wanted
+        queue = self._queue = ChunkQueue(wanted, self._stall_timeout_s / 4)
+        seen = {*self._donors.known(), *tables}
+        waiting: deque[str] = deque()
+        lanes: dict[str, asyncio.Task[None]] = {}
+        num_lanes = _NUM_DONORS
+
+        def add(more: Mapping[str, ReferenceTable]) -> None:
+            for donor, has in more.items():
+                queue.add_donor(donor, [n for n, digest in wanted.items() if self._has(has, n, digest)])
+                waiting.append(donor)
+
+        self._tell_progress(table.round)
+        add(tables)
+        try:
+            while not queue.finished:
+                while waiting and len(lanes) < num_lanes:
+                    donor = waiting.popleft()
+                    lanes[donor] = asyncio.create_task(self._use(donor, table.round))
+                if not lanes:
+                    break
+                done, _ = await asyncio.wait(lanes.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for donor in [d for d, task in lanes.items() if task in done]:
+                    lanes.pop(donor).result()  # raises what nobody expects
+                if done:
+                    continue
+                num_lanes = min(num_lanes + 1, _MAX_DONORS)  # some of the donors may be slow, on purpose even
+                others = set(self._donors.known()) - lanes.keys() - set(waiting)
+                more = {donor for donor in others if donor not in seen or self._electorate.has_recovered(donor)}
+                seen |= more
+                add(await self._electorate.tables_of(more))
+        finally:
+            for task in lanes.values():
+                task.cancel()
+            await asyncio.gather(*lanes.values(), return_exceptions=True)
+
+    def _has(self, table: ReferenceTable, number: int, digest: bytes) -> bool:
+        chunk = self._chunks[number]
+        return table.chunk_digests[chunk.block][chunk.index] == digest
+
+    async def _use(self, donor: str, round_number: int) -> None:
+        """Fetches from one donor for as long as it can be of use."""
+        queue = self._queue
+        try:
+            while not queue.finished:
+                first = queue.take(donor, time.monotonic())
+                if first is not None:
+                    await self._converse(donor, first, round_number)
+                    continue
+                idle_s = queue.idle_s(donor, time.monotonic())
+                if idle_s is None:
+                    return
+                await self._changed.wait(idle_s + 0.01)
+        except ProtocolError as exc:
+            self._electorate.note_failure(donor, exc)
+        except STREAM_ERRORS as exc:
+            reason = "it closed the stream" if isinstance(exc, EOFError) else str(exc) or type(exc).__name__
+            self._electorate.note_failure(donor, ProtocolError("donor", f"a transfer ended early: {reason}"))
+        finally:
+            queue.give_up(donor)
+            self._changed.notify()
+
+    async def _converse(self, donor: str, first: int, round_number: int) -> None:
+        """Fetches `first` and whatever else the queue has for this donor over one stream."""
+        queue, report = self._queue, self._report
+        arrivals = Arrivals(self._chunks)
+        num_received = num_kept = 0
+        try:
+            async with self._donors.connect(donor) as channel:
+                await channel.send(arrivals.ask(first, self._wanted[first]))
+                heard_at = answered_at = time.monotonic()
+                while arrivals.num_asked and not queue.finished:
+                    while arrivals.num_asked < _WINDOW and (n := queue.take(donor, time.monotonic())) is not None:
+                        await channel.send(arrivals.ask(n, self._wanted[n]))
+                    frame = await channel.receive(PIECE_BYTES)
+                    now = time.monotonic()
+                    if frame.kind is FrameKind.KEEPALIVE and now - heard_at < _PATIENCE * self._stall_timeout_s:
+                        continue
+                    if frame.kind is FrameKind.KEEPALIVE:
+                        raise ProtocolError("stalled", f"nothing but keepalives for {now - heard_at:.0f} s")
+                    if frame.kind is not FrameKind.DATA:
+                        raise ProtocolError("refused", frame.error_text() or f"a {frame.kind.name} frame")
+                    heard_at = now
+                    num_received += len(frame.payload)
+                    report.payload_bytes += len(frame.payload)
+                    self._tell_progress(round_number)
+                    answer = arrivals.take(frame)
+                    if answer is None:
+                        continue
+                    if answer.values_N is None:
+                        report.moved_on[donor] += 1
+                        queue.lacks(donor, self._chunks_of_block[self._chunks[answer.number].block])
+                        self._changed.notify()
+                        continue
+                    queue.measured(donor, now - answered_at)
+                    answered_at = now
+                    if self._keep(donor, answer.number, answer.values_N):
+                        num_kept += EXACT.num_bytes(answer.values_N.size)
+        except ProtocolError as exc:
+            if isinstance(exc.__cause__, asyncio.IncompleteReadError):
+                num_received += len(exc.__cause__.partial)
+                report.payload_bytes += len(exc.__cause__.partial)
+            raise
+        finally:
+            report.refetched_bytes += num_received - num_kept
+
+    def _keep(self, donor: str, number: int, values_N: FloatArray) -> bool:
+        """Takes over a verified chunk; whether it was still wanted."""
+        if not self._queue.done(number):
+            return False
+        chunk = self._chunks[number]
+        self._whole.pop(chunk.block, None)
+        self._reference.replace_chunk(chunk, values_N, self._wanted[number])
+        if number in self._fetched:
+            self._report.superseded_bytes += EXACT.num_bytes(chunk.size)
+        self._fetched.add(number)
+        self._report.chunks_by_donor[donor] += 1
+        with suppress(asyncio.QueueFull):
+            self._unwritten.put_nowait((chunk, values_N))
+        self._changed.notify()
+        return True
+
+    def _tell_progress(self, round_number: int) -> None:
+        now = time.monotonic()
+        if now - self._progress_at < _PROGRESS_S:
+            return
+        self._progress_at = now
+        report = self._report
+        done_bytes = self._total_bytes - self._num_bytes(self._queue.remaining)
+        self._on_progress(
+            SyncProgress(
+                round_number, done_bytes, self._total_bytes, report.payload_bytes, dict(report.chunks_by_donor)
+            )
+        )

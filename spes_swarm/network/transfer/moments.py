@@ -1,0 +1,162 @@
+"""Handing over AdamW moments: who gives an expert up serves its moments to the peer that adopts it.
+
+Both sides know from the same table (see ownership.py) who gives what to whom, so nothing is negotiated. The giver's
+trainer puts the moments into shared memory; the adopter fetches them while it already trains, from fresh ones.
+
+What the adopter accepts is in moment_rules.py.
+
+Shapes: N elements of one expert's block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from hivemind.p2p import P2P
+
+from spes_swarm.base.changes import Changes
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.port.messages import Received
+from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
+from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, moments_digest
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+
+_MAX_HELLO_BYTES = 1024
+_MAX_STEP = 1 << 40
+_ATTEMPTS = 3
+
+
+class Moments:
+    """Serves the moments of experts that this peer gives up, and fetches those of experts that it adopts."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        run_id: str,
+        layout: Layout,
+        *,
+        limits: MomentLimits,
+        stall_timeout_s: float,
+        on_fault: Callable[[str, ProtocolError], None],
+    ) -> None:
+        self._p2p = p2p
+        self._layout = layout
+        self._limits = limits
+        self._stall_timeout_s = stall_timeout_s
+        self._on_fault = on_fault
+        self._name = f"{run_id}/moments"
+        self._round = -1
+        self._due: dict[int, set[str]] = {}  # who will come for what
+        self._offered: dict[int, FloatArray] = {}
+        self._step = 0
+        self._changed = Changes()
+
+    async def start(self) -> None:
+        """Registers the handler."""
+        await serve_channel(self._p2p, self._name, self._serve, self._stall_timeout_s, self._on_fault)
+
+    # Giving.
+
+    def expect(self, round_number: int, due: Mapping[int, Sequence[str]]) -> None:
+        """Notes who adopts which of this peer's experts with a round's commit; what was offered before is dropped."""
+        self._round = round_number
+        self._due = {expert: set(peers) for expert, peers in due.items() if peers}
+        self._offered = {}
+        self._changed.notify()
+
+    def offer(self, round_number: int, step: int, moments: Mapping[int, FloatArray]) -> None:
+        """Serves these moments, each of shape (2N,), to those who are due to come for them."""
+        if round_number == self._round:
+            self._step, self._offered = step, dict(moments)
+            self._changed.notify()
+
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        """Waits until everybody who is due has come; whether that was so before the deadline."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._due:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _serve(self, channel: Channel) -> None:
+        hello = await channel.receive_hello(_MAX_HELLO_BYTES)
+        number, expert = hello.get("round"), hello.get("expert")
+        if type(number) is not int or type(expert) is not int:
+            raise ProtocolError("malformed", "moments are asked for by round and expert")
+        try:
+            # The adopter may know of the commit first, and the trainer takes a moment to hand its moments over.
+            async with asyncio.timeout(self._stall_timeout_s / 2):
+                while number > self._round or (number == self._round and expert not in self._offered):
+                    await self._changed.wait()
+        except TimeoutError:
+            await channel.send_error("these moments are not here")
+            return
+        if number != self._round or channel.peer_id not in self._due.get(expert, ()):
+            await channel.send_error("these moments are not here, or are for somebody else")
+            return
+        moments_2N = self._offered[expert]
+        for index, start in enumerate(range(0, moments_2N.size, CHUNK_ELEMENTS)):
+            payload = EXACT.encode(moments_2N[start : start + CHUNK_ELEMENTS])
+            await channel.send(
+                Frame(FrameKind.DATA, part=index, extra=self._step.to_bytes(8, "little"), payload=payload)
+            )
+        await channel.send(Frame(FrameKind.END))
+        # The adopter closes its side when it has everything: only then may this peer go.
+        answer = await channel.receive(max_payload_bytes=64)
+        if answer.kind is FrameKind.END and number == self._round:
+            self._due[expert].discard(channel.peer_id)
+            if not self._due[expert]:
+                del self._due[expert]
+            self._changed.notify()
+
+    # Taking.
+
+    async def fetch(
+        self, round_number: int, sources: Mapping[int, Sequence[str]], out: Mapping[int, FloatArray]
+    ) -> dict[int, Received]:
+        """Fetches the moments of adopted experts into `out` (2N,) each; returns those that came and are possible."""
+        found = await asyncio.gather(
+            *(self._fetch_one(round_number, expert, peers, out[expert]) for expert, peers in sources.items())
+        )
+        return {expert: received for expert, received in zip(sources, found, strict=True) if received is not None}
+
+    async def _fetch_one(
+        self, round_number: int, expert: int, peers: Sequence[str], out_2N: FloatArray
+    ) -> Received | None:
+        for _ in range(_ATTEMPTS):
+            for peer in peers:
+                try:
+                    step = await self._receive(peer, round_number, expert, out_2N)
+                except ProtocolError as exc:
+                    self._on_fault(peer, exc)
+                except STREAM_ERRORS:
+                    pass  # it has gone: the next one, or fresh moments
+                else:
+                    return Received(peer, step, moments_digest(out_2N))
+        return None
+
+    async def _receive(self, peer: str, round_number: int, expert: int, out_2N: FloatArray) -> int:
+        step = 0
+        async with open_channel(self._p2p, peer, self._name, self._stall_timeout_s) as channel:
+            await channel.send_hello(round=round_number, expert=expert)
+            for index, start in enumerate(range(0, out_2N.size, CHUNK_ELEMENTS)):
+                size = min(CHUNK_ELEMENTS, out_2N.size - start)
+                frame = await channel.receive(EXACT.num_bytes(size))
+                if frame.kind is FrameKind.ERROR:
+                    raise ConnectionError(frame.error_text())
+                if frame.kind is not FrameKind.DATA or frame.part != index:
+                    raise ProtocolError("malformed", "moments come in order and without gaps")
+                step = int.from_bytes(frame.extra, "little")
+                out_2N[start : start + size] = EXACT.decode(frame.payload, size)
+            check_moments(out_2N, self._limits)
+            if step > _MAX_STEP:
+                raise ProtocolError("moments", f"an optimiser that has done {step} steps")
+            await channel.send(Frame(FrameKind.END))
+            await channel.receive(max_payload_bytes=0)  # END: the giver has seen everything through
+        return step

@@ -1,0 +1,308 @@
+"""State transfer: a donor's side, and the way into a download (download.py).
+
+Donors answer `table` with the digests of all their chunks, and serve the stream `fetch` with chunks, named by number
+and digest. What they send is limited (rate_limit.py), so that rounds are not starved.
+
+A donor that commits a round changes the very chunks that it is being asked for. From the beginning of a round's
+exchange it therefore keeps copies of the blocks that are under way to a newcomer, until these have gone out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2P
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.rate_limit import TransferLimit
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
+from spes_swarm.network.transfer.donors import Electorate
+from spes_swarm.network.transfer.download import Download
+from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.protocol.consensus.codec import EXACT
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, Reference, ReferenceTable, chunks_of
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.statement import MAX_ROUND
+
+_RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun or ended
+# Copies for newcomers take no more memory than this, or one block.
+_MAX_COPIED_BYTES = 1 << 30
+# Newcomers ask for block after block; small ones are under way several at a time.
+_BLOCKS_PER_STREAM = 4
+
+
+def table_to_wire(table: ReferenceTable) -> dict[str, Any]:
+    """A table as sent to a newcomer."""
+    return {
+        "round": table.round,
+        "versions": list(table.versions),
+        "chunks": [b"".join(digests) for digests in table.chunk_digests],
+    }
+
+
+def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
+    """Checks a table received from a donor.
+
+    Raises:
+        ProtocolError: (`malformed`, `shape`) it cannot be used.
+    """
+    number, versions, chunks = wire.get("round"), wire.get("versions"), wire.get("chunks")
+    if not (
+        type(number) is int  # a bool is an int, too
+        and number < MAX_ROUND
+        and isinstance(versions, list)
+        and isinstance(chunks, list)
+        and all(type(version) is int and 0 <= version <= number for version in versions)
+        and all(isinstance(digests, bytes) and len(digests) % DIGEST_BYTES == 0 for digests in chunks)
+    ):
+        raise ProtocolError("malformed", "a reference table lacks its fields")
+    split = tuple(
+        tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)) for digests in chunks
+    )
+    table = ReferenceTable(number, tuple(versions), split)
+    table.check_shape(layout)
+    return table
+
+
+class Copies:
+    """Blocks as they were before a commit, for as long as a newcomer fetches them. Chunks are found by their digest."""
+
+    def __init__(self, reference: Reference, max_bytes: int = _MAX_COPIED_BYTES) -> None:
+        self._reference = reference
+        self._max_bytes = max_bytes
+        self._chunks: dict[int, dict[bytes, bytes]] = {}  # block -> digest -> payload
+        self._num_bytes = 0
+
+    async def add(self, block: int) -> None:
+        """Copies a block as it is now, chunk by chunk, unless there is no room for all of it."""
+        copied = self._chunks.get(block, {})
+        size = self._reference.layout.blocks[block].size
+        if self._num_bytes and self._num_bytes + EXACT.num_bytes(size) > self._max_bytes:
+            return
+        for chunk in chunks_of(self._reference.layout.blocks[block]):
+            digest = self._reference.digest_of(chunk)
+            if digest not in copied:
+                copied = self._chunks.setdefault(block, {})
+                copied[digest] = self.encode(chunk)
+                self._num_bytes += len(copied[digest])
+                await asyncio.sleep(0)  # a round is under way, and has other things to do in between
+
+    def encode(self, chunk: Chunk) -> bytes:
+        """A chunk's values as they are now."""
+        return EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
+
+    def get(self, block: int, digest: bytes) -> bytes | None:
+        """A copied chunk."""
+        return self._chunks.get(block, {}).get(digest)
+
+    def keep_only(self, blocks: Collection[int]) -> None:
+        """Drops the copies of all other blocks."""
+        for block in self._chunks.keys() - set(blocks):
+            self._num_bytes -= sum(map(len, self._chunks.pop(block).values()))
+
+
+@dataclass(frozen=True)
+class _Links:
+    """How a newcomer reaches donors; see download.Donors."""
+
+    p2p: P2P
+    rpc: Rpc
+    name: str
+    layout: Layout
+    timeout_s: float
+    known: Callable[[], Collection[str]]
+
+    async def table(self, donor: str) -> ReferenceTable:
+        return table_from_wire(await self.rpc.call(donor, "table", {}, self.timeout_s), self.layout)
+
+    @asynccontextmanager
+    async def connect(self, donor: str) -> AsyncIterator[Channel]:
+        """Opens a stream. hivemind 1.1.12 never closes one whose opening is cancelled, so that is let end by itself."""
+        stack = AsyncExitStack()
+        opening = asyncio.create_task(
+            stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
+        )
+        try:
+            channel = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(_close_when_open(opening, stack))
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            raise
+        async with stack:
+            yield channel
+
+
+_CLOSING: set[asyncio.Task[None]] = set()  # the loop itself keeps no tasks alive
+
+
+async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
+    with suppress(*STREAM_ERRORS):
+        await opening
+    await stack.aclose()
+
+
+class Transfer:
+    """Serves this peer's reference and downloads that of others.
+
+    Args:
+        upload_mbps: declared upload bandwidth, None where none was declared; see rate_limit.py.
+    """
+
+    def __init__(
+        self,
+        p2p: P2P,
+        rpc: Rpc,
+        run_id: str,
+        reference: Reference,
+        stall_timeout_s: float,
+        on_fault: Callable[[str, ProtocolError], None],
+        upload_mbps: float | None = None,
+    ) -> None:
+        self._p2p = p2p
+        self._rpc = rpc
+        self._reference = reference
+        self._stall_timeout_s = stall_timeout_s
+        self._on_fault = on_fault
+        self._name = f"{run_id}/fetch"
+        self._chunks = [chunk for block in reference.layout.blocks for chunk in chunks_of(block)]
+        self._limit = TransferLimit(upload_mbps)
+        self._copies = Copies(reference)
+        self._copying: set[asyncio.Task[None]] = set()
+        # For each open stream: the blocks that it was asked for last, each with the newest request (chunk and digest).
+        self._under_way: list[dict[int, tuple[int, bytes]]] = []
+        self._serving = False
+
+    async def start(self) -> None:
+        """Registers the handlers; nothing is given away before `open`."""
+        await serve_channel(self._p2p, self._name, self._serve_fetch, self._stall_timeout_s, self._on_fault)
+        await self._rpc.serve("table", self._serve_table)
+
+    def open(self) -> None:
+        """From now on this peer's reference is complete and may be given to others."""
+        self._serving = True
+
+    @contextmanager
+    def round_under_way(self) -> Iterator[None]:
+        """While this is open, transfers yield to a round's exchange, and what they have begun survives its commit."""
+        with self._limit.round_under_way():
+            task = asyncio.create_task(self._copy_blocks_under_way())
+            self._copying.add(task)  # the loop itself keeps no tasks alive
+            task.add_done_callback(self._copying.discard)
+            yield
+
+    async def _copy_blocks_under_way(self) -> None:
+        for number, digest in [request for blocks in self._under_way for request in blocks.values()]:
+            await self._copy_if_current(number, digest)
+
+    async def _copy_if_current(self, number: int, digest: bytes) -> None:
+        # Who fetches a block as it was before an earlier commit has its copies already.
+        if self._reference.digest_of(self._chunks[number]) == digest:
+            await self._copies.add(self._chunks[number].block)
+
+    # The newcomer.
+
+    async def download(
+        self,
+        donors: Callable[[], Collection[str]],
+        partial: Path | None = None,
+        on_progress: Callable[[SyncProgress], None] = lambda progress: None,
+    ) -> TransferReport:
+        """Brings this peer's reference to what the donors have.
+
+        Args:
+            donors: who may be asked; called again and again.
+            partial: file for what has come, in case this process is killed; removed when the download is complete.
+            on_progress: told how far it is, about once a second.
+
+        Raises:
+            RoundError: no donor answered, or none delivered.
+        """
+        links = self._links(donors)
+        kept = PartialReference(partial) if partial is not None else None
+        download = Download(self._reference, links, self._stall_timeout_s, kept, self._on_fault, on_progress)
+        try:
+            return await download.run()
+        finally:
+            if kept is not None and kept.error is not None:
+                error = ProtocolError("disk", f"what was fetched could not be kept in {partial}: {kept.error}")
+                self._on_fault(str(self._p2p.peer_id), error)
+
+    async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
+        """What a download would fetch: the table that most donors have, None if nobody answers."""
+        table, _ = await Electorate(self._links(donors), self._reference.layout, self._on_fault).vote()
+        return table
+
+    def _links(self, donors: Callable[[], Collection[str]]) -> _Links:
+        return _Links(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+
+    # The donor.
+
+    async def _serve_table(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id, request
+        if not self._serving:
+            return {"error": "this peer has no complete reference yet"}
+        return table_to_wire(self._reference.table)
+
+    async def _serve_fetch(self, channel: Channel) -> None:
+        blocks: dict[int, tuple[int, bytes]] = {}
+        self._under_way.append(blocks)
+        try:
+            while True:
+                frame = await channel.receive(MAX_REQUEST_BYTES)
+                for number, digest in read_request(frame, len(self._chunks)):
+                    if not self._serving:
+                        raise ProtocolError("unready", "this peer has no complete reference yet")
+                    payload = self._payload(number, digest)
+                    if payload is not None:
+                        await self._note_under_way(blocks, number, digest)
+                    await self._send_chunk(channel, number, payload)
+        finally:
+            self._under_way = [other for other in self._under_way if other is not blocks]
+            self._drop_copies()
+
+    async def _note_under_way(self, blocks: dict[int, tuple[int, bytes]], number: int, digest: bytes) -> None:
+        block = self._chunks[number].block
+        is_new = blocks.pop(block, None) is None
+        blocks[block] = number, digest
+        if not is_new:
+            return
+        if len(blocks) > _BLOCKS_PER_STREAM:
+            del blocks[next(iter(blocks))]
+        self._drop_copies()
+        if self._limit.yields:
+            await self._copy_if_current(number, digest)
+
+    def _drop_copies(self) -> None:
+        self._copies.keep_only({block for blocks in self._under_way for block in blocks})
+
+    def _payload(self, number: int, digest: bytes) -> bytes | None:
+        """A chunk with that digest, None if there is none (any more)."""
+        chunk = self._chunks[number]
+        if digest == self._reference.digest_of(chunk):
+            return self._copies.encode(chunk)
+        return self._copies.get(chunk.block, digest)
+
+    async def _send_chunk(self, channel: Channel, number: int, payload: bytes | None) -> None:
+        for frame in piece_frames(number, payload, self._reference.round):
+            await self._wait_for_turn(channel, len(frame.payload))
+            await channel.send(frame)
+
+    async def _wait_for_turn(self, channel: Channel, num_bytes: int) -> None:
+        """Waits for what the limit allows, telling the newcomer meanwhile that this peer is alive."""
+        loop = asyncio.get_running_loop()
+        place, told_at = self._limit.book(num_bytes), loop.time()
+        while (wait_s := self._limit.wait_s(place)) > 0:
+            await asyncio.sleep(min(wait_s, _RECHECK_S))
+            if loop.time() - told_at > self._stall_timeout_s / 4:
+                await channel.send(Frame(FrameKind.KEEPALIVE))
+                told_at = loop.time()

@@ -1,0 +1,130 @@
+"""What a person sees of a peer: start-up lines, then a live panel on a terminal or one line a round elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spes_swarm.base.wording import loss_with_error, plural
+from spes_swarm.training.setup import TrainingStatus
+
+_REFRESH_S = 0.5
+
+
+class PeerConsole:
+    """Writes to standard output; nothing that peers say is interpreted as markup."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Prints one plain line."""
+        self._console.print(text, markup=False)
+
+    def command(self, text: str) -> None:
+        """Prints a command to copy, on a line of its own."""
+        self._console.print("  " + text, markup=False, style="bold")
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether a live panel can be shown."""
+        return self._console.is_terminal
+
+    def live(self, status: TrainingStatus, title: str) -> LivePanel:
+        """A panel that follows `status` while it is open."""
+        return LivePanel(self._console, status, title)
+
+
+class LivePanel:
+    """Redraws the panel twice a second in a thread of its own; does nothing where there is no terminal."""
+
+    def __init__(self, console: Console, status: TrainingStatus, title: str) -> None:
+        self._status = status
+        self._title = title
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._redraw, name="spes-panel", daemon=True)
+
+    def __enter__(self) -> LivePanel:
+        if self._live is not None:
+            self._live.start()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._stop.set()
+            self._thread.join()
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+
+    def _redraw(self) -> None:
+        assert self._live is not None
+        while not self._stop.wait(_REFRESH_S):
+            self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> Panel:
+        status = self._status
+        table = Table.grid(padding=(0, 2))
+        table.add_row("round", Text(str(status.round)), "peers", Text(str(status.peers)))
+        table.add_row("loss", Text(loss_with_error(status.loss)), "eval loss", Text(last_eval_loss(status)))
+        table.add_row(
+            "tokens/s", Text(f"{status.tokens_per_second:,.0f}"), "my experts", Text(experts_text(status.held))
+        )
+        table.add_row(
+            "last round",
+            Text(f"{status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"),
+            "faults seen",
+            Text(str(status.faults)),
+        )
+        below = Table.grid(padding=(0, 2))
+        below.add_row(
+            ProgressBar(total=1.0, completed=status.progress, width=24),
+            Text(f"{status.phase}, local step {status.step}", style="dim"),
+        )
+        return Panel(Group(table, below), title=Text(self._title), expand=False)
+
+
+def experts_text(experts: tuple[int, ...]) -> str:
+    """Experts as people write them: 0-3, 7."""
+    ranges: list[str] = []
+    remaining = sorted(experts)
+    while remaining:
+        first = last = remaining.pop(0)
+        while remaining and remaining[0] == last + 1:
+            last = remaining.pop(0)
+        ranges.append(str(first) if first == last else f"{first}-{last}")
+    return ", ".join(ranges) or "none"
+
+
+def round_line(status: TrainingStatus) -> str:
+    """The line about a round; it has the loss on held-out text only if that was measured in this round."""
+    measured = status.eval_loss is not None and status.eval_round == status.round
+    eval_loss = f", eval loss {loss_with_error(status.eval_loss, status.eval_loss_stderr)}" if measured else ""
+    return (
+        f"round {status.round}: {plural(status.peers, 'peer')}, loss {loss_with_error(status.loss)}{eval_loss}, "
+        f"{status.tokens_per_second:,.0f} tokens/s, {status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"
+    )
+
+
+def last_eval_loss(status: TrainingStatus) -> str:
+    """The loss on held-out text as it was last measured, and when: 1.246 ± 0.031 (round 20)."""
+    words = loss_with_error(status.eval_loss, status.eval_loss_stderr)
+    return words if status.eval_loss is None else f"{words} (round {status.eval_round})"
+
+
+def interpreter() -> str:
+    """How a person types the interpreter that runs this."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)

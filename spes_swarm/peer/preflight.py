@@ -1,0 +1,110 @@
+"""What can be refused before torch is imported, which takes seconds. Nothing is left behind on disk.
+
+What passes here may still fail later, with the same message: files can vanish, and a driver can be broken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from spes_swarm.base.address import without_own
+from spes_swarm.base.errors import CheckpointError, ConfigError, DataError, UserError
+from spes_swarm.base.strict import read_section
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import TrainingConfig
+from spes_swarm.data.corpus import check_source
+from spes_swarm.peer.join_request import DraftRequest
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.publishing.location import parse_location
+from spes_swarm.storage.run_directory import RunDirectory, lock_identity
+from spes_swarm.storage.trackers import check_tracker
+
+# Everything that torch may call "cuda": NVIDIA's driver, on Jetson and in the Windows Subsystem for Linux too; ROCm.
+_CUDA_DEVICE_FILES = ("nvidia*", "nvhost-*", "nvmap", "dxg", "kfd")
+
+
+def check_machine(peer: PeerConfig) -> None:
+    """Refuses what cannot work on this machine.
+
+    Raises:
+        UserError: a device, file, directory or package that the user wants is not there, or in use.
+    """
+    if peer.device.startswith("cuda") and not has_cuda_hardware():
+        raise ConfigError(f"device {peer.device!r} was asked for, but this machine has no CUDA device; use cpu or auto")
+    directory = RunDirectory(Path(peer.output_dir))
+    directory.check()
+    _check_identity(Path(peer.identity) if peer.identity else directory.identity, peer.initial_peers)
+    known_data = directory.known_data()
+    if peer.data is not None:
+        check_source(peer.data)
+    elif known_data is not None:
+        try:
+            check_source(known_data.source)
+        except DataError as exc:
+            raise DataError(f"the data of the last session: {exc}; give --data if they are elsewhere now") from exc
+    if peer.initial_weights is not None and not Path(peer.initial_weights).is_dir():
+        raise CheckpointError(f"{peer.initial_weights}: no such directory")
+    if peer.log is not None:
+        check_tracker(peer.log)
+    _check_publications(peer)
+
+
+def check_run(draft: DraftRequest) -> None:
+    """Refuses what contradicts the run that the output directory belongs to, or cannot found one.
+
+    Raises:
+        UserError: the request does not make sense there, or what is there is corrupt.
+    """
+    peer = draft.peer
+    directory = RunDirectory(Path(peer.output_dir))
+    stored = directory.raw_manifest()
+    run = None if stored is None else stored.run
+    if stored is not None and peer.run_id not in (None, stored.run_id):
+        raise UserError(
+            f"output directory {directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
+            "choose another --output-dir"
+        )
+    if stored is None and not peer.initial_peers:
+        if peer.client_mode:
+            raise ConfigError(
+                "--client-mode accepts no connections, so nobody could join this peer: give the --initial-peers of a "
+                "run, or leave out --client-mode"
+            )
+        if peer.from_hub is None:
+            if peer.run_id is not None:
+                raise ConfigError("--run-id names a run to join, which needs --initial-peers")
+            if draft.file.run is None:
+                raise ConfigError("founding a run needs a configuration with a `run` section")
+            run = draft.file.run
+    if run is not None:
+        read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
+
+
+def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:
+    """Returns True if there is a device file of a driver that torch can use as "cuda"."""
+    return any(next(devices.glob(pattern), None) is not None for pattern in _CUDA_DEVICE_FILES)
+
+
+def _check_identity(path: Path, initial_peers: Sequence[str]) -> None:
+    if path.exists():
+        identity = Identity.load(path)
+        os.close(lock_identity(path))
+        without_own(initial_peers, identity.peer_id)
+
+
+def _check_publications(peer: PeerConfig) -> None:
+    """Looks at those that are directories; a Hub is asked when something is to be fetched or published."""
+    if peer.from_hub is not None:
+        source = parse_location(peer.from_hub, with_revision=True)
+        if source.path is not None:
+            from spes_swarm.publishing.directory import DirectoryFiles
+
+            DirectoryFiles(source.path, source.revision)
+    if peer.publish_to is not None:
+        target = parse_location(peer.publish_to)
+        if target.path is not None:
+            from spes_swarm.publishing.directory import DirectoryTarget
+
+            DirectoryTarget(target.path).check_rights()

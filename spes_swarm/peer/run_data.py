@@ -1,0 +1,205 @@
+"""The data that a run trains on, and whether a peer has the same.
+
+The run's description (`DataConfig`) says one of three things:
+
+- `stdlib`: the Python standard library. The text differs a little between versions of Python; the name is what counts,
+  and the founder's version is recorded.
+- `corpus`: token files or text, by the digest of the tokens (corpus_index.py). Whoever has all shards, or some of them
+  with the corpus's index, has the same data.
+- `own`: every peer brings data of its own, and nothing is compared.
+
+A peer whose data differ is refused before any weights are fetched, unless it says that this is meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import platform
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spes_swarm.base.errors import DataError, LeftEarlyError
+from spes_swarm.base.user_paths import user_path
+from spes_swarm.config.join_command import describe_data
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import DataConfig
+from spes_swarm.data.content_check import check_contents_once
+from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_source
+from spes_swarm.data.corpus_index import Membership, membership
+from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.tokenizer import Tokenizer
+from spes_swarm.storage.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """What this peer trains on."""
+
+    source: str  # for open_source; absolute where it is a path
+    files: tuple[TokenFile, ...]
+    described: DataConfig  # as a founder would describe it
+    num_shards: int  # of the whole corpus; at least as many as files
+    differs: bool  # from what the run trains on
+
+    def to_event(self) -> dict[str, Any]:
+        """The fields of the `data` event; paths stay out of it, as trackers get it too."""
+        return {
+            "kind": self.described.kind,
+            "name": self.described.name,
+            "digest": self.described.digest,
+            "python_version": self.described.python_version,
+            "shards": len(self.files),
+            "shards_total": self.num_shards,
+            "differs": self.differs,
+        }
+
+
+class PeerData:
+    """The data of one peer, from the command line or from its last stay.
+
+    Args:
+        peer: what the user wants.
+        directory: remembers where the data are.
+        say: tells a person.
+        stop: set when the user wants to leave.
+    """
+
+    def __init__(
+        self, peer: PeerConfig, directory: RunDirectory, say: Callable[[str], None], stop: threading.Event
+    ) -> None:
+        self._given = peer.data
+        self._differs_given = peer.data_differs
+        self._directory = directory
+        self._say = say
+        self._stop = stop
+        self._founded: LocalData | None = None
+
+    def choose(self, run: DataConfig) -> tuple[str, bool]:
+        """Where this peer's data are, and whether they may differ from the run's; opens nothing.
+
+        Raises:
+            DataError: the run needs data that the user has not named, or that are plainly not those.
+        """
+        source, may_differ = self._given, self._differs_given
+        if source is None and (last := self._directory.known_data()) is not None:
+            source, may_differ = last.source, last.differs or may_differ
+        if source is None:
+            if run.kind == "corpus":
+                raise DataError(f"the run trains on {describe_data(run)}: give --data PATH with the path of your copy")
+            if run.kind == "own":
+                raise DataError(
+                    "every peer of this run brings data of its own: name yours with --data "
+                    "('stdlib' is the Python standard library)"
+                )
+            source = STDLIB
+        if source != STDLIB:
+            source = str(user_path(source).absolute())
+        if run.kind in ("stdlib", "corpus") and (source == STDLIB) != (run.kind == "stdlib") and not may_differ:
+            here = DataConfig(kind="stdlib") if source == STDLIB else DataConfig(kind="corpus", name=name_of(source))
+            raise _refusal(run, here)
+        if run.kind == "corpus" and not may_differ and not Path(source).exists() and not glob.has_magic(source):
+            raise DataError(
+                f"the run trains on {describe_data(run)}, and --data {self._given or source!r} does not exist here: "
+                "give the path of your copy"
+            )
+        return source, may_differ
+
+    def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
+        """The description of a new run's data: what the configuration says, completed from this peer's own data.
+
+        Raises:
+            DataError: this peer does not have what the configuration says, or its data cannot be used.
+        """
+        data = self.open(wanted, tokenizer)
+        if data.differs:
+            raise DataError(
+                f"the configuration says that the run trains on {describe_data(wanted)}, and this peer's data are "
+                f"{describe_data(data.described)}: a founder needs the run's data (--data-differs is for joiners)"
+            )
+        self._founded = data
+        if wanted.kind == "own":
+            return wanted
+        return dataclasses.replace(data.described, name=wanted.name or data.described.name)
+
+    def open(self, run: DataConfig, tokenizer: Tokenizer) -> LocalData:
+        """Opens this peer's data, tokenising text where that has not been done, and compares them with the run's.
+
+        Raises:
+            DataError: they differ and nobody said that they may, or they cannot be used.
+            LeftEarlyError: told to stop while token files were read.
+        """
+        if self._founded is not None:
+            return self._founded
+        source, may_differ = self.choose(run)
+        self._say(f"opening data: {source}")
+        files = tuple(TokenFile.open(path) for path in open_source(source, tokenizer))
+        if source == STDLIB:
+            here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
+            if run.python_version not in (None, here.python_version):
+                self._say(
+                    f"the run's standard library is that of Python {run.python_version}, this peer's of "
+                    f"{here.python_version}: their text differs a little"
+                )
+        else:
+            if run.kind != "own":  # with which nothing is compared
+                check_contents_once(files, default_cache_dir(), self._say, self._leave_if_told)
+            member = membership(files)
+            here = DataConfig(kind="corpus", name=name_of(source), digest=member.digest)
+        differs = not _same(run, here)
+        if differs and not may_differ:
+            raise _refusal(run, here, member)
+        if differs:
+            self._say(f"training on {describe_data(here)}, although the run trains on {describe_data(run)}")
+        return LocalData(source, files, here, member.num_shards if member is not None else len(files), differs)
+
+    def remember(self, data: LocalData) -> None:
+        """Keeps where the data are for the next start in this directory.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._directory.remember_data(data.source, differs=data.differs)
+
+    def _leave_if_told(self) -> None:
+        if self._stop.is_set():
+            raise LeftEarlyError("told to stop while its data were read")
+
+
+def same_run_data(given: DataConfig, run: DataConfig) -> bool:
+    """Whether a configuration file describes a run's data; the founder has completed it.
+
+    The Python version does not count: the founder wrote down its own.
+    """
+    stated = {key: value for key, value in dataclasses.asdict(given).items() if key != "python_version"}
+    return all(value is None or value == getattr(run, key) for key, value in stated.items())
+
+
+def name_of(source: str) -> str:
+    """What people call a data source: the last part of its path, in characters that a shell leaves alone."""
+    path = Path(source)
+    while not path.exists() and glob.has_magic(path.name):
+        path = path.parent
+    name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", path.name).lstrip(".+-")[:64]
+    return name if name not in ("", STDLIB) else "corpus"
+
+
+def _same(run: DataConfig, here: DataConfig) -> bool:
+    if run.kind in (None, "own"):
+        return True
+    return run.kind == here.kind and run.digest in (None, here.digest)
+
+
+def _refusal(run: DataConfig, here: DataConfig, member: Membership | None = None) -> DataError:
+    hint = ""
+    if run.kind == "corpus" and member is not None and not member.is_indexed:
+        hint = " (if these are shards of it, put its corpus.json beside them)"
+    copy = "give --data PATH with the path of your copy" if run.kind == "corpus" else "leave --data out"
+    return DataError(
+        f"the run trains on {describe_data(run)}, and this peer's data are {describe_data(here)}{hint}: {copy}, or say "
+        "--data-differs if that is meant"
+    )

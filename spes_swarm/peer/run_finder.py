@@ -1,0 +1,193 @@
+"""Which run is meant: a new one, that of the output directory, or that of the initial peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
+from spes_swarm.base.wording import plural
+from spes_swarm.config.manifest import Manifest, found_run
+from spes_swarm.config.run import RunConfig, frozen_embedding
+from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.model.initial_weights import load_initial_reference
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.peer.capacity import choose_device, plan_experts
+from spes_swarm.peer.join_request import JoinRequest
+from spes_swarm.peer.panel import PeerConsole
+from spes_swarm.peer.run_data import PeerData, same_run_data
+from spes_swarm.port.commands import Ask, Commands
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.publishing.source import PublicationSource, open_source
+from spes_swarm.storage.run_directory import RunDirectory
+
+_COMMAND_TIMEOUT_S = 120.0
+_KNOWN_PEERS_TIMEOUT_S = 5.0
+
+
+class RunFinder:
+    """Finds the run.
+
+    Attributes:
+        initial_peers: addresses of peers of the run; also those of an earlier stay that answer now.
+        source: where the run was published, if the user has said so.
+    """
+
+    def __init__(
+        self,
+        request: JoinRequest,
+        directory: RunDirectory,
+        identity: Identity,
+        ask: Ask,
+        console: PeerConsole,
+        data: PeerData,
+    ) -> None:
+        self._request = request
+        self._data = data
+        self._directory = directory
+        self._identity = identity
+        self._ask = ask
+        self._console = console
+        self.initial_peers = list(request.peer.initial_peers)
+        self.source: PublicationSource | None = None
+
+    def find(self) -> Manifest:
+        """The manifest of the run that the user wants, verified.
+
+        Raises:
+            UserError: there is none, or it is another one than the user says.
+        """
+        stored = self._directory.manifest()
+        peer = self._request.peer
+        if peer.from_hub is not None:
+            self.source = open_source(peer.from_hub, stored.run_id if stored is not None else peer.run_id)
+            self._console.say(f"round {self.source.publication.round} of {self.source.manifest.run_id} is published")
+        if not peer.initial_peers and stored is None:
+            if self.source is not None:
+                return self.source.manifest
+            return self._found()
+        if not peer.initial_peers and stored is not None:
+            if self._request.run_is_explicit and not _same_run(self._request.run, stored.run):
+                raise UserError(
+                    f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
+                    "differs from the given one; choose another --output-dir, or leave --config out to go on"
+                )
+            self._console.say("going on with the run of this output directory")
+            self.initial_peers = self._reach_known_peers()
+            return stored
+        self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
+        connected = self._ask(
+            Commands.bootstrap,
+            peer.bootstrap_timeout_s + 30.0,
+            maddrs=list(peer.initial_peers),
+            timeout_s=peer.bootstrap_timeout_s,
+        )
+        expected = peer.run_id or (stored.run_id if stored is not None else None)
+        if self.source is not None:
+            expected = self.source.manifest.run_id
+        try:
+            manifest = self._ask(
+                Commands.fetch_manifest,
+                peer.bootstrap_timeout_s + 60.0,
+                peers=connected,
+                run_id=expected,
+                timeout_s=peer.bootstrap_timeout_s,
+            )
+        except ManifestError as exc:
+            if stored is not None and peer.run_id is None:
+                raise UserError(
+                    f"output directory {self._directory.path} belongs to run {stored.run_id}: {exc}; "
+                    "choose another --output-dir"
+                ) from exc
+            raise
+        if self._request.run_is_explicit and not _same_run(self._request.run, manifest.run):
+            raise ConfigError(
+                f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
+                "the run's settings from the swarm: leave the section out"
+            )
+        return manifest
+
+    def _reach_known_peers(self) -> list[str]:
+        """Addresses of peers of an earlier stay that answer now: the run may have gone on without this peer.
+
+        Without them a founder that comes back would go on alone, beside the swarm that it founded.
+        """
+        known = self._directory.known_peers()
+        if not known:
+            return []
+        try:
+            self._ask(Commands.bootstrap, _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+        except BootstrapError:
+            if not self._request.peer.client_mode:
+                self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")
+            return []
+        return known
+
+    def _found(self) -> Manifest:
+        run = self._request.run
+        assert run is not None  # preflight.py has refused that
+        plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before anything takes long
+        tokenizer = load_tokenizer(run.tokenizer.name)
+        if run.tokenizer.digest is None:
+            run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
+        _check_vocabulary(run, tokenizer)
+        run = dataclasses.replace(run, data=self._data.found(run.data, tokenizer))
+        layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True))
+        run = self._with_initial_weights(run, layout)
+        self._console.say("founding a new run")
+        return found_run(run, layout.digest, self._identity)
+
+    def _with_initial_weights(self, run: RunConfig, layout: Layout) -> RunConfig:
+        """The configuration with the digest of the weights that the user wants to begin from."""
+        directory, expected = self._request.peer.initial_weights, run.model.initial_weights
+        if directory is None:
+            if expected is not None:
+                raise ConfigError("run.model.initial_weights names weights to begin from: give --initial-weights DIR")
+            return run
+        self._console.say("reading the initial weights")
+        digest = load_initial_reference(Path(directory), layout, np.empty(layout.num_elements, dtype=np.float32))
+        if expected not in (None, digest):
+            raise ConfigError(f"--initial-weights: {directory} does not have the weights that the configuration names")
+        return dataclasses.replace(run, model=dataclasses.replace(run.model, initial_weights=digest))
+
+
+def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
+    """Whether a configuration file describes this run; the founder has filled in digests."""
+    if given is None:
+        return True
+    tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
+    weights = given.model.initial_weights or run.model.initial_weights
+    model = dataclasses.replace(given.model, initial_weights=weights)
+    data = run.data if same_run_data(given.data, run.data) else given.data
+    return dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data) == run
+
+
+def tokenizer_of(run: RunConfig) -> Tokenizer:
+    """The run's tokenizer on this machine.
+
+    Raises:
+        ManifestError: it is another one than the founder's.
+        ConfigError: the model has too small a vocabulary for it.
+    """
+    tokenizer = load_tokenizer(run.tokenizer.name)
+    if run.tokenizer.digest is not None and tokenizer.digest != run.tokenizer.digest:
+        raise ManifestError(
+            f"tokenizer {run.tokenizer.name!r} on this machine is not the one that the run uses "
+            f"(digest {tokenizer.digest[:12]}, expected {run.tokenizer.digest[:12]})"
+        )
+    _check_vocabulary(run, tokenizer)
+    return tokenizer
+
+
+def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
+        )
+    pad = run.model.pad_token_id
+    if pad is not None and tokenizer.produces(pad):
+        raise ConfigError(f"run.model.{frozen_embedding(pad, f'a token of tokenizer {run.tokenizer.name!r}')}")

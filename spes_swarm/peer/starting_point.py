@@ -1,0 +1,327 @@
+"""Where a peer's reference comes from when it joins.
+
+Its own checkpoint, or else what was published if the user says so, or else, for the founder of a run, initial weights:
+from the run's seed, or from a model directory. Whatever the others have that is newer is fetched from them; where a
+publication still has blocks that they have, it is one more donor.
+
+Shapes: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from spes_swarm.base.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
+from spes_swarm.base.wording import plural
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.model.initial_weights import load_initial_reference
+from spes_swarm.model.sparse_model import flat_from_model
+from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.peer.panel import PeerConsole
+from spes_swarm.port.commands import Ask, Commands
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.layout import Block, Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import ReferenceTable, chunk_digest, chunks_of
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.publishing.errors import HubError, PublicationError
+from spes_swarm.publishing.source import PublicationSource, another_revision
+from spes_swarm.storage.checkpoint import Checkpoint, load_newest
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.run_directory import RunDirectory
+
+_COMMAND_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Filled:
+    """What the reference holds before anybody is asked."""
+
+    round: int
+    versions: tuple[int, ...]
+    lineage: Lineage
+    swarm_tokens: int
+    digest: str | None  # what it must have; None: whatever it has
+    origin: str  # for the message if it has not
+
+
+class StartingPoint:
+    """Finds a reference to begin with.
+
+    Args:
+        peer: what the user wants.
+        directory: of this peer.
+        identity: of this peer.
+        manifest: of the run.
+        ask: sends a command to the network process.
+        stop: set when the user wants to leave.
+        console: where a person is told.
+        metrics: gets `sync`, `from_hub`, `hub_blocks` and `fault` events.
+    """
+
+    def __init__(
+        self,
+        peer: PeerConfig,
+        directory: RunDirectory,
+        identity: Identity,
+        manifest: Manifest,
+        ask: Ask,
+        stop: threading.Event,
+        console: PeerConsole,
+        metrics: Metrics,
+    ) -> None:
+        self._peer = peer
+        self._directory = directory
+        self._identity = identity
+        self._manifest = manifest
+        self._ask = ask
+        self._stop = stop
+        self._console = console
+        self._metrics = metrics
+        self._filled: _Filled | None = None
+        self._source: PublicationSource | None = None  # to be used when it is known whether others are there
+        self._lost_checkpoints = False
+
+    def fill(
+        self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout, source: PublicationSource | None
+    ) -> Checkpoint | None:
+        """Fills the reference with what this peer can have without asking others; returns its own checkpoint, if any.
+
+        Raises:
+            UserError: what is there cannot be used.
+        """
+        checkpoint = self._load_checkpoint(layout)
+        if checkpoint is not None:
+            checkpoint.reference(layout, reference_N)
+            meta = checkpoint.meta
+            self._filled = _Filled(
+                round=meta.round,
+                versions=tuple(meta.versions),
+                lineage=Lineage.from_lists(meta.commits, bytes.fromhex(meta.marks)),
+                swarm_tokens=meta.swarm_tokens,
+                digest=meta.reference_digest,
+                origin=str(checkpoint.path),
+            )
+        self._source = source
+        if (
+            checkpoint is None
+            and source is None
+            and self._manifest.founder == self._identity.peer_id
+            and not self._lost_checkpoints
+        ):
+            self._fill_with_initial_weights(reference_N, model, layout)
+        return checkpoint
+
+    def _load_checkpoint(self, layout: Layout) -> Checkpoint | None:
+        checkpoint, complaints = load_newest(
+            self._directory.checkpoints, self._manifest.run_id, self._identity.peer_id, layout, set_aside=True
+        )
+        self._lost_checkpoints = bool(complaints) and checkpoint is None
+        for complaint in complaints:
+            self._console.say(f"passing over a checkpoint: {complaint}")
+            self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
+        if checkpoint is not None:
+            self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
+        return checkpoint
+
+    def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> _Filled:
+        """Begins from what was published, as nobody has anything newer."""
+        started = time.monotonic()
+        try:
+            loaded = source.load(reference_N)
+        except PublicationError as exc:
+            raise PublicationError(f"{exc}; {another_revision(self._peer.from_hub)}") from exc
+        seconds = time.monotonic() - started
+        self._metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
+        self._console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
+        return _Filled(
+            round=loaded.round,
+            versions=loaded.versions,
+            lineage=Lineage({}),
+            swarm_tokens=loaded.tokens or 0,
+            digest=loaded.digest,
+            origin="the publication",
+        )
+
+    def _take_blocks(
+        self, source: PublicationSource, initial_peers: list[str], announce_syncing: Callable[[], None]
+    ) -> bool:
+        """Uses the publication as one more donor; False where nobody else has anything as new as it."""
+        if not initial_peers or not self._num_others():
+            return False
+        announce_syncing()
+        table = self._ask(Commands.swarm_table, None)
+        if table is None or table.round < source.publication.round:
+            return False
+        pairs = zip(source.publication.blocks, table.digests, strict=False)
+        same = [index for index, (block, digest) in enumerate(pairs) if bytes.fromhex(block.digest) == digest]
+        if not same:
+            self._console.say("the swarm has moved on from what is published; everything comes from its peers")
+            return True
+        kept = PartialReference(self._directory.partial_reference)
+        try:
+            self._fetch_blocks(source, same, table, kept)
+        finally:
+            kept.close()
+        return True
+
+    def _fetch_blocks(
+        self, source: PublicationSource, same: list[int], table: ReferenceTable, kept: PartialReference
+    ) -> None:
+        """Puts published blocks with the digests that most donors announce where the download will find them."""
+        started = time.monotonic()
+        fetched: list[int] = []
+        payload_bytes = 0
+        problem: str | None = None
+        try:
+            layout = source.layout
+            for loaded in source.blocks(i for i in same if not _has(kept, layout.blocks[i], table)):
+                block = layout.blocks[loaded.index]
+                for chunk in chunks_of(block):
+                    kept.write(chunk, loaded.values_N[chunk.start - block.start :][: chunk.size])
+                problem = kept.error
+                if problem is not None:
+                    break
+                fetched.append(loaded.index)
+                payload_bytes += loaded.values_N.nbytes
+                if self._stop.is_set():
+                    raise LeftEarlyError("told to stop while joining")
+        except (HubError, PublicationError) as exc:  # peers have it all, too
+            problem = str(exc)
+        seconds = time.monotonic() - started
+        if problem is not None:
+            self._console.say(f"no more is fetched from the publication: {problem}")
+            self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=problem)
+        self._metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
+        self._console.say(f"{payload_bytes / 1e6:.1f} MB in {seconds:.1f} s from the publication, as the swarm has it")
+
+    def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
+        wanted, directory = self._manifest.run.model.initial_weights, self._peer.initial_weights
+        if wanted is None:
+            reference_N[:] = flat_from_model(model, layout)
+        elif directory is None:
+            raise ConfigError("the run began from a model directory: give it with --initial-weights")
+        elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
+            raise ConfigError(f"{directory} does not have the weights that the run began from")
+        num_blocks = self._manifest.run.model.num_experts + 1
+        self._filled = _Filled(
+            round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
+        )
+
+    def obtain(
+        self, reference_N: FloatArray, initial_peers: list[str], announce_syncing: Callable[[], None]
+    ) -> ReferenceTable:
+        """Makes what was filled in this peer's reference, or fetches that of the others if it is newer.
+
+        Args:
+            reference_N: the reference, shared with the network process.
+            initial_peers: through which the swarm was found; empty: nobody was.
+            announce_syncing: tells the others that this peer downloads.
+
+        Raises:
+            UserError: there is nothing to begin with.
+        """
+        source = self._source
+        if (
+            source is not None
+            and self._filled is None
+            and not self._take_blocks(source, initial_peers, announce_syncing)
+        ):
+            self._filled = self._load_publication(source, reference_N)
+        if self._filled is not None:
+            self._adopt(self._filled)
+        elif self._lost_checkpoints and not initial_peers:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
+                "found; give --initial-peers, or a new --output-dir to found another run"
+            )
+        elif not initial_peers:
+            raise UserError(
+                f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
+                "found; give --initial-peers, or --from-hub if it was published"
+            )
+        if initial_peers and (self._filled is None or self._num_others()):
+            announce_syncing()
+            self._console.say("fetching the swarm's reference")
+            try:
+                if not self.download(if_newer=self._filled is not None):
+                    self._console.say("nobody has a newer one than this peer")
+            except BootstrapError as exc:
+                if source is None or self._filled is not None:
+                    raise
+                self._console.say(f"{exc}; this peer begins from what is published")
+                self._adopt(self._load_publication(source, reference_N))
+        own = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
+        if source is not None and own.round < source.publication.round:
+            raise UserError(
+                f"this peer's reference is of round {own.round}, and round {source.publication.round} is published: "
+                "give --initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
+            )
+        with suppress(OSError):
+            self._directory.partial_reference.unlink(missing_ok=True)
+        return own
+
+    def _num_others(self) -> int:
+        view = self._ask(Commands.view, _COMMAND_TIMEOUT_S)
+        return view.num_peers
+
+    def _adopt(self, filled: _Filled) -> None:
+        digest = self._ask(
+            Commands.adopt,
+            _COMMAND_TIMEOUT_S,
+            table_round=filled.round,
+            versions=filled.versions,
+            lineage=filled.lineage,
+            swarm_tokens=filled.swarm_tokens,
+        )
+        if filled.digest not in (None, digest):
+            raise UserError(f"{filled.origin} does not have the digest that it was written with")
+
+    def download(self, *, if_newer: bool) -> bool:
+        """Fetches the reference from the others, with `if_newer` only one that is newer; whether there was one."""
+        started = time.monotonic()
+        # Who has something to compare with has a start; only a newcomer would have to begin anew.
+        partial = None if if_newer else self._directory.partial_reference
+        try:
+            report = self._ask(Commands.download, None, if_newer=if_newer, partial=partial)
+        except RoundError as exc:
+            raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
+        if report is None:
+            return False
+        seconds = time.monotonic() - started
+        self._metrics.write(
+            "sync",
+            round=report.round,
+            seconds=seconds,
+            digest=report.digest,
+            payload_bytes=report.payload_bytes,
+            refetched_bytes=report.refetched_bytes,
+            superseded_bytes=report.superseded_bytes,
+            resumed_bytes=report.resumed_bytes,
+            outdated_blocks=report.outdated_blocks,
+            donors=dict(report.chunks_by_donor),
+            moved_on=dict(report.moved_on),
+        )
+        self._console.say(
+            f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
+            f"{plural(len(report.chunks_by_donor), 'donor')} in {seconds:.1f} s, verified"
+            + (f"; {report.resumed_bytes / 1e6:.1f} MB were on disk" if report.resumed_bytes else "")
+        )
+        return True
+
+
+def _has(kept: PartialReference, block: Block, table: ReferenceTable) -> bool:
+    """Whether an earlier attempt has left a whole block as the swarm has it."""
+    for chunk, digest in zip(chunks_of(block), table.chunk_digests[block.index], strict=True):
+        values_N = kept.read(chunk)
+        if values_N is None or chunk_digest(values_N) != digest:
+            return False
+    return True

@@ -1,0 +1,210 @@
+"""Who is in the swarm right now, as this peer knows it from signed records and from its own calls.
+
+Everybody with a live record is *present*. What moves this peer (the swarm's round, its tokens, its pace) follows
+*voices* alone; see standing.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from statistics import median_low
+
+from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.standing import Neighbour, Standing
+
+# Records are written and read about once a second; what a peer has answered since is newer for so long.
+_ANSWER_NEWER_S = 4.0
+# An H200 and a laptop differ by about as much in what they do in one step.
+MAX_STEP_RATIO = 64
+_MAX_GONE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """One other live peer."""
+
+    peer_id: str
+    progress: Progress
+    seen_at: float  # local monotonic time at which this version of its record was first seen
+
+
+@dataclass
+class Roster:
+    """The other peers of the run.
+
+    Remote clocks are never compared with the local one: what counts is when a record was first seen here. A record
+    that has not been renewed for twice the lifetime of an honest one is stale, however late it claims to expire.
+
+    Attributes:
+        me: this peer's id.
+        progress_ttl_s: lifetime of an honest progress record.
+        standing: which of the others have taken part in rounds.
+        peers: everybody with an unexpired record.
+        committed_at: monotonic time of the last commit here.
+    """
+
+    me: str
+    progress_ttl_s: float = math.inf
+    standing: Standing = field(default_factory=Standing)
+    peers: dict[str, PeerView] = field(default_factory=dict)
+    committed_at: float = field(default_factory=time.monotonic)
+    _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
+    _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
+    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> round it answered with, and until when
+    _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have ended
+
+    def update(self, records: Mapping[str, Progress]) -> list[str]:
+        """Takes in freshly read progress records; returns the peers that are new."""
+        now = time.monotonic()
+        views: dict[str, PeerView] = {}
+        for peer_id, progress in records.items():
+            if peer_id == self.me:
+                continue
+            known = self.peers.get(peer_id)
+            same = known is not None and known.progress.expires == progress.expires
+            views[peer_id] = known if known is not None and same else PeerView(peer_id, progress, now)
+        self._vouched = {peer: until for peer, until in self._vouched.items() if until > now}
+        for peer_id, view in self.peers.items():
+            if peer_id not in views and peer_id in self._vouched and view.progress.state != "leaving":
+                views[peer_id] = view
+        self._gone.update((peer, view) for peer, view in self.peers.items() if peer not in views)
+        for peer_id in (*views, *list(self._gone)[:-_MAX_GONE]):
+            self._gone.pop(peer_id, None)
+        new = [peer_id for peer_id in views if peer_id not in self.peers]
+        self.peers = views
+        self._heard = {p: heard for p, heard in self._heard.items() if heard[1] > now}
+        self._lost = {p: expires for p, expires in self._lost.items() if p in views}
+        return new
+
+    def vouch(self, peers: Collection[str], for_s: float) -> None:
+        """Notes that these peers have just taken part in a commit: they are live, whatever becomes of their records.
+
+        While a part of the swarm is cut off, the DHT waits for nodes that do not answer, and records that are written
+        in time arrive too late. Without this, peers that work together would count each other as gone.
+        """
+        self._vouched.update(dict.fromkeys(peers, time.monotonic() + for_s))
+        for peer_id in peers:
+            self._lost.pop(peer_id, None)
+            view = self._gone.pop(peer_id, None)  # its record may have ended while the round was held
+            if view is not None and view.progress.state != "leaving":
+                self.peers.setdefault(peer_id, view)
+
+    def hear_round(self, peer_id: str, round_number: int) -> None:
+        """Notes the round that a peer, asked just now, says it has committed: its record may not say so yet."""
+        self._heard[peer_id] = round_number, time.monotonic() + _ANSWER_NEWER_S
+
+    def lose(self, peer_id: str) -> None:
+        """Notes that a peer did not answer: it is not live until it writes a newer record."""
+        self._vouched.pop(peer_id, None)
+        if peer_id in self.peers:
+            self._lost[peer_id] = self.peers[peer_id].progress.expires
+
+    def committed(self, took_part: Collection[str] = (), absent: Collection[str] = ()) -> None:
+        """Notes that a round was committed just now: everybody's count of tokens begins again.
+
+        Args:
+            took_part: peers whose work is in it, this one perhaps included.
+            absent: live peers in training that did not come, or delivered nothing.
+        """
+        self.committed_at = time.monotonic()
+        if took_part or absent:
+            self.standing.committed(self.committed_at, {*took_part} - {self.me}, {*absent} - {self.me})
+
+    def present(self) -> list[PeerView]:
+        """All other peers with a live record, whatever they are doing."""
+        now = time.monotonic()
+        return [
+            view
+            for peer, view in self.peers.items()
+            if self._lost.get(peer, -1.0) < view.progress.expires
+            and (now - view.seen_at <= 2 * self.progress_ttl_s or peer in self._vouched)
+        ]
+
+    def answering(self) -> list[PeerView]:
+        """The present peers that have answered a call, so that a process stands behind the record."""
+        return [view for view in self.present() if self.standing.has_answered(view.peer_id)]
+
+    def training(self) -> list[PeerView]:
+        """The other peers that say that they train."""
+        return [view for view in self.present() if view.progress.state == "training"]
+
+    def absent(self, members: Collection[str]) -> set[str]:
+        """Peers in training that are not among the members of a group."""
+        return {view.peer_id for view in self.training()}.difference(members)
+
+    def voices(self) -> list[PeerView]:
+        """The other peers in training whose word counts; see standing.py."""
+        training = self.training()
+        voices = self.standing.voices(view.peer_id for view in training)
+        return [view for view in training if view.peer_id in voices]
+
+    @property
+    def defers(self) -> bool:
+        """Returns True if this peer leaves it to the peers that it was told to join to lead rounds."""
+        return self.standing.defers(view.peer_id for view in self.training())
+
+    def neighbours(self, window_s: float) -> list[Neighbour]:
+        """The peers in training that a round may meet, with how long it waits for each of them."""
+        training = {v.peer_id: v for v in self.training() if self.standing.has_answered(v.peer_id)}
+        training |= {view.peer_id: view for view in self.voices()}
+        patience = self.standing.patience(training, window_s)
+        voices = self.standing.voices(training)
+        return [
+            Neighbour(peer, view.progress.reachable, has_voice=peer in voices, patience_s=patience[peer])
+            for peer, view in training.items()
+        ]
+
+    def median_round(self, own_round: int) -> int:
+        """The upper median of the rounds that the peers, this one included, say they have committed.
+
+        Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
+        """
+        now = time.monotonic()
+        heard = {peer: number for peer, (number, until) in self._heard.items() if until > now}
+        rounds = [max(view.progress.round, heard.get(view.peer_id, 0)) for view in self.voices()]
+        rounds = sorted([own_round, *rounds], reverse=True)
+        return rounds[(len(rounds) - 1) // 2]
+
+    def swarm_round(self, own_round: int) -> int:
+        """The round that the swarm has committed, as far as this peer can take part: never before its own."""
+        return max(own_round, self.median_round(own_round))
+
+    def swarm_tokens(self, at_round: int) -> int:
+        """What most of the peers that have committed this round say of the tokens until then; 0 where nobody says."""
+        present = self.present()
+        voices = self.standing.voices(view.peer_id for view in present)
+        at_this_round = [view for view in present if view.peer_id in voices and view.progress.round == at_round]
+        counts = [view.progress.swarm_tokens for view in at_this_round]
+        return median_low([count for count in counts if count] or [0])
+
+    def largest_step(self, own: int) -> int:
+        """The most tokens per step that a peer is believed: MAX_STEP_RATIO times the lower median of all, own included.
+
+        Without the bound, one record with an absurd number would keep rounds from ever being due.
+        """
+        sizes = [own, *(view.progress.tokens_per_step for view in self.voices())]
+        return MAX_STEP_RATIO * median_low([size for size in sizes if size > 0] or [1])
+
+    def tokens_per_step(self, own: int) -> int:
+        """Sum of the other peers' tokens per step, none of them counted beyond `largest_step`."""
+        limit = self.largest_step(own)
+        return sum(min(view.progress.tokens_per_step, limit) for view in self.voices())
+
+    def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
+        """Estimate of the tokens that the others have processed since the last commit.
+
+        A record's count is carried forward at the peer's own rate, for at most `horizon_s`.
+        """
+        now = time.monotonic()
+        total = 0.0
+        for view in self.voices():
+            progress = view.progress
+            if progress.round >= own_round and view.seen_at >= self.committed_at:
+                base, since = float(progress.tokens), view.seen_at
+            else:
+                base, since = 0.0, max(self.committed_at, view.seen_at - horizon_s)
+            total += base + progress.tokens_per_second * min(now - since, horizon_s)
+        return total

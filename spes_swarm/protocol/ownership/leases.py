@@ -1,0 +1,112 @@
+"""This peer's experts, and what it knows of the others': the lease table between DHT, rounds and trainer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.ownership import assignment as ownership
+from spes_swarm.protocol.ownership.assignment import Holding, Rules
+from spes_swarm.protocol.rounds.plan import Plan
+from spes_swarm.protocol.rounds.statement import Group
+
+
+@dataclass(frozen=True)
+class Reassignment:
+    """What the commit of a round changes for this peer."""
+
+    held: tuple[int, ...]
+    gained: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with those that give the expert up, if any
+    lost: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with those that take the expert over, if any
+
+
+class Leases:
+    """The experts of one peer.
+
+    Attributes:
+        held: what this peer trains now.
+    """
+
+    def __init__(self, me: str, num_experts: int, rules: Rules, lease_s: float = math.inf) -> None:
+        self._me = me
+        self._lease_s = lease_s
+        self._num_experts = num_experts
+        self._rules = rules
+        self._others: dict[str, list[int]] = {}
+        self._seen: dict[str, tuple[float, float]] = {}  # of each lease: its expiration, and when it was first seen
+        self.held: tuple[int, ...] = ()
+        self.room = 0
+        self.fixed = False
+
+    def update(self, records: Mapping[str, Lease]) -> None:
+        """Takes in freshly read leases, as far as they count.
+
+        One that has not been renewed within its lifetime has ended, however late it claims to expire.
+        """
+        now = time.monotonic()
+        self._seen = {
+            peer: known if (known := self._seen.get(peer)) and known[0] == lease.expires else (lease.expires, now)
+            for peer, lease in records.items()
+        }
+        self._others = {
+            peer: lease.experts
+            for peer, lease in records.items()
+            if peer != self._me and now - self._seen[peer][1] <= self._lease_s
+        }
+
+    def choose(self, want: int) -> tuple[int, ...]:
+        """Takes as many experts as wanted, those that the others need most."""
+        self.held = ownership.choose_experts(self._others, self._me, self._num_experts, want, self._rules)
+        return self.held
+
+    def settle(self) -> bool:
+        """Gives way where others chose the same at the same time; whether nothing had to change."""
+        before, self.held = (
+            self.held,
+            ownership.settle({**self._others, self._me: self.held}, self._me, self._num_experts),
+        )
+        return self.held == before
+
+    @property
+    def leased_bitmap(self) -> bytes:
+        """For the statement: the experts that others' unexpired leases reserve."""
+        return bitmap(ownership.reserving(self._others, self._num_experts, self._rules), self._num_experts)
+
+    def after_commit(self, group: Group, plan: Plan) -> Reassignment:
+        """Applies ownership.reassign to the group that has committed, and takes this peer's line of the outcome."""
+        before = {member.peer_id: set(member.statement.held) for member in group.members}
+        after = {peer: set(held) for peer, held in reassign_group(group, plan, self._num_experts, self._rules).items()}
+        new = after.get(self._me, set())
+        mine = set(self.held)
+        givers = {e: tuple(p for p in before if e in before[p] - after.get(p, set())) for e in new - mine}
+        takers = {e: tuple(p for p in after if e in after[p] - before[p]) for e in mine - new}
+        self.held = tuple(sorted(new))
+        return Reassignment(self.held, givers, takers)
+
+
+def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
+    """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
+    statements = {member.peer_id: member.statement for member in group.members}
+    # Most members see the same leases.
+    views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
+    reserved = ownership.reserved_experts(
+        {expert for statement in statements.values() for expert in statement.held},
+        [views[statement.leased] for statement in statements.values()],
+    )
+    # A block without a plan has the same version everywhere; what one member claims otherwise does not count.
+    versions = list(group.members[0].statement.versions[1:])
+    for index, block_plan in plan.blocks.items():
+        if index > 0:
+            versions[index - 1] = block_plan.new_version(plan.round)
+    return ownership.reassign(
+        {peer: Holding(tuple(s.held), s.room, s.fixed) for peer, s in statements.items() if not s.leaving},
+        num_experts,
+        round_number=group.round,
+        trained_in=versions,
+        reserved=reserved,
+        rules=rules,
+    )

@@ -1,0 +1,85 @@
+"""Who is named after a round, and for what: clipped contributions, and parts that nobody could get.
+
+A fault is for people to read and for the monitor to count; nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.wording import plural
+from spes_swarm.protocol.rounds.plan import Part, Plan
+
+# A difference more than this many times as long as its writer's tokens explain is reported. An honest member whose work
+# was left out of a round brings that of two to the next. One that has done more steps than others is scaled down, and
+# not accused.
+MATERIAL_EXCESS = 2.0
+# What clipping leaves of a deviation from the common direction: less than this is reported; honest members' factors are
+# 0.99 and more on average.
+MATERIAL_DEVIATION = 0.75
+# Newcomers move too far until their optimisers have moments. Beyond this, even a newcomer is named.
+GROSS_EXCESS = 4.0
+GROSS_DEVIATION = 0.25
+
+
+def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[int]) -> list[tuple[int, ProtocolError]]:
+    """One fault (`clipped`) for each member whose contribution was materially shortened.
+
+    Args:
+        plan: of the round.
+        deviations_left: what was left of each member's deviations in the parts reduced here, on average over these, and
+            but for newcomers over this round and those before.
+        new: members that have not been part of many commits.
+    """
+    faults: list[tuple[int, ProtocolError]] = []
+    for member, claim in enumerate(plan.claims):
+        reasons = []
+        is_new = member in new
+        left = deviations_left.get(member, 1.0)
+        if claim.clipped is not None and claim.excess > (GROSS_EXCESS if is_new else MATERIAL_EXCESS):
+            block, scale = claim.clipped
+            stated = next(c for c in plan.blocks[block].contributions if c.member == member)
+            reasons.append(
+                f"its difference for {_name(block)} has RMS {stated.stated_rms:.3g}, above the limit of "
+                f"{stated.limit_rms:.3g}: scaled by {scale:.2g}"
+            )
+        if claim.absurd:
+            reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median's tokens")
+        if left < (GROSS_DEVIATION if is_new else MATERIAL_DEVIATION):
+            reasons.append(f"{1 - left:.0%} of its deviation from the common direction was clipped")
+        if reasons:
+            faults.append((member, ProtocolError("clipped", "; ".join(reasons))))
+    return faults
+
+
+def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> list[tuple[int, ProtocolError]]:
+    """One fault (`missing`) for each member whose parts did not come.
+
+    That is their reducer. One that has said that it is through can only have had nothing to average: then, if there is
+    a single contributor, it is the contributor.
+
+    Args:
+        plan: of the round.
+        me: who misses them.
+        parts: that did not come.
+        finished: reducers that have ended their streams in order.
+    """
+    counts: Counter[tuple[int, bool]] = Counter()
+    for part in parts:
+        contributors = {c.member for c in plan.block_of(part).contributions}
+        if part.reducer in {me, *finished} and len(contributors) == 1 and part.reducer not in contributors:
+            counts[next(iter(contributors)), True] += 1
+        else:
+            counts[part.reducer, False] += 1
+    does = {True: "trains", False: "reduces"}
+    return [
+        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not come"))
+        for (member, trains), count in sorted(counts.items())
+        if member != me
+    ]
+
+
+def _name(block: int) -> str:
+    return "the shared layers" if block == 0 else f"expert {block - 1}"

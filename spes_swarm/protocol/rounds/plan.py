@@ -1,0 +1,338 @@
+"""The plan of a round: who sends what to whom, as a pure function of the members' statements.
+
+Every member computes it on its own and gets the same plan, so nothing about it has to be agreed on. Blocks are cut into
+parts; each part has one reducer, which gathers the contributors' differences, averages them and hands out the result.
+
+Which base a block's differences refer to is decided by plurality: the (version, digest) that most members report. Who
+reports another one is sent full values. What it contributes depends on how it came to its base (see lineage.py). A
+member that is late has a base that the swarm has left behind: its difference to that old base is its work. A member
+from the other side of a partition has trained on with others: it contributes full values, so that what its side has
+done since the split counts with the weight of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median_low
+
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.rounds.clipping import (
+    USUAL_SHARE,
+    Stated,
+    believed_tokens,
+    limits,
+    median_rms,
+    scale,
+    usual_rms,
+)
+from spes_swarm.protocol.rounds.statement import Group, Member
+from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, granted_ratios
+
+# A part is never cut below this, or headers would outweigh the payload.
+MIN_PART_ELEMENTS = 1024
+# With fewer parts than this for each possible reducer of a block, shares of the reducing could not be even.
+PARTS_PER_MEMBER = 16
+# Nor is its bandwidth believed beyond this many times the median: one claim must not attract all the reducing.
+MAX_BANDWIDTH_RATIO = 8.0
+# Times the median's tokens that nobody can have trained on: steps differ by as much in a round that is called early.
+_ABSURD_RATIO = 1e4
+
+
+class Form(IntEnum):
+    """What the values of a message are."""
+
+    DELTA = 0  # a difference to the sender's base (push) or to the plan's base (result), in the run's codec
+    FULL = 1  # the values themselves, in fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One member's part in a block's average."""
+
+    member: int
+    weight: float
+    form: Form
+    # RMS of the difference over the whole block: as stated, and the largest that counts whole; see clipping.py. What is
+    # stated is the difference to the member's own base: it says nothing of full values.
+    stated_rms: float = math.inf
+    limit_rms: float = math.inf
+
+    @property
+    def scale(self) -> float:
+        """What the reducer multiplies a difference by."""
+        return scale(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else 1.0
+
+    @property
+    def bound_rms(self) -> float:
+        """How long the difference is that goes into the average."""
+        return min(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else self.limit_rms
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """What happens to one block."""
+
+    block: int
+    base_version: int
+    base_digest: bytes
+    in_base: frozenset[int]  # members that hold the base
+    contributions: tuple[Contribution, ...]
+    median_rms: float = 0.0  # the lower median of how long the contributions are
+    usual_rms: float = 0.0  # see clipping.usual_rms
+
+    @property
+    def stretch(self) -> float:
+        """How many times as long as here contributions usually are, at least 1; see clipping.USUAL_SHARE."""
+        return max(1.0, USUAL_SHARE * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
+
+    def receives(self, member: int) -> bool:
+        """Whether a member wants this block's results: when it changes, or when the member has another base."""
+        return bool(self.contributions) or member not in self.in_base
+
+    def result_form(self, member: int) -> Form:
+        """How the result reaches a member."""
+        return Form.DELTA if member in self.in_base else Form.FULL
+
+    def new_version(self, round_number: int) -> int:
+        """Version after the commit."""
+        return round_number if self.contributions else self.base_version
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of one block with its reducer."""
+
+    index: int
+    block: int
+    start: int  # first element in the flat vector
+    size: int
+    reducer: int  # member index
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """How a member's statement compares with the others'."""
+
+    tokens_ratio: float  # claimed tokens over the lower median
+    absurd: bool  # more tokens than anybody could have earned to be believed
+    excess: float  # how far its longest difference exceeds its limit, if the tokens were true; at most 1: within bounds
+    clipped: tuple[int, float] | None  # the block where it is scaled down most, and by what; None where nowhere
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a round."""
+
+    round: int
+    num_members: int
+    blocks: dict[int, BlockPlan]  # only the blocks that have parts
+    parts: tuple[Part, ...]
+    claims: tuple[Claim, ...] = ()  # of each member
+    median_rms: tuple[float, float] = (0.0, 0.0)  # see clipping.median_rms
+
+    def block_of(self, part: Part) -> BlockPlan:
+        """The plan of the part's block."""
+        return self.blocks[part.block]
+
+    def pushes(self, sender: int, reducer: int) -> list[tuple[Part, Contribution]]:
+        """The parts that `sender` pushes to `reducer`, in order."""
+        if sender == reducer:
+            return []
+        return [
+            (part, contribution)
+            for part in self.parts
+            if part.reducer == reducer
+            for contribution in self.block_of(part).contributions
+            if contribution.member == sender
+        ]
+
+    def wanted(self, member: int) -> list[Part]:
+        """The parts whose results a member wants."""
+        return [part for part in self.parts if self.block_of(part).receives(member)]
+
+
+def make_plan(
+    group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0, warmup_rounds: int = 0
+) -> Plan:
+    """Derives the plan from the members' statements.
+
+    Args:
+        group: that holds the round.
+        layout: of the model.
+        max_part_elements: of the run's configuration.
+        clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
+        warmup_rounds: in which the learning rate rises, so that lengths grow with the square of the steps.
+    """
+    members = group.members
+    lineages = [member.statement.lineage for member in members]
+    bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
+    block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
+    load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
+    stated = [member.statement.bandwidth_mbps for member in members]
+    bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
+    # Experts first: their reducers are given (their holders), the shared parts then level the loads.
+    pieces: dict[int, list[tuple[int, int, int]]] = {}
+    for block_plan in sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK):
+        block = layout.blocks[block_plan.block]
+        candidates = _reducers(members, block_plan, prefer_contributors=block.expert is not None)
+        if not candidates:
+            continue
+        pieces[block.index] = []
+        part_elements = _part_elements(block.size, len(candidates), max_part_elements)
+        for start in range(block.start, block.stop, part_elements):
+            size = min(part_elements, block.stop - start)
+            reducer = min(candidates, key=lambda m: (load[m] + size / bandwidth[m], members[m].peer_id))
+            load[reducer] += size / bandwidth[reducer]
+            pieces[block.index].append((start, size, reducer))
+    parts: list[Part] = []
+    for block_index in sorted(pieces):
+        for start, size, reducer in pieces[block_index]:
+            parts.append(Part(len(parts), block_index, start, size, reducer))
+    blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
+    made: defaultdict[int, list[tuple[int, Contribution]]] = defaultdict(list)
+    for index, block_plan in blocks.items():
+        for contribution in block_plan.contributions:
+            made[contribution.member].append((index, contribution))
+    claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
+    return Plan(group.round, len(members), blocks, tuple(parts), claims, median_rms(bounds.stated))
+
+
+class _Bounds:
+    """What one member may weigh and move, from all members' statements."""
+
+    def __init__(self, members: Sequence[Member], clip: float, growth: int) -> None:
+        statements = [member.statement for member in members]
+        claimed = [statement.tokens for statement in statements]
+        positive = [tokens for tokens in claimed if tokens > 0]
+        self._median_tokens = median_low(positive) if positive else 1
+        self._clip = clip
+        self._growth = growth  # power of the steps with which differences grow at most
+        self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
+        self.tokens = believed_tokens(claimed, self.ratios)
+        self._claimed = claimed
+        self._rms = [(s.rms[0], dict(zip(s.held, s.rms[1:], strict=True))) for s in statements]
+        self.stated = [
+            Stated(tokens, shared, experts, (s.usual_rms[0], s.usual_rms[1]))
+            for tokens, (shared, experts), s in zip(self.tokens, self._rms, statements, strict=True)
+        ]
+
+    def stated_rms(self, member: int, block: int) -> float:
+        """What a member says of its difference."""
+        shared, experts = self._rms[member]
+        return shared if block == SHARED_BLOCK else experts[block - 1]
+
+    def limits(self, contributors: Collection[int], block: int) -> dict[int, float]:
+        """See clipping.limits."""
+        return limits(self.stated, contributors, None if block == SHARED_BLOCK else block - 1, self._clip)
+
+    def usual_rms(self, block: int) -> float:
+        """See clipping.usual_rms."""
+        return usual_rms(self.stated, None if block == SHARED_BLOCK else block - 1)
+
+    def claim(self, member: int, made: Sequence[tuple[int, Contribution]], shared: BlockPlan | None) -> Claim:
+        """A member's claims, measured against the others'."""
+        ratio = self._claimed[member] / self._median_tokens
+        believed = self.tokens[member] / self._median_tokens
+        more = max(1.0, min(ratio, MAX_EARNED_RATIO) ** self._growth / max(believed, 1.0))
+        excess, clipped = 0.0, None
+        for block, contribution in made:
+            if contribution.form is not Form.DELTA:
+                continue
+            if contribution.stated_rms > 0:
+                excess = max(excess, contribution.stated_rms / (contribution.limit_rms * more))
+            if contribution.scale < (clipped[1] if clipped else 1.0):
+                clipped = block, contribution.scale
+        absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
+        # A late member brings the work of several rounds: it is scaled down like everybody, but not named.
+        late = shared is not None and member not in shared.in_base
+        return Claim(ratio, absurd, excess, None if late else clipped)
+
+
+def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:
+    even = math.ceil(block_size / (PARTS_PER_MEMBER * num_reducers))
+    return max(min(even, maximum), min(MIN_PART_ELEMENTS, maximum))
+
+
+def common_lineage(members: Sequence[Member], among: Collection[int] | None = None) -> Lineage:
+    """The lineage that most members (or most of those at the indices `among`) have; of several the one further on."""
+    by_head: defaultdict[tuple[int, bytes], list[Lineage]] = defaultdict(list)
+    for i in sorted(among) if among is not None else range(len(members)):
+        lineage = members[i].statement.lineage
+        by_head[lineage.head].append(lineage)
+    head = max(by_head, key=lambda head: (len(by_head[head]), head))
+    # What lies behind the same head is the same for all who are honest; of those who are not, most agree with nobody.
+    behind = Counter(lineage.to_lists()[1] for lineage in by_head[head])
+    most = max(behind, key=lambda marks: (behind[marks], marks))
+    return next(lineage for lineage in by_head[head] if lineage.to_lists()[1] == most)
+
+
+def _plan_block(
+    members: Sequence[Member], lineages: Sequence[Lineage], block: int, bounds: _Bounds
+) -> BlockPlan | None:
+    """The plan of one block, None where there is nothing to do."""
+    holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
+    for i, member in enumerate(members):
+        holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
+
+    def preference(base: tuple[int, bytes]) -> tuple[bool, int, int, bytes]:
+        holders = holders_of_base[base]
+        return any(members[i].statement.reachable for i in holders), len(holders), *base
+
+    version, digest = max(holders_of_base, key=preference)
+    in_base = frozenset(holders_of_base[version, digest])
+    weights = _weights(members, block, bounds)
+    # Only members with another base make it necessary to look at lineages, and there are few of them.
+    others = [i for i, _ in weights if i not in in_base]
+    base_lineage = common_lineage(members, in_base) if others else None
+
+    def went_another_way(i: int) -> bool:
+        assert base_lineage is not None
+        return members[i].statement.versions[block] >= version or not lineages[i].leads_to(base_lineage)
+
+    limit_of = bounds.limits([i for i, _ in weights], block)
+    contributions = tuple(
+        Contribution(
+            i,
+            weight,
+            Form.FULL if i not in in_base and went_another_way(i) else Form.DELTA,
+            bounds.stated_rms(i, block),
+            limit_of[i],
+        )
+        for i, weight in weights
+    )
+    if not contributions and len(in_base) == len(members):
+        return None
+    lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
+    median = median_low(lengths) if lengths else 0.0
+    return BlockPlan(block, version, digest, in_base, contributions, median, bounds.usual_rms(block))
+
+
+def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:
+    """Who contributes to a block, with what weight: tokens for shared, tokens routed to the expert for its holders."""
+    if block == SHARED_BLOCK:
+        return [(i, tokens) for i, tokens in enumerate(bounds.tokens) if tokens > 0]
+    expert = block - 1
+    raw = {
+        i: m.statement.routed[m.statement.held.index(expert)]
+        for i, m in enumerate(members)
+        if expert in m.statement.held and m.statement.tokens > 0
+    }
+    if not any(raw.values()):  # no token was routed to this expert, but weight decay and merges changed it
+        return [(i, 1.0) for i in raw]
+    # The lower median: with two members the larger claim must not be its own measure.
+    median = median_low([count for count in raw.values() if count > 0])
+    return [(i, min(float(count), bounds.ratios[i] * median)) for i, count in raw.items() if count > 0]
+
+
+def _reducers(members: Sequence[Member], block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
+    """Members that may reduce a block: reachable and holding the base; for an expert its contributors, if any can."""
+    able = [i for i in sorted(block_plan.in_base) if members[i].statement.reachable]
+    if prefer_contributors:
+        contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
+        return [i for i in able if i in contributors] or able
+    return able

@@ -1,0 +1,479 @@
+"""One round as one member sees it: what it sends, reduces, receives and commits, without any I/O.
+
+`Exchange` moves the bytes. The reference changes only in `RoundState.commit`.
+
+Shapes: N elements of one part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.wording import plural
+from spes_swarm.protocol.consensus.codec import EXACT, Codec, FloatArray
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
+from spes_swarm.protocol.rounds.result_bounds import excessive_results
+from spes_swarm.protocol.rounds.statement import Group
+from spes_swarm.protocol.rounds.track_record import TrackRecords
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What is accepted of other members."""
+
+    max_update_rms: float  # largest root mean square of a part's difference
+    bounded: bool = True  # contributions and results are held to the plan's limits, too
+
+    @classmethod
+    def of(cls, clip: float, max_update_rms: float) -> Bounds:
+        """Those of a run's settings `round.clip` and `round.max_update_rms`."""
+        return cls(max_update_rms, bounded=clip > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome of one part, as it travels."""
+
+    form: Form
+    data: bytes
+    included: frozenset[int]  # members whose contribution is in it
+    energy: float = 0.0  # sum of squares of its difference to the base, where this peer holds that
+
+
+@dataclass(slots=True)
+class _Accumulator:
+    """The contributions to one part, at its reducer."""
+
+    outstanding: set[int]  # contributors that have neither delivered nor been given up
+    differences: dict[int, FloatArray] = field(default_factory=dict)  # (N,) of each that has delivered
+    weights: dict[int, float] = field(default_factory=dict)
+
+    def add(self, member: int, weight: float, difference_N: FloatArray) -> None:
+        self.differences[member] = difference_N
+        self.weights[member] = weight
+        self.outstanding.discard(member)
+
+
+@dataclass(frozen=True)
+class CommitReport:
+    """What a committed round changed."""
+
+    round: int
+    members: tuple[str, ...]
+    parts_total: int
+    parts_missing: int
+    changed_blocks: tuple[int, ...]
+    experts_covered: int
+
+
+def _energy(difference_N: FloatArray) -> float:
+    """Sum of squares."""
+    with np.errstate(over="ignore"):
+        return float(np.sum(np.square(difference_N, dtype=np.float64)))
+
+
+class RoundState:
+    """One round as one member sees it.
+
+    Args:
+        contribution_N: this member's live weights (only shared and held blocks are read); at commit it becomes what
+            the live weights of those blocks have to be.
+        tracks: what this peer has seen of the others.
+
+    Attributes:
+        on_reduced: called when a part has been reduced here.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        plan: Plan,
+        me: int,
+        reference: Reference,
+        contribution_N: FloatArray,
+        codec: Codec,
+        bounds: Bounds,
+        tracks: TrackRecords | None = None,
+    ) -> None:
+        self.group = group
+        self.plan = plan
+        self.me = me
+        self.reference = reference
+        self.contribution_N = contribution_N
+        self.codec = codec
+        self._bounds = bounds
+        self.results: dict[int, Result] = {}
+        self.dropped: set[int] = set()  # parts whose results have come, and were refused
+        self.reduced: list[int] = []  # parts reduced here, in the order of completion
+        self.on_reduced: Callable[[], None] = lambda: None
+        self.ended: set[int] = set()  # reducers that have said that they are through
+        self.finished = False  # no more results will come from reducers
+        self.committed = False
+        self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
+        self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
+        self.payload_bytes_sent = 0
+        self.payload_bytes_received = 0
+        self.wanted = {part.index: part for part in plan.wanted(me)}
+        self._tracks = tracks or TrackRecords()
+        self._block_sizes: Counter[int] = Counter()  # elements of each block, and of those the ones reduced here
+        self._reduced_sizes: Counter[int] = Counter()
+        for part in plan.parts:
+            self._block_sizes[part.block] += part.size
+            self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
+        self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
+        self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the parts reduced here
+        self._accumulators: dict[int, _Accumulator] = {}
+        for part in plan.parts:
+            if part.reducer == me:
+                contributions = plan.block_of(part).contributions
+                self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
+        self.num_to_reduce = len(self._accumulators)
+        self.refused: set[int] = set()  # members that have sent something unacceptable
+        self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
+        for index in list(self._accumulators):
+            own = self._contribution(plan.parts[index], me)
+            if own is not None:
+                self._add_own(plan.parts[index], own)
+            self._complete_if_ready(index)
+
+    def _add_own(self, part: Part, contribution: Contribution) -> None:
+        # Held to the same measure as everybody's: with a NaN of its own, a reducer would hand out unusable results.
+        difference_N = self.own_difference(part)
+        try:
+            self._check_norm(difference_N)
+        except ProtocolError as exc:
+            self._accumulators[part.index].outstanding.discard(self.me)
+            self.own_faults.append(exc)
+        else:
+            self._add(part, contribution, difference_N)
+
+    def _add(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
+        if contribution.scale < 1:
+            difference_N = difference_N * np.float32(contribution.scale)
+        self._accumulators[part.index].add(contribution.member, contribution.weight, difference_N)
+
+    def _owes(self, member: int) -> bool:
+        """Whether a member will pull results that are reduced here."""
+        return any(part.reducer == self.me and self.plan.block_of(part).receives(member) for part in self.plan.parts)
+
+    def served(self, member: int) -> None:
+        """Notes that a member has been sent all that it can get here, or is gone."""
+        self.unserved.discard(member)
+
+    # What this member sends.
+
+    def own_difference(self, part: Part) -> FloatArray:
+        """This member's difference to its own reference."""
+        where = slice(part.start, part.start + part.size)
+        return self.contribution_N[where] - self.reference.values_N[where]
+
+    def push_frame(self, part: Part, contribution: Contribution) -> Frame:
+        """The message that carries this member's contribution."""
+        if contribution.form is Form.FULL:
+            payload = EXACT.encode(self.contribution_N[part.start : part.start + part.size])
+        else:
+            payload = self.codec.encode(self.own_difference(part))
+        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
+
+    # What the reducer does.
+
+    def _contribution(self, part: Part, member: int) -> Contribution | None:
+        return next((c for c in self.plan.block_of(part).contributions if c.member == member), None)
+
+    def accept(self, member: int, frame: Frame) -> None:
+        """Takes in a contribution.
+
+        Raises:
+            ProtocolError: it is not what the plan says, or its values are not acceptable; nothing has changed.
+        """
+        accumulator = self._accumulators.get(frame.part)
+        if accumulator is None:
+            if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
+                return  # completed without this member: it came too late
+            raise ProtocolError("part", f"part {frame.part} is not reduced here")
+        part = self.plan.parts[frame.part]
+        contribution = self._contribution(part, member)
+        if contribution is None:
+            raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
+        if member not in accumulator.outstanding:
+            raise ProtocolError("duplicate", f"part {frame.part} came twice, or after it was given up")
+        try:
+            if frame.form != contribution.form:
+                raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
+            if frame.weight != contribution.weight:
+                raise ProtocolError("weight", f"weight {frame.weight}, stated {contribution.weight}")
+            if contribution.form is Form.FULL:
+                difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
+            else:
+                difference_N = self.codec.decode(frame.payload, part.size)
+            self._check_norm(difference_N)
+            if contribution.form is Form.DELTA:
+                self._check_stated(part, contribution, difference_N)
+        except ProtocolError:
+            # The member's word for this part is spent: the part completes without it.
+            self.refused.add(member)
+            accumulator.outstanding.discard(member)
+            self._complete_if_ready(frame.part)
+            raise
+        self.payload_bytes_received += len(frame.payload)
+        self._add(part, contribution, difference_N)
+        self._complete_if_ready(frame.part)
+
+    def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
+        """Full values' difference to the base, at most as long as rounds apart from it explain.
+
+        Nothing was stated about it, so it is measured part by part. Who has committed with this peer since cannot be
+        further apart than that.
+        """
+        if not self._bounds.bounded or not math.isfinite(contribution.limit_rms):
+            return difference_N
+        peer_id = self.group.members[contribution.member].peer_id
+        since = self._tracks.rounds_since(peer_id, self.plan.round)
+        # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
+        apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
+        limit = contribution.limit_rms * (1 + apart)
+        rms = math.sqrt(_energy(difference_N) / len(difference_N))
+        return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
+
+    def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
+        """What was stated decides how a member is scaled: more than that must not come."""
+        if not self._bounds.bounded:
+            return
+        key = contribution.member, part.block
+        budget = self._budgets.get(key)
+        if budget is None:
+            budget = self._budget(part.block, contribution.stated_rms)
+            self._budgets[key] = budget
+        energy = _energy(difference_N)
+        if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
+            raise ProtocolError(
+                "norm", f"part {part.index} is longer than the RMS {contribution.stated_rms:.3g} stated"
+            )
+
+    def _budget(self, block: int, rms: float) -> EnergyBudget:
+        return EnergyBudget(rms, self._block_sizes[block], self._reduced_sizes[block])
+
+    def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
+        base_N = self.reference.values_N[part.start : part.start + part.size]
+        with np.errstate(over="ignore"):  # an infinite difference fails the check of its norm
+            return EXACT.decode(payload, part.size) - base_N
+
+    def _check_norm(self, difference_N: FloatArray) -> None:
+        rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
+        if not rms <= self._bounds.max_update_rms:
+            raise ProtocolError("norm", f"RMS {rms:.3g} of a difference exceeds {self._bounds.max_update_rms:.3g}")
+
+    def give_up(self, member: int) -> int:
+        """Stops waiting for a contributor; returns for how many parts it was still awaited."""
+        awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
+        for index in awaited:
+            self._accumulators[index].outstanding.discard(member)
+            self._complete_if_ready(index)
+        return len(awaited)
+
+    def awaited_contributors(self) -> set[int]:
+        """Contributors that still owe something to this reducer."""
+        return set().union(*(a.outstanding for a in self._accumulators.values())) if self._accumulators else set()
+
+    def _complete_if_ready(self, index: int) -> None:
+        accumulator = self._accumulators[index]
+        if accumulator.outstanding:
+            return
+        del self._accumulators[index]
+        part = self.plan.parts[index]
+        if accumulator.differences:
+            encoded = self.codec.encode(self._mean(part, accumulator))
+            energy = _energy(self.codec.decode(encoded, part.size))
+            self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
+        elif not self.plan.block_of(part).contributions:
+            # Nobody trained this block; members with another base still need its values.
+            values_N = self.reference.values_N[part.start : part.start + part.size]
+            self.results[index] = Result(Form.FULL, EXACT.encode(values_N), frozenset())
+        self.reduced.append(index)
+        self.on_reduced()
+
+    def _mean(self, part: Part, accumulator: _Accumulator) -> FloatArray:
+        """The weighted mean, in which nobody pulls further aside than most do; see clipping.Agreement."""
+        members = list(accumulator.differences)
+        weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
+        coefficients = weights / weights.sum()
+        if self._bounds.bounded:
+            block_plan = self.plan.block_of(part)
+            free_rms = FREE_DEVIATION * block_plan.median_rms
+            differences_MN = np.stack([accumulator.differences[member] for member in members])
+            agreement = Agreement.of(differences_MN, weights.tolist(), free_rms, block_plan.stretch)
+            coefficients = agreement.coefficients_M
+            for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
+                self._deviations.setdefault(member, []).append(factor)
+        mean_N = np.zeros(part.size, dtype=np.float64)
+        for member, coefficient in zip(members, coefficients.tolist(), strict=True):
+            mean_N += coefficient * accumulator.differences[member].astype(np.float64)
+        return mean_N.astype(np.float32)
+
+    def clipped(self) -> list[tuple[int, ProtocolError]]:
+        """The members whose contributions were shortened; see blame.clipped."""
+        if not self._bounds.bounded:
+            return []
+        ids = [member.peer_id for member in self.group.members]
+        new = {i for i, peer_id in enumerate(ids) if self._tracks.is_new(peer_id)}
+        left = self.deviations_left()
+        known = {i: self._tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
+        return blame.clipped(self.plan, left | known, new)
+
+    def deviations_left(self) -> dict[int, float]:
+        """What was left of each member's deviations in the parts reduced here, on average."""
+        return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
+
+    def record_commit(self, tracks: TrackRecords) -> None:
+        """Adds this round's commit to what is known of its members."""
+        seen = set[int]().union(*(result.included for result in self.results.values()))
+        aside = {member for member, left in self.deviations_left().items() if left < blame.MATERIAL_DEVIATION}
+        honoured = {
+            i for i, claim in enumerate(self.plan.claims) if i in seen and claim.excess <= 1 and not claim.absurd
+        }
+        ids = [member.peer_id for member in self.group.members]
+        in_order = {ids[i] for i in honoured - aside - self.refused}
+        for i, left in self.deviations_left().items():
+            if not tracks.is_new(ids[i]):
+                tracks.note_agreement(ids[i], left)
+        ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
+        tracks.committed(self.plan.round, ratios, in_order, self.plan.median_rms)
+
+    # Results.
+
+    def result_frame(self, index: int, member: int) -> Frame | None:
+        """The message that brings a result to a member, None if it is not held here in a form of use to it."""
+        result = self.results.get(index)
+        if result is None:
+            return None
+        form, data = result.form, result.data
+        block_plan = self.plan.block_of(self.plan.parts[index])
+        if form is Form.DELTA and block_plan.result_form(member) is Form.FULL:
+            if self.me not in block_plan.in_base:
+                return None
+            form, data = Form.FULL, EXACT.encode(self._new_values(self.plan.parts[index], result))
+        return Frame(FrameKind.DATA, form, index, 0.0, bitmap(result.included, self.plan.num_members), data)
+
+    def _new_values(self, part: Part, result: Result) -> FloatArray:
+        base_N = self.reference.values_N[part.start : part.start + part.size]
+        if self.committed:
+            return base_N
+        if result.form is Form.FULL:
+            return EXACT.decode(result.data, part.size)
+        return base_N + self.codec.decode(result.data, part.size)
+
+    def store_result(self, frame: Frame) -> None:
+        """Takes in a result.
+
+        Raises:
+            ProtocolError: it does not fit the plan or its values are not acceptable; nothing has changed.
+        """
+        part = self.wanted.get(frame.part)
+        if part is None:
+            raise ProtocolError("part", f"result for part {frame.part}, which this peer does not need")
+        if part.index in self.results:
+            return
+        block_plan = self.plan.block_of(part)
+        in_base = block_plan.result_form(self.me) is Form.DELTA
+        if frame.form == Form.FULL:
+            difference_N = self._difference_of_full(part, frame.payload)
+        elif in_base and frame.form == Form.DELTA:
+            difference_N = self.codec.decode(frame.payload, part.size)
+        else:
+            raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
+        energy = 0.0
+        if in_base:  # from another base, any distance may be right
+            self._check_norm(difference_N)
+            energy = _energy(difference_N)
+        included = frozenset(members_of(frame.extra, self.plan.num_members))
+        if not included <= {c.member for c in block_plan.contributions}:
+            raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
+        self.results[part.index] = Result(Form(frame.form), frame.payload, included, energy)
+        self.payload_bytes_received += len(frame.payload)
+
+    def missing(self) -> list[int]:
+        """Wanted parts whose results are not here."""
+        return [index for index in self.wanted if index not in self.results]
+
+    # Commit.
+
+    def refuse_excessive(self) -> list[tuple[int, ProtocolError]]:
+        """Drops results that are longer than what goes into them, as if they had not come; says whose they were."""
+        if not self._bounds.bounded:
+            return []
+        known = {index: (result.included, result.energy) for index, result in self.results.items()}
+        errors = []
+        for excess in excessive_results(self.plan, self.me, known):
+            self.dropped.update(excess.parts)
+            for index in excess.parts:
+                del self.results[index]
+            results = plural(len(excess.parts), "result")
+            what = f"{results} of block {excess.block} longer than the contributions can explain"
+            errors.append((excess.reducer, ProtocolError("norm", what)))
+        return errors
+
+    def commit(self) -> CommitReport:
+        """Moves the reference, and what the live weights have to be, to the outcome of the round."""
+        statement = self.group.members[self.me].statement
+        trained = {0, *(1 + e for e in statement.held)}
+        incomplete: set[int] = set()
+        changed: set[int] = set()
+        for part in self.wanted.values():
+            result = self.results.get(part.index)
+            block_plan = self.plan.block_of(part)
+            if result is None:
+                incomplete.add(part.block)
+                continue
+            where = slice(part.start, part.start + part.size)
+            new_N = self._new_values(part, result)
+            if part.block in trained:
+                self._update_target(part, block_plan.contributions, result, new_N)
+            self.reference.values_N[where] = new_N
+            changed.add(part.block)
+        self.committed = True
+        versions: list[tuple[int, int]] = []
+        for index in sorted(changed):
+            block_plan = self.plan.blocks[index]
+            # A block that could not be healed whole keeps its old version: it is behind, not a fork.
+            healed = self.me in block_plan.in_base or index not in incomplete
+            old_version = self.reference.versions[index]
+            versions.append((index, block_plan.new_version(self.plan.round) if healed else old_version))
+        self.reference.finish(self.plan.round, versions)
+        covered = {e for m in self.group.members for e in m.statement.held}
+        return CommitReport(
+            round=self.plan.round,
+            members=tuple(m.peer_id for m in self.group.members),
+            parts_total=len(self.wanted),
+            parts_missing=len(self.missing()),
+            changed_blocks=tuple(sorted(changed)),
+            experts_covered=len(covered),
+        )
+
+    def _update_target(
+        self, part: Part, contributions: tuple[Contribution, ...], result: Result, new_N: FloatArray
+    ) -> None:
+        """Sets what the live weights of a trained part have to be after the commit."""
+        where = slice(part.start, part.start + part.size)
+        in_base = self.me in self.plan.block_of(part).in_base
+        contributed = any(c.member == self.me for c in contributions)
+        whole = len(contributions) == 1 and contributions[0].scale == 1 and self.me in result.included
+        if part.block != 0 and in_base and contributed and whole:
+            # The only holder keeps its live weights: what the codec lost stays in its next difference. What was cut off
+            # must not come back in it, and make that one too long again.
+            return
+        if contributed and self.me not in result.included:
+            # The reducer went on without this member's work: carry it over to the new reference.
+            self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])
+        else:
+            self.contribution_N[where] = new_N

@@ -1,0 +1,85 @@
+"""This peer's statement for a round, from what it has done and what it knows of the others.
+
+Shape: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.rounds.statement import MAX_RMS, Statement
+from spes_swarm.protocol.rounds.track_record import TrackRecords
+
+_CHUNK = 1 << 20  # elements: the difference of a whole block would take as much memory as the block
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a peer brings to a round; see the fields of Statement."""
+
+    round: int
+    held: tuple[int, ...]
+    tokens: int
+    routed: tuple[int, ...]
+    rms: list[float]  # see difference_rms
+    leaving: bool
+
+
+def make_statement(
+    work: Work,
+    reference: Reference,
+    lineage: Lineage,
+    leases: Leases,
+    tracks: TrackRecords,
+    *,
+    bandwidth_mbps: float,
+    reachable: bool,
+) -> Statement:
+    """The statement, not yet signed."""
+    commits, marks = lineage.to_lists()
+    return Statement(
+        round=work.round,
+        held=list(work.held),
+        tokens=work.tokens,
+        routed=list(work.routed),
+        rms=work.rms,
+        usual_rms=list(tracks.usual_rms),
+        vouched=tracks.to_vouchers(),
+        bandwidth_mbps=bandwidth_mbps,
+        reachable=reachable,
+        versions=list(reference.versions),
+        digests=list(reference.digests),
+        commits=commits,
+        marks=marks,
+        room=leases.room,
+        fixed=leases.fixed,
+        leaving=work.leaving,
+        leased=leases.leased_bitmap,
+    )
+
+
+def difference_rms(reference: Reference, contribution_N: FloatArray, held: Sequence[int]) -> list[float]:
+    """Root mean square of the differences of the shared block and of each held expert, in this order.
+
+    Values that are not finite give 0: what cannot be contributed has not moved.
+    """
+    layout, base_N = reference.layout, reference.values_N
+    blocks = [layout.blocks[0], *(layout.expert_block(expert) for expert in held)]
+    return [_rms(contribution_N[block.start : block.stop], base_N[block.start : block.stop]) for block in blocks]
+
+
+def _rms(values_N: FloatArray, base_N: FloatArray) -> float:
+    energy = 0.0
+    for start in range(0, len(values_N), _CHUNK):
+        with np.errstate(over="ignore", invalid="ignore"):
+            difference_N = values_N[start : start + _CHUNK] - base_N[start : start + _CHUNK]
+            energy += float(np.sum(np.square(difference_N, dtype=np.float64)))
+    return min(math.sqrt(energy / len(values_N)), MAX_RMS) if math.isfinite(energy) else 0.0

@@ -1,0 +1,100 @@
+"""What this peer has seen of the others in the commits that it shared with them.
+
+The record is kept in memory only: a peer that restarts starts with an empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
+
+# Commits in which a larger ratio must have been claimed and borne out before it doubles.
+SPAN = 16
+# A newcomer's optimiser has no moments: with AdamW its first round moved it 2.8 times as far as the others, its second
+# one 2.2 times.
+NUM_FIRST_COMMITS = 5
+_MAX_DOUBLINGS = 3  # to MAX_EARNED_RATIO
+_FORGET_ROUNDS = 256  # after which a peer that has been in none of them is as unknown as a new one
+# What a round comes to is remembered for some rounds, less each time: one that is called early says little.
+_FADING = 0.8
+
+
+class TrackRecords:
+    """Counts the others' commits and remembers what they claimed."""
+
+    def __init__(self) -> None:
+        self.usual_rms = (0.0, 0.0)  # how long differences of the shared block and of experts have been
+        self._commits: dict[str, int] = {}  # that this peer has been part of together with each other one
+        self._last_commit: dict[str, int] = {}
+        self._claimed: dict[str, list[float]] = {}  # ratios above the cap, of the last commits without a break
+        self._borne_out: dict[str, int] = {}  # of how many commits
+        self._agreement: dict[str, float] = {}  # what was left of its deviations, newer rounds counting more
+
+    def committed(
+        self,
+        round_number: int,
+        ratios: Iterable[tuple[str, float]],
+        in_order: Collection[str],
+        median_rms: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """Takes a commit into account.
+
+        Args:
+            round_number: of the commit.
+            ratios: of each member, the tokens that it claims over the group's lower median.
+            in_order: the members whose contributions are in the results and bear their claims out.
+            median_rms: lower medians of the lengths that went into it: of the shared block, and of experts.
+        """
+        shared, expert = (max(_FADING * usual, now) for usual, now in zip(self.usual_rms, median_rms, strict=True))
+        self.usual_rms = shared, expert
+        for peer_id, ratio in ratios:
+            self._last_commit[peer_id] = round_number
+            self._commits[peer_id] = self._commits.get(peer_id, 0) + 1
+            if peer_id in in_order and ratio > MAX_WEIGHT_RATIO:
+                self._borne_out[peer_id] = self._borne_out.get(peer_id, 0) + 1
+                self._claimed[peer_id] = [*self._claimed.get(peer_id, []), ratio][-SPAN:]
+            else:
+                self._borne_out.pop(peer_id, None)
+                self._claimed.pop(peer_id, None)
+        for peer_id in [peer for peer, last in self._last_commit.items() if round_number - last > _FORGET_ROUNDS]:
+            del self._commits[peer_id], self._last_commit[peer_id]
+            self._borne_out.pop(peer_id, None)
+            self._claimed.pop(peer_id, None)
+            self._agreement.pop(peer_id, None)
+
+    def agreement(self, peer_id: str, left: float) -> float:
+        """What is usually left of a peer's deviations: half of it this round's, the rest from rounds before.
+
+        One round with few parts says little: honest steps on little text deviate far now and then.
+
+        Args:
+            peer_id: the peer.
+            left: of this round; not remembered before `note_agreement`.
+        """
+        return (self._agreement.get(peer_id, 1.0) + left) / 2
+
+    def note_agreement(self, peer_id: str, left: float) -> None:
+        """Takes a commit's value into account."""
+        self._agreement[peer_id] = self.agreement(peer_id, left)
+
+    def is_new(self, peer_id: str) -> bool:
+        """Whether a peer may still be finding its pace."""
+        return self._commits.get(peer_id, 0) < NUM_FIRST_COMMITS
+
+    def rounds_since(self, peer_id: str, round_number: int) -> int | None:
+        """How many rounds before this one the last commit with a peer was; None if there was none."""
+        last = self._last_commit.get(peer_id)
+        return round_number - last if last is not None else None
+
+    def earned(self, peer_id: str) -> float:
+        """The ratio that a peer's commits have borne out: it doubles with every SPAN of them."""
+        doublings = min(self._borne_out.get(peer_id, 0) // SPAN, _MAX_DOUBLINGS)
+        if doublings == 0:
+            return MAX_WEIGHT_RATIO
+        return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *self._claimed[peer_id])
+
+    def to_vouchers(self) -> bytes:
+        """For this peer's next statement."""
+        return vouchers({peer_id: self.earned(peer_id) for peer_id in self._borne_out})

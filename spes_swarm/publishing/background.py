@@ -1,0 +1,187 @@
+"""When and how this peer publishes the run's model while it trains.
+
+Publishing is a process of its own at the lowest priority (`python -m spes_swarm.publish`), which reads this peer's
+newest checkpoint and dies with this peer. Who of several volunteers publishes is in election.py; what is there already
+is looked up at the place itself, so a volunteer that says nothing, or the wrong thing, cannot stop the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.protocol.members.election import target_digest
+from spes_swarm.storage.metrics import Metrics
+
+_MIN_RETRY_S, _MAX_RETRY_S = 30.0, 3600.0
+_POLL_S = 0.2
+_MAX_OUTPUT = 64 * 1024
+
+
+class Publishing:
+    """Publishes every so many rounds.
+
+    Args:
+        network: tells the other volunteers, and knows of them.
+        metrics: gets `publish` events, and `fault` events of the kind `publish`.
+        output_dir: of this peer.
+        run_id: the run.
+        peer_id: this peer.
+        target: USER/REPO or file:DIRECTORY.
+        every: rounds between publications.
+        say: tells a person.
+        upload_mbps: how fast it may send; a share of what the rounds need, too.
+        keep: rounds that keep a name of their own there; None: all.
+    """
+
+    def __init__(
+        self,
+        network: Port,
+        metrics: Metrics,
+        *,
+        output_dir: Path,
+        run_id: str,
+        peer_id: str,
+        target: str,
+        every: int,
+        keep: int | None,
+        upload_mbps: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._network = network
+        self._metrics = metrics
+        self._output_dir = output_dir
+        self._peer_id = peer_id
+        self._target = target
+        self._digest = target_digest(run_id, target)
+        self._every = every
+        self._keep = keep
+        self._upload_mbps = upload_mbps
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._published = -1  # the newest round that is known to be there
+        self._has_failed = False
+        self._retry_at = 0.0
+        self._retry_s = _MIN_RETRY_S
+        self._volunteer()
+
+    def _volunteer(self) -> None:
+        """Tells the others that this peer would publish; not after a failure, until it has succeeded again."""
+        publishing = self._process is not None
+        stands = publishing or not self._has_failed
+        self._network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
+
+    def consider(self, round_number: int, save: Callable[[], None]) -> None:
+        """Begins to publish if that is due, and for this peer to do.
+
+        Args:
+            round_number: the last commit.
+            save: writes a checkpoint of it.
+
+        Raises:
+            CheckpointError: from `save`.
+        """
+        due = round_number // self._every * self._every
+        if self._process is not None or due <= max(self._published, 0) or time.monotonic() < self._retry_at:
+            return
+        view = self._network.view
+        if view is None or round_number < due + view.publishing_periods * self._every:
+            return
+        save()
+        self._start(due)
+
+    def _start(self, due: int) -> None:
+        command = [sys.executable, "-m", "spes_swarm.publish", str(self._output_dir), "--to", self._target]
+        command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self._upload_mbps)]
+        if self._keep is not None:
+            command += ["--keep", str(self._keep)]
+        parent = os.getpid()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process runs
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is for the trainer
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        self._volunteer()
+
+    def look(self) -> None:
+        """Takes note of a publication that has ended; costs next to nothing while there is none."""
+        if self._process is None or self._process.poll() is None:
+            return
+        lines = self._last_lines()
+        process, self._process = self._process, None
+        summary = _summary(lines[-1]) if lines and process.returncode == 0 else None
+        self._has_failed = summary is None
+        self._volunteer()
+        if summary is None:
+            detail = lines[-1][-500:] if lines else f"it ended with code {process.returncode}"
+            self._metrics.write("fault", kind="publish", peer=self._peer_id, detail=detail)
+            self._say(f"{detail}; training goes on, and publishing is tried again in {self._retry_s:.0f} s")
+            self._retry_at = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+            return
+        self._retry_s = _MIN_RETRY_S
+        self._published = max(self._published, int(summary["round"]))
+        if summary["status"] == "published":
+            fields = ("round", "digest", "revision", "bytes_sent", "seconds")
+            self._metrics.write("publish", **{key: summary.get(key) for key in fields})
+            self._say(f"round {summary['round']} is published")
+
+    def _last_lines(self) -> list[str]:
+        assert self._output is not None
+        with self._output as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_OUTPUT))
+            return output.read().decode(errors="replace").strip().splitlines()
+
+    def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
+        """Publishes the last round of a run even if it is not due; its checkpoint has been written.
+
+        Volunteers take their turns as always: who is not the first in line waits until those before have gone, and
+        then finds the round published. A failure is told, and tried again until `timeout_s` have passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not stop.is_set():
+            self.look()
+            if self._process is None:
+                if self._published >= round_number:
+                    return
+                view = self._network.view
+                if view is not None and view.publishing_periods == 0 and time.monotonic() >= self._retry_at:
+                    self._start(round_number)
+            stop.wait(_POLL_S)
+
+    def stop(self, wait_s: float) -> None:
+        """Lets a publication that is under way go on for so long, then ends it; the next one goes on from there."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._process = None  # that is no failure
+        self.look()
+
+
+def _summary(line: str) -> dict[str, Any] | None:
+    try:
+        summary = json.loads(line)
+    except ValueError:
+        return None
+    known = isinstance(summary, dict) and isinstance(summary.get("round"), int)
+    return summary if known and summary.get("status") in ("published", "unchanged") else None

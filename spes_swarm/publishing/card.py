@@ -1,0 +1,213 @@
+"""The model card (README.md) of a publication: what was trained on what, how far, and how to use and to join it.
+
+Names come from peers and configurations. None of them may become markup: YAML is written by a library, names lose what
+means something to Markdown or HTML. A card tells no paths, and no addresses but those that its publisher gives.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.names import clean_name
+from spes_swarm.base.wording import amount, loss_with_error, plural
+from spes_swarm.config.join_command import data_arguments, describe_data, join_command
+from spes_swarm.config.run import RunConfig
+from spes_swarm.publishing.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
+
+_MAX_ROWS = 100
+_MARKUP = re.compile(r"([*_~#+\-.!(){}=^:@/])")
+_IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
+_DOTS_PER_INCH = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """A peer whose owner has agreed to be named."""
+
+    name: str
+    tokens: int  # trained on in this run
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """What a card says beyond the publication itself; nothing of it is known unless the publisher gives it."""
+
+    repository: str | None = None  # USER/REPO; None: a directory
+    license: str | None = None  # an identifier of the Hub, e.g. apache-2.0
+    base_model: str | None = None  # USER/REPO that an upcycled model comes from
+    data: str | None = None  # what it was trained on, in words
+    contributors: Sequence[Contributor] = ()
+    join_address: str | None = None  # a peer's multiaddress that may be made public
+
+
+def write_card(directory: Path, publication: Publication, facts: CardFacts) -> None:
+    """Writes the card and, where matplotlib is installed, the loss curve.
+
+    Raises:
+        UserError: a fact is not what it should be.
+        OSError: the directory cannot be written.
+    """
+    picture = draw_losses(publication.history, directory / PICTURE_FILE)
+    (directory / CARD_FILE).write_text(card(publication, facts, picture), encoding="utf-8")
+
+
+def escape(text: str) -> str:
+    """Somebody's text as one line that Markdown and HTML show as it is."""
+    return _MARKUP.sub(r"\\\1", clean_name(text))
+
+
+def card(publication: Publication, facts: CardFacts, picture: bool) -> str:
+    """The card's text.
+
+    Raises:
+        UserError: a fact is not what it should be.
+    """
+    run = publication.manifest.run
+    sections = [
+        _front_matter(run, facts),
+        _introduction(publication, facts),
+        _progress(publication, picture),
+        _loading(publication, facts),
+        _joining(publication, facts),
+        _contributors(facts.contributors),
+        _provenance(publication),
+    ]
+    return "\n".join(section for section in sections if section)
+
+
+def _front_matter(run: RunConfig, facts: CardFacts) -> str:
+    fields: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["mixture-of-experts", "spes-swarm", "decentralized-training", run.model.type],
+    }
+    for key, value in (("license", facts.license), ("base_model", facts.base_model)):
+        if value is None:
+            continue
+        if not _IDENTIFIER.fullmatch(value):
+            raise UserError(f"{key.replace('_', '-')} {value!r:.80}: expected an identifier of the Hub")
+        fields[key] = value
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
+
+
+def _introduction(publication: Publication, facts: CardFacts) -> str:
+    run = publication.manifest.run
+    origin = (
+        f", upcycled from [{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else ""
+    )
+    words = facts.data or (describe_data(run.data) if run.data.kind else "")
+    data = f" on {escape(words)}" if words else ""
+    return (
+        f"# {escape(run.name)}\n\n"
+        f"A Mixture-of-Experts language model ({escape(run.model.type)}, {plural(run.model.num_experts, 'expert')}, "
+        f"{run.model.experts_per_token} for each token{origin}), trained{data} by volunteers who share no server, with "
+        "[SPES](https://arxiv.org/abs/2602.11543): each peer trains the shared layers and some of the experts.\n"
+    )
+
+
+def _progress(publication: Publication, picture: bool) -> str:
+    total = publication.manifest.run.training.total_steps
+    steps = f"{publication.steps:,} of {total:,}"
+    if publication.steps > total:
+        steps = f"{publication.steps:,}; the schedule ended at {total:,}"
+    rows = [("round", f"{publication.round:,}"), ("inner steps", steps)]
+    if publication.tokens is not None:
+        rows.append(("tokens", f"{publication.tokens:,}"))
+    if publication.peers is not None:
+        rows.append(("peers in this round", f"{publication.peers:,}"))
+    if publication.history:
+        last = publication.history[-1]
+        error = "" if last.stderr is None else " (standard error)"
+        after = "" if last.round == publication.round else f" after round {last.round:,}"
+        rows.append(("loss on held-out text", f"{loss_with_error(last.loss, last.stderr)}{error}{after}"))
+    image = f"\n![Loss on held-out text]({PICTURE_FILE})\n" if picture else ""
+    return "## How far it is\n\n| | |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows) + image
+
+
+def _loading(publication: Publication, facts: CardFacts) -> str:
+    name, revision = facts.repository or "PATH_OF_THIS_DIRECTORY", round_tag(publication.round)
+    pinned = f', revision="{revision}"' if facts.repository else ""
+    return (
+        "## Use it\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}"{pinned})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}"{pinned})\n'
+        'inputs = tokenizer("def main", return_tensors="pt", return_token_type_ids=False)\n'
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))\n```\n"
+        + ("\nEvery published round has a tag: leave `revision` out for the newest.\n" if facts.repository else "")
+    )
+
+
+def _joining(publication: Publication, facts: CardFacts) -> str:
+    text = "## Take part\n\nAnybody can, with spes_swarm and one address of a peer:\n\n```bash\n"
+    address = " ".join(facts.join_address.split()) if facts.join_address else "ADDRESS_OF_A_PEER"
+    if "`" in address:
+        raise UserError("the address for joining is not a multiaddress")
+    text += f"{join_command(publication.manifest, address)}\n```\n"
+    data = data_arguments(publication.manifest.run.data)
+    source = facts.repository or "PUBLICATION"
+    where = "this repository" if facts.repository else "its publication, `USER/REPO` or `file:DIRECTORY`"
+    return text + (
+        f"\nTo continue the run when no peers are left, start from {where}:\n\n"
+        f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
+    )
+
+
+def _contributors(contributors: Sequence[Contributor]) -> str:
+    if not contributors:
+        return ""
+    ranked = sorted(contributors, key=lambda c: (-c.tokens, c.name))
+    rows = [f"| {escape(c.name) or 'somebody'} | {c.tokens:,} |\n" for c in ranked[:_MAX_ROWS]]
+    rest = ranked[_MAX_ROWS:]
+    if rest:
+        rows.append(f"| {len(rest)} more | {sum(c.tokens for c in rest):,} |\n")
+    return "## Who trained it\n\n| peer | tokens |\n|---|---:|\n" + "".join(rows)
+
+
+def _provenance(publication: Publication) -> str:
+    return (
+        "## Where it comes from\n\n"
+        f"Run `{publication.run_id}` (configuration {publication.manifest.run.digest[:16]}), founded by "
+        f"`{publication.manifest.founder}`. Reference `{publication.digest}`. `spes_swarm.json` has the run's signed "
+        "description and the digest of every block and file.\n"
+    )
+
+
+def round_tag(round_number: int) -> str:
+    """The name of a round's revision."""
+    return f"round-{round_number:06d}"
+
+
+def draw_losses(history: Sequence[LossPoint], path: Path) -> bool:
+    """Draws the loss on held-out text; says whether there is a picture (it takes two points, and matplotlib).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if len(history) < 2:
+        return False
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter
+    except ImportError:
+        return False
+    by_tokens = all(point.tokens is not None for point in history)
+    xs = [point.tokens if by_tokens else point.round for point in history]
+    figure = Figure(figsize=(7.0, 3.6), dpi=_DOTS_PER_INCH, layout="constrained")
+    axes: Any = figure.subplots()
+    axes.plot(xs, [point.loss for point in history], color="#0072B2", linewidth=1.6)
+    axes.set_xlabel("tokens" if by_tokens else "round")
+    axes.set_ylabel("loss on held-out text")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(max(value, 0))))
+    axes.grid(alpha=0.25, linewidth=0.6)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+    return True

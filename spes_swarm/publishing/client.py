@@ -1,0 +1,240 @@
+"""huggingface_hub as this package uses it: deadlines, a count of the bytes sent, and errors that say what to do.
+
+Tokens are the library's business (HF_TOKEN, or `hf auth login`); nothing here reads or logs one. Its own log says
+addresses of uploads, which are signed and work like passwords, so it is silenced, and no message of this package quotes
+an address.
+
+Weights travel by the Hub's Xet protocol where the Hub is huggingface.co, and by Git LFS elsewhere: with Xet installed
+the library insists on it, and other servers that speak the Hub's protocol have only LFS. HF_HUB_DISABLE_XET overrides.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+import httpx2
+from huggingface_hub import HfApi, constants, set_client_factory
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported lazily
+from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils._http import default_client_factory
+
+from spes_swarm.base.rate_limit import RateLimit
+from spes_swarm.publishing.errors import HubError
+
+TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # for each read and write, not for a whole transfer
+ATTEMPTS: Final = 5
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 30.0
+LONGEST_RETRY_AFTER_S: Final = 900.0  # a Hub that asks for more patience than this is asked again another time
+_TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
+_OFFICIAL: Final = frozenset({"https://huggingface.co", "https://hf.co"})
+
+T = TypeVar("T")
+# What the library raises for failed requests; it wraps what happens in its threads.
+FAILURES = (httpx2.TransportError, HfHubHTTPError, json.JSONDecodeError, RuntimeError)
+
+
+class Traffic:
+    """Bytes of request bodies that this process has sent to Hubs, as far as the library sends them itself.
+
+    Attributes:
+        limit: how fast they may be sent, by all threads together.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes_sent = 0
+        self.limit = RateLimit()
+
+    def wait_for(self, count: int) -> None:
+        """Waits until bytes may be sent; from any thread."""
+        with self._lock:
+            place = self.limit.book(count)
+            wait_s = self.limit.wait_s(place)
+        time.sleep(wait_s)
+
+    def add(self, count: int) -> None:
+        """Counts bytes; from any thread."""
+        with self._lock:
+            self.bytes_sent += count
+
+
+class _Counted(httpx2.SyncByteStream):
+    def __init__(self, stream: httpx2.SyncByteStream, traffic: Traffic) -> None:
+        self._stream = stream
+        self._traffic = traffic
+
+    def __iter__(self) -> Iterator[bytes]:
+        for data in self._stream:
+            self._traffic.wait_for(len(data))
+            yield data
+            self._traffic.add(len(data))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+TRAFFIC: Final = Traffic()
+
+
+def _make_client() -> httpx2.Client:
+    client = default_client_factory()
+    client.timeout = TIMEOUT
+
+    def count(request: httpx2.Request) -> None:
+        if isinstance(request.stream, httpx2.SyncByteStream):
+            request.stream = _Counted(request.stream, TRAFFIC)
+
+    client.event_hooks["request"].append(count)
+    return client
+
+
+def limit_upload(mbps: float) -> None:
+    """Sends no faster than so many Mbit/s from now on. Xet sends by itself, and is not used then."""
+    TRAFFIC.limit.set_rate(mbps * 1e6 / 8)
+    os.environ["HF_HUB_DISABLE_XET"] = "1"
+    constants.HF_HUB_DISABLE_XET = True
+
+
+def endpoint() -> str:
+    """Address of the Hub, from HF_ENDPOINT."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
+
+
+def uses_xet() -> bool:
+    """Whether weights travel by Xet, and are not counted."""
+    from huggingface_hub.utils._runtime import is_xet_available
+
+    return bool(is_xet_available())
+
+
+def connect() -> HfApi:
+    """The library's interface, set up for this process. Nothing is contacted yet."""
+    set_client_factory(_make_client)
+    disable_progress_bars()
+    hub_logging.set_verbosity(logging.CRITICAL)
+    if "HF_HUB_DISABLE_XET" not in os.environ:
+        constants.HF_HUB_DISABLE_XET = endpoint() not in _OFFICIAL
+    return HfApi(endpoint=endpoint(), library_name="spes_swarm")
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Repeats a call that may be repeated while the Hub is busy or the connection breaks.
+
+    Raises:
+        What the last attempt raised.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            return call()
+        except FAILURES as exc:
+            wait_or_raise(exc, attempt)
+    raise AssertionError("the loop returns or raises")
+
+
+def wait_or_raise(exc: Exception, attempt: int) -> None:
+    """Waits until another attempt makes sense, as long as the Hub asks for.
+
+    Args:
+        exc: why the last attempt failed.
+        attempt: its number, from 0.
+
+    Raises:
+        The same, where another attempt will not help.
+    """
+    wait_s = _pause_after(exc, attempt)
+    if wait_s is None or attempt == ATTEMPTS - 1:
+        raise exc
+    time.sleep(wait_s)
+
+
+def _pause_after(exc: BaseException, attempt: int) -> float | None:
+    """Seconds; None: another attempt will not help."""
+    exc = root_of(exc)
+    backoff_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
+    if isinstance(exc, httpx2.TransportError | json.JSONDecodeError):
+        return backoff_s
+    if not isinstance(exc, HfHubHTTPError) or exc.response.status_code not in _TRANSIENT:
+        return None
+    try:
+        asked_s = float(exc.response.headers.get("Retry-After", ""))
+    except ValueError:  # none, or a date
+        return backoff_s
+    return max(0.0, asked_s) if asked_s <= LONGEST_RETRY_AFTER_S else None
+
+
+def root_of(exc: BaseException) -> BaseException:
+    """What lies behind the library's wrapper around failed uploads."""
+    while type(exc) is RuntimeError and exc.__cause__ is not None:
+        exc = exc.__cause__
+    return exc
+
+
+@contextmanager
+def explained(label: str) -> Iterator[None]:
+    """Says what a failure of the library means to a person.
+
+    Args:
+        label: the repository.
+
+    Raises:
+        HubError: in place of what the library raises.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, httpx2.HTTPError) as exc:
+        raise HubError(_meaning(root_of(exc), label)) from exc
+
+
+def _meaning(exc: BaseException, label: str) -> str:
+    """One line without addresses, paths and tokens."""
+    if isinstance(exc, LocalTokenNotFoundError):
+        return f"publishing to {label} takes a token of the Hub: set HF_TOKEN, or run `hf auth login`"
+    if isinstance(exc, OfflineModeIsEnabled):
+        return f"{label}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
+    if isinstance(exc, HfHubHTTPError):
+        return _meaning_of_status(exc, label)
+    if isinstance(exc, httpx2.TimeoutException):
+        return f"{label}: the Hub does not answer in time; run it again to go on"
+    if isinstance(exc, httpx2.HTTPError):
+        return f"{label}: the connection to the Hub failed ({type(exc).__name__}); run it again to go on"
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{label}: this machine's disk is full"
+    if isinstance(exc, OSError) and exc.strerror:
+        return f"{label}: {exc.strerror}"
+    return f"{label}: the Hub gave an answer that cannot be used ({type(exc).__name__})"
+
+
+def _meaning_of_status(exc: HfHubHTTPError, label: str) -> str:
+    status = exc.response.status_code
+    if status == 401 and not isinstance(exc, RepositoryNotFoundError):
+        return f"{label}: the Hub does not accept the token; check HF_TOKEN, or run `hf auth login`"
+    if isinstance(exc, GatedRepoError):
+        return f"{label}: access to this repository has to be asked for on its page"
+    if status == 403:
+        return f"{label}: the token does not allow this; it needs the right to write to {label}"
+    if isinstance(exc, RevisionNotFoundError):
+        return f"{label} has no such revision"
+    if status in (401, 404):
+        return f"{label}: there is no such repository, or the token does not allow to see it"
+    if status == 429:
+        return f"{label}: the Hub asks to send less and to try again later (429)"
+    if status in (413, 507):
+        return f"{label}: the Hub has no room left for these files ({status}); free some, or ask for more"
+    return f"{label}: the Hub answered with an error ({status}); what was published before is still there"

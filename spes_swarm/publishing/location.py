@@ -1,0 +1,56 @@
+"""What a user calls a repository: `USER/REPO` or `file:DIRECTORY`, perhaps with a revision."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
+
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.user_paths import user_path
+
+FILE_SCHEME = "file:"
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_COMMIT = re.compile(r"[0-9a-f]{7,64}")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A repository on a Hub or on disk, and perhaps one revision of it."""
+
+    repo_id: str | None  # USER/REPO; None: on disk
+    path: Path | None
+    revision: str | None
+
+    @property
+    def label(self) -> str:
+        """For messages; never a path."""
+        return self.repo_id or "the directory"
+
+
+def parse_location(text: str, *, with_revision: bool = False) -> Location:
+    """Reads `USER/REPO` or `file:DIRECTORY`, where `with_revision` followed by `@REVISION` if need be.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    rest, revision = text, None
+    if with_revision and "@" in text and not Path(text.removeprefix(FILE_SCHEME)).is_dir():
+        rest, _, revision = text.rpartition("@")
+        if not (TAG.fullmatch(revision) or _COMMIT.fullmatch(revision)):
+            raise ConfigError(f"revision {revision!r:.80}: expected a tag such as round-000120, or a commit")
+    if rest.startswith(FILE_SCHEME):
+        path = rest.removeprefix(FILE_SCHEME)
+        if not path:
+            raise ConfigError("file: is followed by no directory")
+        return Location(None, user_path(path), revision)
+    try:
+        validate_repo_id(rest)
+    except HFValidationError as exc:
+        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY") from exc
+    if rest.count("/") != 1:
+        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY")
+    return Location(rest, None, revision)

@@ -1,0 +1,71 @@
+"""Makes a publication of a snapshot: export, card, and last the publication manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spes_swarm.base.user_paths import new_directory
+from spes_swarm.publishing.card import CardFacts, write_card
+from spes_swarm.publishing.plain import write_export
+from spes_swarm.publishing.publication import (
+    CARD_FILE,
+    PICTURE_FILE,
+    PUBLICATION_FILE,
+    LossPoint,
+    Publication,
+    PublishedBlock,
+    describe_file,
+    describe_run,
+    merge_history,
+)
+from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE
+from spes_swarm.publishing.snapshot import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What a snapshot does not tell about its run."""
+
+    tokens: int | None = None  # by all peers together
+    peers: int | None = None  # that held the round
+    history: Sequence[LossPoint] = ()
+    card: CardFacts = field(default_factory=CardFacts)
+
+
+def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size: str = MAX_SHARD_SIZE) -> Publication:
+    """Writes everything that is published, in a new or empty directory.
+
+    Args:
+        snapshot: what is exported.
+        destination: complete when it exists.
+        facts: for the publication and its card.
+        max_shard_size: see `write_export`.
+
+    Raises:
+        UserError: the destination cannot be written, a fact or the tokenizer cannot be used.
+    """
+    with new_directory(destination) as directory:
+        write_export(snapshot.manifest, snapshot.model, snapshot.blocks, directory, max_shard_size)
+        names = sorted(path for path in directory.iterdir() if path.name not in (CARD_FILE, PICTURE_FILE))
+        publication = Publication(
+            format=1,
+            run_id=snapshot.manifest.run_id,
+            run=describe_run(snapshot.manifest),
+            round=snapshot.round,
+            digest=snapshot.digest,
+            layout=snapshot.layout.digest,
+            blocks=[
+                PublishedBlock(version=version, digest=digest.hex())
+                for version, digest in zip(snapshot.versions, snapshot.digests, strict=True)
+            ],
+            tokens=facts.tokens,
+            steps=snapshot.round * snapshot.manifest.run.round.inner_steps,
+            peers=facts.peers,
+            files=[describe_file(path) for path in names],
+            history=[point for point in merge_history(facts.history) if point.round <= snapshot.round],
+        )
+        write_card(directory, publication, facts.card)
+        (directory / PUBLICATION_FILE).write_bytes(publication.to_bytes())
+    return publication

@@ -1,0 +1,259 @@
+"""`spes_swarm.json`: what a publication is of, so that a reader can check every byte and go on with the run.
+
+It comes with the run's own description, which its id certifies, and with the version and digest of each block of the
+reference. It is the last file of a publication to appear: whoever finds it finds all others.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spes_swarm.base.decoding import check_json
+from spes_swarm.base.errors import ManifestError, ProtocolError
+from spes_swarm.base.schema_error import first_complaint
+from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.protocol.consensus.reference import whole_digest
+from spes_swarm.publishing.errors import PublicationError
+from spes_swarm.publishing.regular_file import open_regular
+
+FORMAT = 1
+PUBLICATION_FILE = "spes_swarm.json"
+CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
+MAX_PUBLICATION_BYTES = 8 << 20
+MAX_BLOCKS = 4097
+MAX_FILES = 10_000
+MAX_HISTORY = 10_000
+# The largest that the limits above allow has 160,000; 8 MiB of empty lists took 20 CPU-seconds and 4 GB.
+_MAX_ELEMENTS = 200_000
+_READ_BYTES = 1 << 20
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# One path component that is harmless everywhere, and never hidden.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+_Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=512 * 1024)]
+
+
+class _Strict(BaseModel):
+    """Strict types, no other fields, immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class PublishedFile(_Strict):
+    """A file that a reader needs, with what it must be."""
+
+    name: FileName
+    size: _Count  # bytes
+    sha256: _Hex64
+
+
+class PublishedBlock(_Strict):
+    """One block of the reference."""
+
+    version: _Count  # round of its last change
+    digest: _Hex64  # BLAKE3, see reference.py
+
+
+class LossPoint(_Strict):
+    """The loss on held-out text after a round."""
+
+    round: _Count
+    tokens: _Count | None  # by all peers so far; None: not known
+    loss: _NotNegative
+    stderr: _NotNegative | None = None  # standard error of the loss; None: not known
+
+
+class RunDescription(_Strict):
+    """The run's signed manifest as it travels between peers."""
+
+    manifest: _Base64
+    signature: _Base64
+
+
+class Publication(_Strict):
+    """The content of `spes_swarm.json`.
+
+    The card and its picture are not among `files`: people edit cards, and nobody has to trust one.
+    """
+
+    format: Literal[1]
+    run_id: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")]
+    run: RunDescription
+    round: _Count
+    digest: _Hex64  # of the whole reference
+    layout: _Hex64  # of the parameters' layout
+    blocks: Annotated[list[PublishedBlock], Field(min_length=2, max_length=MAX_BLOCKS)]
+    tokens: _Count | None  # trained on by all peers together; None: not known
+    steps: _Count  # inner steps of the swarm: rounds times the run's inner steps
+    peers: _Count | None  # that held the round
+    files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
+    history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [file.name.lower() for file in self.files]
+        if len(set(names)) != len(names) or PUBLICATION_FILE in names:
+            raise ValueError("files: a name twice, or this file itself")
+        if any(a.round >= b.round for a, b in zip(self.history, self.history[1:], strict=False)):
+            raise ValueError("history: rounds are not in ascending order")
+        digests = [bytes.fromhex(block.digest) for block in self.blocks]
+        if whole_digest(self.versions, digests).hex() != self.digest:
+            raise ValueError("digest: it is not that of the blocks")
+        return self
+
+    @property
+    def versions(self) -> list[int]:
+        """For each block, the round of its last change."""
+        return [block.version for block in self.blocks]
+
+    @property
+    def weights(self) -> list[PublishedFile]:
+        """The files with the weights."""
+        return [file for file in self.files if file.name.endswith(".safetensors")]
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The run's manifest, verified.
+
+        Raises:
+            PublicationError: it fails verification, or is of another run or layout than this file says.
+        """
+        try:
+            wire = {key: base64.b64decode(value, validate=True) for key, value in self.run.model_dump().items()}
+            manifest = open_manifest(wire, source=f"{PUBLICATION_FILE}", expected_run_id=self.run_id)
+        except (ValueError, ManifestError) as exc:
+            raise PublicationError(f"the publication's run cannot be used: {exc}") from exc
+        if manifest.layout_digest != self.layout:
+            raise PublicationError("the publication is of another model than its run")
+        return manifest
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return (self.model_dump_json(indent=1) + "\n").encode()
+
+
+def describe_run(manifest: Manifest) -> RunDescription:
+    """A manifest as it is published."""
+    return RunDescription(**{key: base64.b64encode(value).decode() for key, value in manifest.to_wire().items()})
+
+
+def parse_publication(data: bytes, source: str) -> Publication:
+    """Reads what was published by anybody; the result's manifest is verified, too.
+
+    Args:
+        data: content of the file.
+        source: where it is from, for messages.
+
+    Raises:
+        PublicationError: it must not be used.
+    """
+    if len(data) > MAX_PUBLICATION_BYTES:
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} is larger than {MAX_PUBLICATION_BYTES >> 20} MiB")
+    try:
+        check_json(data, max_elements=_MAX_ELEMENTS)
+        publication = Publication.model_validate_json(data)
+    except ProtocolError as exc:
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} has more entries than any publication") from exc
+    except ValidationError as exc:
+        # The message may quote what a stranger wrote, escapes for a terminal included.
+        reason = first_complaint(exc).encode("ascii", "replace").decode()
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} is not one that this version knows: {reason!r}") from exc
+    except RecursionError as exc:
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} is malformed") from exc
+    _ = publication.manifest
+    return publication
+
+
+def describe_file(path: Path, size: int | None = None) -> PublishedFile:
+    """Name, size and hash of a regular file; no more of it is read than it has when it is opened.
+
+    Raises:
+        PublicationError: it is not a regular file, or not of `size` bytes.
+        OSError: it cannot be read.
+    """
+    with open_regular(path, size=size) as file:
+        sha256 = hashlib.sha256()
+        left = expected = os.fstat(file.fileno()).st_size
+        while left and (data := file.read(min(left, _READ_BYTES))):
+            sha256.update(data)
+            left -= len(data)
+    return PublishedFile(name=path.name, size=expected - left, sha256=sha256.hexdigest())
+
+
+def read_part(path: Path, file: PublishedFile, begin: int, end: int) -> bytes:
+    """Bytes of a published file that lies at `path`.
+
+    Raises:
+        PublicationError: it is not a regular file of the published size.
+        OSError: it cannot be read.
+    """
+    with open_regular(path, size=file.size) as opened:
+        opened.seek(begin)
+        data = opened.read(end - begin)
+    if len(data) != end - begin:
+        raise PublicationError(f"{file.name} is shorter than published")
+    return data
+
+
+def check_files(directory: Path, files: Sequence[PublishedFile], source: str) -> None:
+    """Compares files on disk with what they must be.
+
+    Raises:
+        PublicationError: one is missing, is not a regular file, or differs.
+    """
+    for expected in files:
+        try:
+            found = describe_file(directory / expected.name, expected.size)
+        except OSError as exc:
+            raise PublicationError(f"{source}: {expected.name}: {exc.strerror}") from exc
+        except PublicationError as exc:
+            raise PublicationError(f"{source}: {expected.name} is damaged: {exc}") from exc
+        if found != expected:
+            raise PublicationError(f"{source}: {expected.name} is damaged: it does not have the published hash")
+
+
+def load_publication(directory: Path, source: str) -> Publication:
+    """The publication manifest in a directory; its files are not looked at.
+
+    Raises:
+        PublicationError: there is none, or one that must not be used.
+    """
+    path = directory / PUBLICATION_FILE
+    try:
+        with open_regular(path, max_size=MAX_PUBLICATION_BYTES) as file:
+            data = file.read(MAX_PUBLICATION_BYTES + 1)
+    except OSError as exc:
+        raise PublicationError(f"{source} has no {PUBLICATION_FILE}: {exc.strerror}") from exc
+    except PublicationError as exc:
+        raise PublicationError(f"{source}: {exc}") from exc
+    return parse_publication(data, source)
+
+
+def read_export(directory: Path, source: str = "the exported directory") -> Publication:
+    """The publication that a directory holds, with its files checked.
+
+    Raises:
+        PublicationError: it holds none, or one that is damaged.
+    """
+    publication = load_publication(directory, source)
+    check_files(directory, publication.files, source)
+    return publication
+
+
+def merge_history(*histories: Sequence[LossPoint]) -> list[LossPoint]:
+    """Several histories as one, later ones counting more; thinned out evenly when it grows too long."""
+    points = {point.round: point for history in histories for point in history}
+    merged = [points[number] for number in sorted(points)]
+    while len(merged) > MAX_HISTORY:
+        merged = [*merged[:-1][::2], merged[-1]]
+    return merged

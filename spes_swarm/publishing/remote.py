@@ -1,0 +1,142 @@
+"""Reads from a repository of the Hub, always from one commit, whatever is published meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import httpx2
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+)
+
+from spes_swarm.publishing.client import TIMEOUT, connect, endpoint, explained, patiently
+from spes_swarm.publishing.errors import PublicationError
+from spes_swarm.publishing.publication import (
+    MAX_PUBLICATION_BYTES,
+    PUBLICATION_FILE,
+    Publication,
+    PublishedFile,
+    describe_file,
+    parse_publication,
+    read_part,
+)
+from spes_swarm.publishing.target import MAIN
+
+_PARTIAL_CONTENT = 206
+
+
+class RemoteFiles:
+    """The files of one revision of a repository; see `source.Files`.
+
+    Raises (all calls):
+        HubError: the Hub refuses or cannot be reached, or this machine's disk is full.
+    """
+
+    def __init__(self, repo_id: str, revision: str | None) -> None:
+        self.label = repo_id
+        api: HfApi = connect()
+        with explained(repo_id):
+            self.revision = str(patiently(lambda: api.repo_info(repo_id, revision=revision or MAIN)).sha)
+
+    def publication(self) -> Publication:
+        """The publication manifest, verified."""
+        with explained(self.label):
+            publication = patiently(lambda: read_publication(self.label, self.revision))
+        if publication is None:
+            raise PublicationError(
+                f"{self.label} has no {PUBLICATION_FILE} at this revision: spes_swarm did not write it"
+            )
+        return publication
+
+    def fetch(self, file: PublishedFile) -> Path:
+        """A whole file, checked, in the library's cache; what broke off inside this process is gone on with.
+
+        Nothing is fetched if the server has a file of another size.
+        """
+        with explained(self.label):
+            if self._cached(file) is None:
+                found_bytes = patiently(lambda: _size_of(self.label, self.revision, file.name))
+                if found_bytes is not None and found_bytes != file.size:
+                    raise PublicationError(
+                        f"{self.label}: {file.name} has {found_bytes:,} bytes, but {file.size:,} were published"
+                    )
+            for again in (False, True):
+                # The cache consists of links, which are the library's own.
+                path = Path(patiently(lambda again=again: self._download(file.name, again))).resolve()  # type: ignore[misc]
+                found = describe_file(path)
+                if (found.size, found.sha256) == (file.size, file.sha256):
+                    return path
+        raise PublicationError(f"{self.label}: {file.name} does not have the published hash")
+
+    def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
+        """Bytes of a file, which the caller has to check; what is in the cache is not fetched."""
+        cached = self._cached(file)
+        with explained(self.label):
+            if cached is not None:
+                return read_part(cached, file, begin, end)
+            data = patiently(lambda: _read_range(self.label, self.revision, file.name, begin, end))
+            return data if data is not None else read_part(self.fetch(file), file, begin, end)
+
+    def _cached(self, file: PublishedFile) -> Path | None:
+        """Where a file lies in the library's cache, None if it is not there."""
+        cached = try_to_load_from_cache(self.label, file.name, revision=self.revision)
+        return Path(cached).resolve() if isinstance(cached, str) else None
+
+    def _download(self, name: str, again: bool) -> str:
+        return str(hf_hub_download(self.label, name, revision=self.revision, endpoint=endpoint(), force_download=again))
+
+
+def read_publication(repo_id: str, commit: str) -> Publication | None:
+    """The publication manifest of a commit, None where there is none.
+
+    Raises:
+        PublicationError: it must not be used.
+        HfHubHTTPError, httpx2.HTTPError: it cannot be read.
+    """
+    try:
+        with _get(repo_id, commit, PUBLICATION_FILE) as response:
+            hf_raise_for_status(response)
+            data = bytearray()
+            for piece in response.iter_bytes():
+                data += piece
+                if len(data) > MAX_PUBLICATION_BYTES:
+                    break  # parsing says so
+    except EntryNotFoundError:
+        return None
+    return parse_publication(bytes(data), repo_id)
+
+
+def _size_of(repo_id: str, commit: str, name: str) -> int | None:
+    """Bytes of a file, None where the server does not say."""
+    url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
+    return get_hf_file_metadata(url, endpoint=endpoint()).size
+
+
+def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> bytes | None:
+    """Bytes of a file, None if the server sends whole files only."""
+    data = bytearray()
+    with _get(repo_id, commit, name, {"Range": f"bytes={begin}-{end - 1}"}) as response:
+        hf_raise_for_status(response)
+        if response.status_code != _PARTIAL_CONTENT:
+            return None
+        for piece in response.iter_bytes():
+            data += piece
+            if len(data) > end - begin:
+                break
+    if len(data) != end - begin:
+        raise httpx2.RemoteProtocolError(f"{len(data)} bytes in place of {end - begin}")
+    return bytes(data)
+
+
+def _get(
+    repo_id: str, commit: str, name: str, headers: dict[str, str] | None = None
+) -> AbstractContextManager[httpx2.Response]:
+    url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
+    every = {**build_hf_headers(library_name="spes_swarm"), "Accept-Encoding": "identity", **(headers or {})}
+    stream: AbstractContextManager[httpx2.Response] = http_stream_backoff("GET", url, headers=every, timeout=TIMEOUT)
+    return stream

@@ -1,0 +1,205 @@
+"""Publications in a repository of the Hugging Face Hub, or of a server that speaks its protocol.
+
+Weight files are sent first, each under its hash; a commit then makes them, the card and the publication manifest
+visible, all at once. So a publisher that dies leaves nothing to be seen, and the next one need not send again what has
+arrived whole. The commit names its parent: of two publishers one succeeds, and the other looks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.hf_api import GitRefs
+
+from spes_swarm.publishing.card import round_tag
+from spes_swarm.publishing.client import (
+    ATTEMPTS,
+    FAILURES,
+    TRAFFIC,
+    connect,
+    explained,
+    patiently,
+    root_of,
+    uses_xet,
+    wait_or_raise,
+)
+from spes_swarm.publishing.errors import HubError
+from spes_swarm.publishing.publication import Publication
+from spes_swarm.publishing.remote import read_publication
+from spes_swarm.publishing.target import MAIN, Published, check_tag, is_there, round_of
+
+_CONFLICTS = (409, 412)  # somebody else has committed since
+_UPLOAD_THREADS = 2
+
+
+class RepositoryTarget:
+    """A model repository; see `Target`. Its token is the library's: HF_TOKEN, or `hf auth login`."""
+
+    def __init__(self, repo_id: str, *, private: bool = False) -> None:
+        self._repo_id = repo_id
+        self._private = private
+        self._api = connect()
+
+    @property
+    def label(self) -> str:
+        """See `Target`."""
+        return self._repo_id
+
+    def check_rights(self) -> None:
+        """See `Target`."""
+        with explained(self.label):
+            user = patiently(lambda: self._api.whoami(cache=True))
+            if patiently(self._head) is not None:
+                patiently(lambda: self._api.auth_check(self._repo_id, write=True))
+                return
+        owner = self._repo_id.split("/")[0]
+        if owner not in {user.get("name"), *(org.get("name") for org in user.get("orgs", ()))}:
+            raise HubError(f"{self.label} does not exist, and this token cannot create it; use a name of your own")
+
+    def rounds(self) -> list[int]:
+        """See `Target`."""
+        with explained(self.label):
+            refs = patiently(self._refs)
+        numbers = [round_of(tag.name) for tag in refs.tags] if refs else []
+        return sorted(number for number in numbers if number is not None)
+
+    def newest(self) -> Publication | None:
+        """See `Target`."""
+        with explained(self.label):
+            head = patiently(self._head)
+            return None if head is None else self._publication(head)
+
+    def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
+        """See `Target`."""
+        check_tag(tag)
+        sent_before = TRAFFIC.bytes_sent
+        with explained(self.label):
+            self._create()
+            tags = self._tags()
+            commit, there = self._commit(export, publication, message, tag, tags)
+            for name in (round_tag(publication.round), tag):
+                if name is not None:
+                    self._tag(name, commit, tags)
+        return Published(
+            status="unchanged" if there else "published",
+            round=publication.round,
+            digest=publication.digest,
+            revision=commit,
+            bytes_sent=None if uses_xet() and not there else TRAFFIC.bytes_sent - sent_before,
+        )
+
+    def prune(self, keep: int) -> list[int]:
+        """See `Target`. The commits stay in the history of `main`: only their names go."""
+        with explained(self.label):
+            tags = self._tags()
+            named = {commit for name, commit in tags.items() if round_of(name) is None}
+            rounds = sorted((number for name in tags if (number := round_of(name)) is not None), reverse=True)
+            gone = [number for number in rounds[max(1, keep) :] if tags[round_tag(number)] not in named]
+            for number in gone:
+                self._untag(round_tag(number))
+        return sorted(gone)
+
+    # What is there.
+
+    def _head(self) -> str | None:
+        """The newest commit, None where there is no repository."""
+        try:
+            sha = self._api.repo_info(self._repo_id, revision=MAIN).sha
+        except RepositoryNotFoundError as exc:
+            if exc.response.status_code == 401:  # the Hub says so of what does not exist, and of a token that is wrong
+                self._api.whoami(cache=True)
+            return None
+        return str(sha)
+
+    def _refs(self) -> GitRefs | None:
+        try:
+            return self._api.list_repo_refs(self._repo_id)
+        except RepositoryNotFoundError:
+            return None
+
+    def _tags(self) -> dict[str, str]:
+        """All tags with their commits."""
+        refs = patiently(self._refs)
+        return {tag.name: tag.target_commit for tag in refs.tags} if refs else {}
+
+    def _publication(self, commit: str) -> Publication | None:
+        return read_publication(self._repo_id, commit)
+
+    # What changes it.
+
+    def _create(self) -> None:
+        if patiently(self._head) is None:
+            patiently(lambda: self._api.create_repo(self._repo_id, private=self._private or None, exist_ok=True))
+
+    def _commit(
+        self, export: Path, publication: Publication, message: str, tag: str | None, tags: dict[str, str]
+    ) -> tuple[str, bool]:
+        """Makes the publication the head of `main`; returns the commit, and whether it was there already."""
+        for attempt in range(ATTEMPTS):
+            head = patiently(self._head)
+            if head is None:
+                raise HubError(f"{self.label} has been removed")
+            current = self._publication(head)
+            there = is_there(current, publication.run_id, publication.round, publication.digest, self.label)
+            if tag is not None and tag in tags and not (there and tags[tag] == head):
+                raise HubError(f"{self.label} has a tag {tag} already; choose another name")
+            if there:
+                return head, attempt == 0
+            if current is not None:  # its publisher may have died before it could
+                self._tag(round_tag(current.round), head, tags)
+            try:
+                info = self._api.create_commit(
+                    self._repo_id,
+                    list(_operations(export, publication, current)),
+                    commit_message=message,
+                    parent_commit=head,
+                    num_threads=_UPLOAD_THREADS,
+                )
+                return str(info.oid), False
+            except FAILURES as exc:
+                # The head is looked at in any case: the answer to a commit that succeeded may have been lost.
+                if not _is_conflict(exc):
+                    wait_or_raise(exc, attempt)
+        raise HubError(f"{self.label}: others keep publishing to it at the same time; try again later")
+
+    def _tag(self, name: str, commit: str, tags: dict[str, str]) -> None:
+        """Names a commit, and notes it in `tags`. A round's name moves if it is elsewhere; others have been checked."""
+        if tags.get(name) == commit:
+            return
+        if name in tags:
+            self._untag(name)
+        patiently(lambda: self._api.create_tag(self._repo_id, tag=name, revision=commit, exist_ok=True))
+        tags[name] = commit
+
+    def _untag(self, name: str) -> None:
+        def remove() -> None:
+            with contextlib.suppress(RevisionNotFoundError):  # an attempt whose answer was lost
+                self._api.delete_tag(self._repo_id, tag=name)
+
+        patiently(remove)
+
+
+def _is_conflict(exc: Exception) -> bool:
+    root = root_of(exc)
+    return isinstance(root, HfHubHTTPError) and root.response.status_code in _CONFLICTS
+
+
+def _operations(
+    export: Path, publication: Publication, current: Publication | None
+) -> Iterator[CommitOperationAdd | CommitOperationDelete]:
+    """The files of a publication; the library leaves out what the repository has already."""
+    names = {file.name for file in publication.files}
+    for file in publication.files:
+        operation = CommitOperationAdd(file.name, export / file.name)
+        operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading the file once more
+        yield operation
+    for path in sorted(export.iterdir()):
+        if path.name not in names:
+            yield CommitOperationAdd(path.name, path)
+    for file in current.files if current else ():
+        if file.name not in names:
+            yield CommitOperationDelete(file.name)

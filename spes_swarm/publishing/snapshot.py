@@ -1,0 +1,125 @@
+"""The reference in a peer's output directory: mapped from its newest checkpoint, not read into memory.
+
+A peer may be training there meanwhile, and remove old checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from spes_swarm.base.errors import CheckpointError
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.model.sparse_model import layout_of
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, block_digest, chunk_digest, whole_digest
+from spes_swarm.publishing.plain import empty_model
+from spes_swarm.publishing.tensor_file import map_tensors
+from spes_swarm.storage.checkpoint import Checkpoint, has_broken, load_newest
+from spes_swarm.storage.run_directory import RunDirectory
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The reference of one round."""
+
+    manifest: Manifest
+    model: PreTrainedModel  # without memory
+    layout: Layout
+    round: int
+    versions: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    blocks: tuple[FloatArray, ...]  # values of each block
+    tokens: int | None = None  # of all peers, that have gone into it; None: not known
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the whole."""
+        return whole_digest(self.versions, self.digests).hex()
+
+
+def digest_of_block(block_N: FloatArray) -> bytes:
+    """Digest of a block's values, as in reference.py."""
+    chunks = [block_N[start : start + CHUNK_ELEMENTS] for start in range(0, block_N.size, CHUNK_ELEMENTS)]
+    return block_digest([chunk_digest(chunk_N) for chunk_N in chunks])
+
+
+def take_snapshot(
+    manifest: Manifest,
+    round_number: int,
+    versions: Sequence[int],
+    blocks: Sequence[FloatArray],
+    tokens: int | None = None,
+) -> Snapshot:
+    """A snapshot of values at hand, e.g. the blocks of a flat reference.
+
+    Raises:
+        ConfigError: this version of transformers cannot build the run's model.
+        CheckpointError: it lays it out differently.
+    """
+    model = empty_model(manifest.run)
+    layout = layout_of(model)
+    if layout.digest != manifest.layout_digest:
+        raise CheckpointError("this version of transformers lays the model out differently from the run's founder")
+    digests = tuple(digest_of_block(block_N) for block_N in blocks)
+    return Snapshot(manifest, model, layout, round_number, tuple(versions), digests, tuple(blocks), tokens)
+
+
+def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lambda complaint: None) -> Snapshot:
+    """The newest checkpoint that verifies.
+
+    Args:
+        output_dir: of a peer.
+        on_complaint: told about each newer checkpoint that is passed over, and why.
+
+    Raises:
+        CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
+        ManifestError: this version of transformers does not know the run's model.
+        ConfigError: it cannot build it.
+    """
+    directory = RunDirectory(output_dir)
+    manifest = directory.require_run().build()
+    layout = layout_of(empty_model(manifest.run))
+    complaints: list[str] = []
+    for _ in range(_ATTEMPTS):  # the peer may have removed what was found, in favour of a newer one
+        writer = _writer(directory.checkpoints)
+        checkpoint, complaints = load_newest(directory.checkpoints, manifest.run_id, writer, layout)
+        if checkpoint is not None:
+            with contextlib.suppress(FileNotFoundError):
+                snapshot = _map(checkpoint, manifest, layout)
+                for complaint in complaints:
+                    on_complaint(complaint)
+                return snapshot
+    if has_broken(directory.checkpoints):
+        complaints.append(f"{directory.checkpoints} has only damaged checkpoints, set aside as broken-...")
+    if complaints:
+        complaints.append("take the output directory of another peer of the run, which has the same model")
+    raise CheckpointError("; ".join(complaints) or f"{directory.checkpoints} has no checkpoint yet")
+
+
+def _map(checkpoint: Checkpoint, manifest: Manifest, layout: Layout) -> Snapshot:
+    meta = checkpoint.meta
+    arrays = map_tensors(checkpoint.path / "reference.safetensors")
+    blocks = [arrays[block.name] for block in layout.blocks]
+    snapshot = take_snapshot(manifest, meta.round, meta.versions, blocks, meta.swarm_tokens or None)
+    if snapshot.digest != meta.reference_digest:
+        raise CheckpointError(f"{checkpoint.path}: the reference does not have the digest that the swarm agreed on")
+    return snapshot
+
+
+def _writer(checkpoints: Path) -> str:
+    """Who wrote the checkpoints; its identity file may be anywhere, and is not needed to publish."""
+    for path in sorted(checkpoints.glob("round-*-step-*/meta.json"), reverse=True):
+        try:
+            return str(json.loads(path.read_text(encoding="utf-8"))["peer_id"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # the checkpoint's own checks say what is wrong with it
+    return ""

@@ -1,0 +1,299 @@
+"""Reads a run back from where it was published: its description, and the reference block by block.
+
+    source = open_source("USER/REPO@round-000120")      # or "file:DIRECTORY", or without a revision
+    source.manifest                                      # the run, certified by its id
+    loaded = source.load(reference_N)                    # fills the flat vector, all of it verified
+    for block in source.blocks([0, 3]): ...              # some blocks, fetching little else
+
+Suffix: N elements of the flat vector.
+
+What comes from there is believed only as far as it can be checked. The run's description is certified by the run id,
+which the caller compares with the one he wants. Every byte of the weights has the hash in the publication manifest,
+every block the digest, and all blocks together the digest of the whole. That this is a reference of the *swarm* the
+manifest alone does not show: whoever can write to the repository can publish another. A peer that joins a live run
+compares the digests with those of its donors; one that goes on with a run that nobody else has trusts the owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from spes_swarm.base.wording import plural
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.model.sparse_model import layout_of
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
+from spes_swarm.publishing.directory import DirectoryFiles
+from spes_swarm.publishing.errors import PublicationError
+from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.plain import empty_model
+from spes_swarm.publishing.publication import Publication, PublishedFile
+from spes_swarm.publishing.remote import RemoteFiles
+from spes_swarm.publishing.snapshot import digest_of_block
+from spes_swarm.publishing.tensor_file import StoredTensor, map_tensors, read_header
+from spes_swarm.publishing.weights import ITEM_BYTES, Piece, SavedTensor, pieces_by_block, saved_tensors, split_blocks
+
+# Bytes between two wanted ranges that are rather fetched than asked around.
+_GAP_BYTES = 256 * 1024
+_REQUEST_BYTES = 64 << 20  # a single tensor may be larger
+# Room in the weight files for what is not weights: headers, and buffers.
+_OVERHEAD = 1.1
+_OVERHEAD_BYTES = 64 << 20
+
+
+class Files(Protocol):
+    """The files of one revision, wherever they are."""
+
+    label: str  # for messages; never a path
+    revision: str  # what names exactly this state: a commit, or a round's directory
+
+    def publication(self) -> Publication:
+        """The publication manifest, verified."""
+
+    def fetch(self, file: PublishedFile) -> Path:
+        """A whole file on this machine's disk, with its published hash."""
+
+    def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
+        """Bytes of a file, not verified."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedReference:
+    """What `load` has filled the vector with."""
+
+    manifest: Manifest
+    revision: str
+    round: int
+    versions: tuple[int, ...]  # of each block
+    digests: tuple[bytes, ...]
+    digest: str  # hex, of the whole
+    tokens: int | None  # trained on by all peers together
+    steps: int
+    peers: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedBlock:
+    """One block with the digest that its publication says."""
+
+    index: int
+    version: int
+    digest: bytes
+    values_N: FloatArray
+
+
+def open_source(location: str, expected_run_id: str | None = None) -> PublicationSource:
+    """Finds a publication and verifies its manifest; no weights are fetched yet.
+
+    Args:
+        location: `USER/REPO` or `file:DIRECTORY`, with `@REVISION` (a tag such as round-000120, or a commit) if it is
+            not to be the newest.
+        expected_run_id: refuse any other run.
+
+    Raises:
+        ConfigError: `location` is neither.
+        HubError: it cannot be reached, or is refused.
+        PublicationError: there is no publication, or one that cannot be used, or of another run.
+    """
+    place = parse_location(location, with_revision=True)
+    files: Files
+    if place.path is not None:
+        files = DirectoryFiles(place.path, place.revision)
+    else:
+        files = RemoteFiles(str(place.repo_id), place.revision)
+    try:
+        source = PublicationSource(files)
+    except PublicationError as exc:
+        raise PublicationError(f"{exc}; {another_revision(location)}") from exc
+    if expected_run_id is not None and source.manifest.run_id != expected_run_id:
+        raise PublicationError(f"{files.label} is of run {source.manifest.run_id}, not {expected_run_id}")
+    return source
+
+
+def another_revision(location: str | None) -> str:
+    """What to do about a damaged publication."""
+    which = "an earlier" if location is None or "@" not in location else "another"
+    return f"{which} round may be whole: name it, as in ...@round-000120"
+
+
+class PublicationSource:
+    """One published revision.
+
+    Attributes:
+        publication: what it says about itself.
+        revision: what names exactly this revision.
+    """
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self.publication = files.publication()
+        self.revision = files.revision
+
+    @property
+    def manifest(self) -> Manifest:
+        """The run's manifest, verified."""
+        return self.publication.manifest
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the run's model.
+
+        Raises:
+            ConfigError: this version of transformers cannot build the model.
+            PublicationError: it lays it out differently.
+        """
+        return self._model[0]
+
+    @cached_property
+    def _model(self) -> tuple[Layout, dict[str, SavedTensor]]:
+        model = empty_model(self.manifest.run)
+        layout = layout_of(model)
+        if layout.digest != self.publication.layout or len(layout.blocks) != len(self.publication.blocks):
+            raise PublicationError(f"{self._files.label}: this version of transformers lays the model out differently")
+        return layout, saved_tensors(model, layout)
+
+    def load(self, reference_N: FloatArray) -> LoadedReference:
+        """Fetches all weight files and fills the flat reference (N,), tensor by tensor.
+
+        Files that are in the cache already are not fetched. After an error `reference_N` holds a part of the weights.
+
+        Raises:
+            HubError: a file cannot be fetched or stored.
+            PublicationError: it is not what was published.
+            ValueError: `reference_N` is not fp32 of the model's size.
+        """
+        layout, expected = self._model
+        if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
+            raise ValueError(f"expected float32 of shape ({layout.num_elements},)")
+        self._check_sizes()
+        blocks = split_blocks(layout, reference_N)
+        missing = {name: tensor for name, tensor in expected.items() if tensor.pieces}
+        for file in self.publication.weights:
+            for name, values in map_tensors(self._files.fetch(file), file.name).items():
+                if name in missing:
+                    self._fill(blocks, missing.pop(name), values)
+        if missing:
+            what = f"{plural(len(missing), 'tensor')} missing, the first of them {min(missing)}"
+            raise PublicationError(f"{self._files.label}: {what}")
+        digests = tuple(self._verified(index, block_N) for index, block_N in enumerate(blocks))
+        publication = self.publication
+        return LoadedReference(
+            manifest=self.manifest,
+            revision=self.revision,
+            round=publication.round,
+            versions=tuple(publication.versions),
+            digests=digests,
+            digest=publication.digest,
+            tokens=publication.tokens,
+            steps=publication.steps,
+            peers=publication.peers,
+        )
+
+    def blocks(self, wanted: Iterable[int]) -> Iterator[LoadedBlock]:
+        """Fetches single blocks, and of the files only the ranges where these lie, if the server can do that.
+
+        So a newcomer can take a block from here when a peer has announced the same digest for it
+        (`publication.blocks[index]`). An expert's ranges are short, and there is one for each layer or more.
+
+        Raises:
+            HubError: it cannot be fetched.
+            PublicationError: it is not what was published.
+            ValueError: there is no such block.
+        """
+        layout, expected = self._model
+        by_block = pieces_by_block(expected)
+        for index in wanted:
+            if not 0 <= index < len(layout.blocks):
+                raise ValueError(f"block {index} of {len(layout.blocks)}")
+            values_N = np.empty(layout.blocks[index].size, dtype=np.float32)
+            wanted_pieces = [self._locate(tensor, number) for tensor, number in by_block[index]]
+            for piece, data in self._read(wanted_pieces):
+                piece.view(values_N)[...] = np.frombuffer(data, dtype="<f4").reshape(piece.shape)
+            digest = self._verified(index, values_N)
+            version = self.publication.blocks[index].version
+            yield LoadedBlock(index=index, version=version, digest=digest, values_N=values_N)
+
+    # Inside.
+
+    def _check_sizes(self) -> None:
+        """Nobody is made to fetch much more than the model."""
+        total = sum(file.size for file in self.publication.weights)
+        if total > _OVERHEAD * ITEM_BYTES * self.layout.num_elements + _OVERHEAD_BYTES:
+            raise PublicationError(f"{self._files.label}: the weight files are larger than the model")
+
+    @cached_property
+    def _stored(self) -> dict[str, tuple[PublishedFile, StoredTensor]]:
+        """Where each tensor lies in the files, by their headers."""
+        self._check_sizes()
+        found: dict[str, tuple[PublishedFile, StoredTensor]] = {}
+        for file in self.publication.weights:
+            header = read_header(partial(self._files.read, file), file.size, file.name)
+            found.update({name: (file, stored) for name, stored in header.items()})
+        return found
+
+    def _locate(self, tensor: SavedTensor, number: int) -> _Wanted:
+        """Where one of a tensor's pieces lies; they are stacked along its first dimension."""
+        file, stored = self._stored.get(tensor.name, (None, None))
+        if file is None or stored is None or stored.shape != tensor.shape:
+            raise PublicationError(f"{self._files.label}: tensor {tensor.name} is missing, or of another shape")
+        piece = tensor.pieces[number]
+        begin = stored.begin + number * ITEM_BYTES * piece.size
+        return _Wanted(file, begin, begin + ITEM_BYTES * piece.size, piece)
+
+    def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[Piece, memoryview]]:
+        """The bytes of all these pieces, those that are near each other in one request."""
+        for group in _groups(wanted):
+            first, end = group[0].begin, max(item.end for item in group)
+            data = memoryview(self._files.read(group[0].file, first, end))
+            for item in group:
+                yield item.piece, data[item.begin - first : item.end - first]
+
+    def _fill(self, blocks: list[FloatArray], tensor: SavedTensor, values: FloatArray) -> None:
+        if values.shape != tensor.shape:
+            raise PublicationError(f"{self._files.label}: {tensor.name} has shape {values.shape}, not {tensor.shape}")
+        for index, piece in enumerate(tensor.pieces):
+            piece.view(blocks[piece.block])[...] = values if len(tensor.pieces) == 1 else values[index]
+
+    def _verified(self, index: int, values_N: FloatArray) -> bytes:
+        digest = digest_of_block(values_N)
+        starts = range(0, values_N.size, CHUNK_ELEMENTS)
+        finite = all(np.isfinite(values_N[start : start + CHUNK_ELEMENTS]).all() for start in starts)
+        if digest.hex() != self.publication.blocks[index].digest or not finite:
+            name = self.layout.blocks[index].name
+            raise PublicationError(f"{self._files.label}: block {name!r} does not have the published digest")
+        return digest
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A piece with its place in a file."""
+
+    file: PublishedFile
+    begin: int
+    end: int
+    piece: Piece
+
+
+def _groups(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Neighbours in one file, in order, as long as one request for them stays of a moderate size."""
+    group: list[_Wanted] = []
+    for item in sorted(wanted, key=lambda item: (item.file.name, item.begin)):
+        fits = (
+            group
+            and item.file == group[-1].file
+            and item.begin - group[-1].end <= _GAP_BYTES
+            and item.end - group[0].begin <= _REQUEST_BYTES
+        )
+        if group and not fits:
+            yield group
+            group = []
+        group.append(item)
+    if group:
+        yield group

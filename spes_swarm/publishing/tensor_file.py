@@ -1,0 +1,99 @@
+"""The header of a safetensors file: which tensor lies where, so that parts of a file can be read without the rest.
+
+Format: 8 bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes
+(https://github.com/huggingface/safetensors#format). A file may come from anybody: nothing in its header is believed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_swarm.base.decoding import load_json
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.publishing.errors import PublicationError
+from spes_swarm.publishing.regular_file import open_regular
+
+MAX_HEADER_BYTES = 64 << 20
+# 12 for each tensor: 80,000 tensors, where the largest models have some 10,000 in a file.
+_MAX_ELEMENTS = 1_000_000
+MAX_DIMENSIONS = 8
+_LENGTH_BYTES = 8
+
+Read = Callable[[int, int], bytes]  # (begin, end) in bytes -> exactly these bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One fp32 tensor of a file."""
+
+    shape: tuple[int, ...]
+    begin: int  # first byte in the file
+    end: int
+
+
+def read_header(read: Read, file_bytes: int, name: str) -> dict[str, StoredTensor]:
+    """The fp32 tensors of a file.
+
+    Args:
+        read: reads bytes of the file.
+        file_bytes: its size.
+        name: of the file, for messages.
+
+    Raises:
+        PublicationError: it is not a safetensors file, or one with other tensors than fp32.
+    """
+    if file_bytes < _LENGTH_BYTES:
+        raise PublicationError(f"{name} is not a safetensors file")
+    data_begin = _LENGTH_BYTES + int.from_bytes(read(0, _LENGTH_BYTES), "little")
+    if data_begin > min(file_bytes, MAX_HEADER_BYTES):
+        raise PublicationError(f"{name} is not a safetensors file")
+    try:
+        header = load_json(read(_LENGTH_BYTES, data_begin), max_elements=_MAX_ELEMENTS)
+        entries = {key: value for key, value in header.items() if key != "__metadata__"}
+        return {key: _stored(value, data_begin, file_bytes) for key, value in entries.items()}
+    except (ProtocolError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise PublicationError(f"{name} is not a safetensors file of fp32 tensors") from exc
+
+
+def _stored(entry: dict[str, Any], data_begin: int, file_bytes: int) -> StoredTensor:
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    numbers = (*shape, begin, end)
+    if any(type(number) is not int or not 0 <= number <= file_bytes for number in numbers):
+        raise ValueError("a number out of range")
+    if entry["dtype"] != "F32" or len(shape) > MAX_DIMENSIONS or end - begin != 4 * math.prod(shape):
+        raise ValueError("not fp32, or of another size")
+    if data_begin + end > file_bytes:
+        raise ValueError("beyond the end of the file")
+    return StoredTensor(shape, data_begin + begin, data_begin + end)
+
+
+def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
+    """All tensors of a local file, read-only and mapped from disk: only what is looked at is read.
+
+    Args:
+        path: a regular file.
+        name: for messages; None: the path's last part.
+
+    Raises:
+        PublicationError: as `read_header`, or it is not a regular file.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def read(begin: int, end: int) -> bytes:
+            file.seek(begin)
+            return file.read(end - begin)
+
+        tensors = read_header(read, size, name or path.name)
+        mapped = np.memmap(file, dtype=np.uint8, mode="r")
+    # A header need not align the data; a view would be misaligned then, which numpy allows.
+    return {name: mapped[t.begin : t.end].view("<f4").reshape(t.shape) for name, t in tensors.items()}

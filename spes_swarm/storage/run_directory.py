@@ -1,0 +1,245 @@
+"""The output directory of a peer: what lies where, and that two runs or two processes never share one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from spes_swarm.base.errors import CheckpointError, ManifestError, UserError
+from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
+
+
+def lock_file(path: Path, what: str, advice: str) -> int:
+    """Locks a file for as long as this process lives; returns the file descriptor that holds the lock.
+
+    Raises:
+        UserError: another process has locked it; the message says `what` is in use, with `advice`.
+    """
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError as exc:
+        raise UserError(f"{what}: {exc.strerror}") from exc
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(lock)
+        raise UserError(f"{what} is in use by another process; {advice}") from exc
+    return lock
+
+
+def lock_identity(path: Path) -> int:
+    """Locks an existing identity file for this process; returns the file descriptor that holds the lock.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    return lock_file(path, f"identity file {path}", "every peer needs one of its own")
+
+
+@dataclass(frozen=True)
+class KnownData:
+    """The data of the last stay."""
+
+    source: str
+    differs: bool  # from the run's, as the user said
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside OUTPUT_DIR."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """The event log."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def identity(self) -> Path:
+        """Where the identity file is unless the user names another."""
+        return self.path / "identity.key"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def partial_reference(self) -> Path:
+        """What a newcomer has fetched so far; gone when the download is complete."""
+        return self.path / "reference.partial"
+
+    @property
+    def _peers(self) -> Path:
+        return self.path / "peers.json"
+
+    def known_peers(self) -> list[str]:
+        """Addresses of other peers at the last checkpoint; none when the file is missing or damaged."""
+        try:
+            peers = json.loads(self._peers.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return []
+        return [peer for peer in peers if isinstance(peer, str)] if isinstance(peers, list) else []
+
+    def remember_peers(self, maddrs: list[str]) -> None:
+        """Keeps addresses for the next start. None at all says nothing new, and replaces nothing.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        if not maddrs:
+            return
+        temporary = self._peers.with_name(f".peers.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(maddrs), encoding="utf-8")
+            temporary.replace(self._peers)
+        except OSError as exc:
+            raise UserError(f"{self._peers} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def _port(self) -> Path:
+        return self.path / "port"
+
+    def known_port(self) -> int | None:
+        """TCP port of the last stay; None when the file is missing or damaged."""
+        try:
+            port = int(self._port.read_text(encoding="ascii")[:8])
+        except (OSError, ValueError):
+            return None
+        return port if 0 < port < 65536 else None
+
+    def remember_port(self, port: int) -> None:
+        """Keeps the TCP port for the next start, so that addresses that others have kept stay valid.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        try:
+            self._port.write_text(f"{port}\n", encoding="ascii")
+        except OSError as exc:
+            raise UserError(f"{self._port} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def _data(self) -> Path:
+        return self.path / "data.json"
+
+    def known_data(self) -> KnownData | None:
+        """Which data the last stay trained on; None in a fresh directory, and when the file is damaged."""
+        try:
+            stored = json.loads(self._data.read_text(encoding="utf-8"))
+            source, differs = stored["source"], stored["differs"]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
+        return KnownData(source, differs) if isinstance(source, str) and isinstance(differs, bool) else None
+
+    def remember_data(self, source: str, *, differs: bool) -> None:
+        """Keeps for the next start which data this peer trains on.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        temporary = self._data.with_name(f".data.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps({"source": source, "differs": differs}), encoding="utf-8")
+            temporary.replace(self._data)
+        except OSError as exc:
+            raise UserError(f"{self._data} cannot be written: {exc.strerror}") from exc
+
+    @property
+    def _manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    def check(self) -> None:
+        """Refuses a directory that `prepare` would refuse, as far as that can be seen without making it.
+
+        Raises:
+            UserError: it cannot be made, or another process uses it.
+        """
+        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if os.path.lexists(parent))
+        if not existing.is_dir():
+            raise UserError(f"output directory {self.path}: {os.strerror(errno.ENOTDIR)}")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"output directory {self.path}: {os.strerror(errno.EACCES)}")
+        if self._lock.exists():
+            os.close(self._take_lock())
+
+    @property
+    def _lock(self) -> Path:
+        return self.path / ".lock"
+
+    def _take_lock(self) -> int:
+        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir")
+
+    def prepare(self) -> int:
+        """Makes the directory and locks it for this process; returns the lock's file descriptor.
+
+        Raises:
+            UserError: it cannot be made, or another process uses it.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock.touch()
+        except OSError as exc:
+            raise UserError(f"output directory {self.path}: {exc.strerror}") from exc
+        return self._take_lock()
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of the run that this directory belongs to, None for a fresh directory.
+
+        Raises:
+            CheckpointError: there is one, but it is corrupt.
+        """
+        raw = self.raw_manifest()
+        try:
+            return None if raw is None else raw.build()
+        except ManifestError as exc:
+            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+
+    def raw_manifest(self) -> RawManifest | None:
+        """The same, before its model is built.
+
+        Raises:
+            CheckpointError: as `manifest`, but for what concerns the model.
+        """
+        try:
+            if not self._manifest.exists():
+                return None
+            stored = json.loads(self._manifest.read_text(encoding="utf-8"))
+            wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
+            return read_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ManifestError) as exc:
+            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+
+    def require_run(self) -> RawManifest:
+        """The manifest of a directory that must belong to a run, before its model is built.
+
+        Raises:
+            CheckpointError: it belongs to none, or its manifest is corrupt.
+        """
+        manifest = self.raw_manifest()
+        if manifest is None:
+            raise CheckpointError(f"{self.path} is not the output directory of a run: give the --output-dir of a peer")
+        return manifest
+
+    def remember(self, manifest: Manifest) -> None:
+        """Ties the directory to a run.
+
+        Raises:
+            UserError: it could not be written; what was remembered before still is.
+        """
+        wire = {key: value.hex() for key, value in manifest.to_wire().items()}
+        temporary = self._manifest.with_name(f".manifest.{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                json.dump({"run_id": manifest.run_id, **wire}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._manifest)
+        except OSError as exc:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"{self._manifest} could not be written: {exc.strerror}") from exc

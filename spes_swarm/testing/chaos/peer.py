@@ -1,0 +1,168 @@
+"""A started peer, followed for hours through its metrics."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from spes_swarm.testing.chaos.report import Attempt
+from spes_swarm.testing.local_peer import Event, LocalPeer
+
+# What only a member that lies can be named for; that a connection was lost may happen to anybody.
+_LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weight"})
+_NUM_PROCESSES = 3  # the trainer, the network process, p2pd
+
+
+def accuses(fault: Event) -> bool:
+    """Whether a `fault` event names a liar or a laggard."""
+    return fault["kind"] in _LIES or "too slow" in fault["detail"]
+
+
+class ChaosPeer:
+    """One start of a peer, and what it has told so far.
+
+    Attributes:
+        rounds: the `round` events by number.
+        commits: when it committed each of them (Unix time).
+        groups: when the newest group of a round formed.
+        accusations: faults since they were last looked at that name a liar or a laggard; all peers here are honest.
+        steps: local steps since its last commit.
+        told_to_end: nobody may be surprised when it ends.
+        over: it has ended, and all that it wrote was read.
+        side: which half of a cut it is in, "" for none.
+    """
+
+    def __init__(self, name: str, process: LocalPeer, host: int | None) -> None:
+        self.name = name
+        self.process = process
+        self.host = host  # in the local network
+        self.peer_id = ""
+        self.run_id = ""
+        self.rounds: dict[int, Event] = {}
+        self.commits: dict[int, float] = {}
+        self.groups: dict[int, float] = {}
+        self.accusations: list[str] = []
+        self.steps = 0
+        self.synced_at: float | None = None
+        self.told_to_end = False
+        self.stopped = False
+        self.over = False
+        self.side = ""
+        self._steps_of = -1
+        self._processes: list[psutil.Process] = []
+
+    @property
+    def directory(self) -> Path:
+        """Its output directory, which outlives it."""
+        return self.process.output_dir
+
+    @property
+    def alive(self) -> bool:
+        """Whether its main process is there."""
+        return self.process.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its main process; negative for a signal."""
+        return self.process.process.poll()
+
+    @property
+    def last_round(self) -> int:
+        """The newest round that it has reported as committed."""
+        return max(self.rounds, default=0)
+
+    @property
+    def round(self) -> int:
+        """The round that it has committed, as its steps tell before the report does."""
+        return max(self.last_round, self._steps_of)
+
+    def committed_before(self, at: float) -> int:
+        """The newest round that it had committed at a time, as far as it has reported."""
+        return max((number for number, committed in self.commits.items() if committed <= at), default=0)
+
+    def read(self) -> list[Event]:
+        """Takes in what it has written since the last call; returns the rounds among it."""
+        rounds = []
+        for event in self.process.new_events():
+            match event["event"]:
+                case "step":
+                    self.steps = self.steps + 1 if event["round"] == self._steps_of else 1
+                    self._steps_of = event["round"]
+                case "group":
+                    self.groups.pop(event["round"], None)  # an earlier attempt; the newest comes last
+                    self.groups[event["round"]] = event["time"]
+                case "round":
+                    number = event["round"]
+                    self.rounds[number] = event
+                    # The event is written when the traffic is known, which may be seconds after the commit.
+                    grouped = self.groups.get(number)
+                    self.commits[number] = event["time"] if grouped is None else grouped + event["exchange_seconds"]
+                    rounds.append(event)
+                case "join":
+                    self.run_id, self.peer_id = event["run_id"], event["peer_id"]
+                case "sync":
+                    self.synced_at = event["time"]
+                case "fault" if accuses(event):
+                    self.accusations.append(f"of {event['peer']}: {event['kind']}: {event['detail']}")
+        return rounds
+
+    def attempts(self) -> list[Attempt]:
+        """Its attempts at rounds that came to a group, committed or not."""
+        attempts = []
+        # An attempt without a commit ends where the next one begins.
+        ends = [*list(self.groups.values())[1:], float("inf")]
+        for (number, grouped), ended in zip(self.groups.items(), ends, strict=True):
+            event = self.rounds.get(number)
+            if event is None:
+                attempts.append(Attempt(grouped, grouped, ended))
+            else:
+                began = grouped - float(event["group_seconds"])
+                attempts.append(Attempt(began, grouped, grouped + float(event["exchange_seconds"])))
+        return attempts
+
+    def processes(self) -> list[psutil.Process]:
+        """Main process, network process and p2pd, as far as they have been started: looking for them takes long."""
+        if len(self._processes) < _NUM_PROCESSES and self.alive:
+            tree = self.process.tree()
+            # A child has its parent's name until it becomes p2pd.
+            if len(tree) == _NUM_PROCESSES and _name(tree[-1]) == "p2pd":
+                self._processes = tree
+            return tree
+        return self._processes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its processes have been started."""
+        return len(self.processes()) >= _NUM_PROCESSES
+
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def last_words(self) -> str:
+        """The last line that it printed."""
+        return (self.process.text().strip().splitlines() or [""])[-1]
+
+    def state(self) -> str:
+        """What there is to know about it, for the record of a problem."""
+        lines = [
+            f"{self.name}: round {self.last_round}, {self.steps} steps since; exit code {self.exit_code}",
+            f"groups: {dict(list(self.groups.items())[-5:])}",
+            f"commits: {dict(list(self.commits.items())[-5:])}",
+            self.process.tail(),
+        ]
+        for process in self.processes():
+            with suppress(psutil.Error):
+                lines.append(f"process {process.pid} {process.name()}: {process.status()}, {process.cpu_times()}")
+        return "\n".join(lines)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""

@@ -1,0 +1,209 @@
+"""Peers on this machine as processes of their own: for the demo, experiments and tests.
+
+A peer is watched through its metrics and ended by pid. Every wait is for an event and has a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import psutil
+
+from spes_swarm.base.errors import SwarmError
+
+_POLL_S = 0.05
+PATIENCE_S = 600.0  # for what will come, however busy the machine; nothing is measured with it
+Event = dict[str, Any]
+
+
+class PeerProcess(Protocol):
+    """What is needed of a started process; subprocess.Popen is one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal, None while it runs."""
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Signals it alone."""
+
+    def kill(self) -> None:
+        """SIGKILL to it alone."""
+
+
+def launch_join(arguments: Sequence[str], log: Path) -> PeerProcess:
+    """Starts `python -m spes_swarm.join` with its output appended to `log`."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "spes_swarm.join", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+class LocalPeerError(SwarmError):
+    """A local peer did not do what was waited for; the message has the end of its output."""
+
+
+class LocalPeer:
+    """One `python -m spes_swarm.join` with everything that it starts."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        arguments: Sequence[str],
+        launch: Callable[[Sequence[str], Path], PeerProcess] = launch_join,
+    ) -> None:
+        self.output_dir = output_dir
+        self.arguments = [str(argument) for argument in arguments]
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self.log = output_dir / "console.log"
+        # A directory may have been used by an earlier process: only what this one writes counts.
+        self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._metrics_read = self._metrics_start
+        self.process = launch(["--output-dir", str(output_dir), *self.arguments], self.log)
+
+    @property
+    def _metrics_path(self) -> Path:
+        return self.output_dir / "metrics.jsonl"
+
+    def _written_since(self, position: int) -> bytes:
+        """The whole lines of its metrics from a position on; an empty one ends what an earlier process left."""
+        if not self._metrics_path.exists():
+            return b""
+        with self._metrics_path.open("rb") as file:
+            file.seek(position)
+            # In one piece: read line by line, a line that is being written would come as two.
+            written = file.read()
+        return written[: written.rfind(b"\n") + 1]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """What this process has written to its metrics so far."""
+        events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines() if line]
+        return events if kind is None else [event for event in events if event["event"] == kind]
+
+    def new_events(self) -> list[Event]:
+        """What this process has written to its metrics since the last call: for those who follow it for hours."""
+        written = self._written_since(self._metrics_read)
+        self._metrics_read += len(written)
+        return [json.loads(line) for line in written.splitlines() if line]
+
+    def rounds(self) -> dict[int, Event]:
+        """Committed rounds by number."""
+        return {event["round"]: event for event in self.events("round")}
+
+    def wait_for(
+        self, kind: str, condition: Callable[[Event], bool] = lambda event: True, timeout_s: float = PATIENCE_S
+    ) -> Event:
+        """Waits for an event that satisfies `condition`.
+
+        Raises:
+            LocalPeerError: there was none before the deadline, or before the peer ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for event in self.events(kind):
+                if condition(event):
+                    return event
+            ended = self.process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                why = f"the peer ended with code {self.process.returncode}" if ended else f"after {timeout_s:.0f} s"
+                for event in self.events(kind):  # it may have been written just before the end
+                    if condition(event):
+                        return event
+                raise LocalPeerError(f"no such {kind!r} event: {why}\n{self.tail()}")
+            time.sleep(_POLL_S)
+
+    def wait_for_round(self, number: int, timeout_s: float = PATIENCE_S) -> Event:
+        """Waits until a round of at least that number is committed."""
+        return self.wait_for("round", lambda event: event["round"] >= number, timeout_s)
+
+    def text(self) -> str:
+        """What this process has printed so far."""
+        if not self.log.exists():
+            return ""
+        return self.log.read_bytes()[self._log_start :].decode(errors="replace")
+
+    def tail(self) -> str:
+        """The end of what it printed, and its faults."""
+        text = self.text()
+        faults = self.events("fault")[-10:]
+        return f"--- {self.output_dir.name}:\n{text[-3000:]}\nfaults: {faults}"
+
+    def address(self, timeout_s: float = PATIENCE_S, host: str = "127.0.0.1") -> str:
+        """An address that peers on this machine can use; `host` is that of a peer in a namespace (local_network.py).
+
+        Raises:
+            LocalPeerError: it did not say that it listens there.
+        """
+        listening = self.wait_for("listening", timeout_s=timeout_s)
+        for maddr in listening["maddrs"]:
+            if maddr.startswith(f"/ip4/{host}/"):
+                return str(maddr)
+        raise LocalPeerError(f"it does not listen on {host}, only on {listening['maddrs']}\n{self.tail()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Ends it, and all that it started, at once."""
+        self.signal_tree(signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.wait(PATIENCE_S)
+
+    def tree(self) -> list[psutil.Process]:
+        """The main process and all that it has started; nothing once it has ended, when its pid may be another's."""
+        if self.process.poll() is not None:
+            return []
+        try:
+            main = psutil.Process(self.process.pid)
+            return [main, *main.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def signal_tree(self, number: int) -> None:
+        """Sends a signal to the main process and all that it has started."""
+        for process in self.tree():
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL to the main process only, as the kernel's OOM killer does; returns what was its tree."""
+        tree = self.tree()
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+        return tree
+
+    def terminate(self, timeout_s: float = PATIENCE_S) -> int:
+        """SIGTERM; returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        """Waits for it to end by itself; returns the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LocalPeerError(f"the peer did not end within {timeout_s:.0f} s\n{self.tail()}") from None

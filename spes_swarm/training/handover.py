@@ -1,0 +1,95 @@
+"""The trainer's side of handing moments over: puts them into shared memory for the network process, or takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+
+from spes_swarm.base.shared_vector import SharedVector
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.port.messages import Received
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.training.adoption import WarmUp, read_moments, write_moments
+
+_COMMAND_TIMEOUT_S = 30.0
+
+
+class Handover:
+    """Gives the moments of experts to those who take them over, and takes those of adopted ones.
+
+    Attributes:
+        warm_up: of the experts that were adopted and have no moments yet.
+    """
+
+    def __init__(
+        self,
+        network: Port,
+        model: SparseModel,
+        optimiser: torch.optim.AdamW,
+        metrics: Metrics,
+        warmup_steps: int,
+    ) -> None:
+        self._network = network
+        self._model = model
+        self._optimiser = optimiser
+        self._metrics = metrics
+        self._pending: Future[dict[int, Received]] | None = None  # moments on their way
+        self._arriving: dict[int, FloatArray] = {}
+        self.warm_up = WarmUp(warmup_steps)
+
+    def give(self, round_number: int, experts: Sequence[int]) -> dict[int, str]:
+        """Offers the moments of experts that are held until now; returns their digests."""
+        if not experts:
+            return {}
+        memory = SharedVector.create(num_moments(experts, self._model.layout))
+        step = 0
+        digests: dict[int, str] = {}
+        for expert, moments_2N in slices(memory.values_N, experts, self._model.layout).items():
+            step = max(step, read_moments(self._optimiser, self._model, expert, moments_2N))
+            digests[expert] = moments_digest(moments_2N)
+        self._network.ask(
+            Commands.offer_moments,
+            _COMMAND_TIMEOUT_S,
+            round_number=round_number,
+            step=step,
+            experts=tuple(experts),
+            memory_fd=memory.fd,
+        )
+        memory.close()
+        return digests
+
+    def ask(self, round_number: int, sources: Mapping[int, tuple[str, ...]]) -> None:
+        """Asks the peers that give experts up for their moments; training goes on meanwhile, from fresh ones."""
+        self._pending = None  # what was still on its way came too late
+        if not sources:
+            return
+        memory = SharedVector.create(num_moments(tuple(sources), self._model.layout))
+        self._pending = self._network.submit(
+            Commands.fetch_moments, round_number=round_number, sources=dict(sources), memory_fd=memory.fd
+        )
+        # The network process maps the memory through this process's descriptor.
+        self._pending.add_done_callback(lambda _: memory.close())
+        self._arriving = slices(memory.values_N, tuple(sources), self._model.layout)
+
+    def take(self, round_number: int) -> None:
+        """Goes on with the moments that have arrived, if any have."""
+        if self._pending is None or not self._pending.done():
+            return
+        pending, self._pending = self._pending, None
+        for expert, received in pending.result().items():
+            if expert not in self._model.held:
+                continue
+            write_moments(self._optimiser, self._model, expert, self._arriving[expert], received.step)
+            self.warm_up.stop([expert])
+            now_2N = np.empty_like(self._arriving[expert])
+            read_moments(self._optimiser, self._model, expert, now_2N)
+            self._metrics.write(
+                "moments", expert=expert, peer=received.peer_id, round=round_number, digest=moments_digest(now_2N)
+            )
+        self._arriving = {}

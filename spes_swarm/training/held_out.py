@@ -1,0 +1,85 @@
+"""The loss on held-out text: when it is measured, on which sequences, and how far it can be trusted.
+
+All peers with the same data measure the same sequences (sampler.evaluation_batches), a sample spread over the whole
+held-out split. Its standard error tells how far the loss on the whole split may be from that on the sample; it says
+nothing of text of another kind.
+
+Shapes: B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spes_swarm.model.losses import cross_entropy_of_sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """A measured loss, in nats a token."""
+
+    mean: float  # over the sequences; all have the same length
+    stderr: float | None  # standard error of the mean; None: a single sequence has none
+
+
+def held_out_loss(losses: Sequence[float]) -> HeldOutLoss:
+    """The mean of the losses of sequences, and its standard error, as if they were drawn independently.
+
+    They are drawn from equal parts of the split, which can only make the true error smaller.
+    """
+    mean = math.fsum(losses) / len(losses)
+    if len(losses) < 2:
+        return HeldOutLoss(mean=mean, stderr=None)
+    variance = math.fsum((loss - mean) ** 2 for loss in losses) / (len(losses) - 1)
+    return HeldOutLoss(mean=mean, stderr=math.sqrt(variance / len(losses)))
+
+
+class HeldOutText:
+    """Measures a model on the run's held-out sequences.
+
+    Args:
+        batches: int64, each (B, S); none: nothing is ever measured.
+        every_rounds: rounds between measurements; 0: never.
+        device: where the model is.
+        autocast: precision in which the model is trained.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[npt.NDArray[np.int64]],
+        every_rounds: int,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._batches = batches
+        self._every_rounds = every_rounds
+        self._device = device
+        self._autocast = autocast
+
+    def due(self, round_number: int, *, first: bool, last: bool) -> bool:
+        """Whether the model is measured after a commit.
+
+        Args:
+            round_number: of the commit; all peers measure the same rounds.
+            first: it is the first commit of this peer's stay, whose loss the later ones are compared with.
+            last: it is known to be the last, whose loss the run is remembered for.
+        """
+        if not self._every_rounds or not self._batches:
+            return False
+        return first or last or round_number % self._every_rounds == 0
+
+    def measure(self, module: torch.nn.Module) -> HeldOutLoss:
+        """Measures the model as it is now; its mode stays what it was."""
+        losses: list[float] = []
+        with self._autocast():
+            for batch_BS in self._batches:
+                ids_BS = torch.from_numpy(batch_BS).to(self._device)
+                losses += cross_entropy_of_sequences(module, ids_BS).tolist()
+        return held_out_loss(losses)

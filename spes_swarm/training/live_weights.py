@@ -1,0 +1,124 @@
+"""The weights that a peer trains, between two vectors: the swarm's reference, and what the peer contributes.
+
+Only trained blocks are contributed; all others follow the reference. With overlap the peer trains on while a round is
+under way, and what it has learnt meanwhile is kept on top of the outcome.
+
+Shape: N elements of the flat vector, or of one block of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.merge import merge_alpha, merge_due, merged_slots
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.protocol.consensus.codec import FloatArray
+
+
+class LiveWeights:
+    """Moves values between a model and the flat vectors.
+
+    Args:
+        model: whose weights these are; what it holds decides which blocks are trained.
+        reference_N: the reference; only read.
+        contribution_N: where trained blocks are put for a round, and where its outcome for them lies afterwards.
+        run: the swarm's settings of rounds and merge.
+    """
+
+    def __init__(self, model: SparseModel, reference_N: FloatArray, contribution_N: FloatArray, run: RunConfig) -> None:
+        self._model = model
+        self._reference_N = reference_N
+        self._contribution_N = contribution_N
+        self._merge = run.merge
+        self._inner_steps = run.round.inner_steps
+        self._overlap = run.round.overlap
+        self._contributed: dict[int, FloatArray] = {}  # with overlap: what was contributed, block by block
+
+    @property
+    def trained_blocks(self) -> list[int]:
+        """Shared layers and held experts."""
+        return [0, *(1 + expert for expert in self._model.held)]
+
+    def read_trained(self, out_N: FloatArray) -> None:
+        """Copies the trained blocks to their places in a vector of the whole model."""
+        for index in self.trained_blocks:
+            block = self._model.layout.blocks[index]
+            self._model.read_block(index, out_N[block.start : block.stop])
+
+    def contribute(self) -> bool:
+        """Copies the trained blocks into the contribution; whether all their values are finite."""
+        self.read_trained(self._contribution_N)
+        finite = True
+        for index in self.trained_blocks:
+            values_N = self._contribution_N[self._where(index)]
+            if self._overlap:
+                self._contributed[index] = values_N.copy()
+            # The sum is finite exactly where all of the values are, and needs no memory of their number.
+            finite = finite and math.isfinite(float(values_N.sum(dtype=np.float64)))
+        return finite
+
+    def follow(self, blocks: Iterable[int]) -> None:
+        """Brings these blocks to the outcome of a round: contribution where this peer trains them, else reference."""
+        trained = frozenset(self.trained_blocks)
+        for index in blocks:
+            where = self._where(index)
+            if index not in trained:
+                self._model.write_block(index, self._reference_N[where])
+            elif not self._overlap:
+                self._model.write_block(index, self._contribution_N[where])
+            else:
+                live_N = self._read(index)
+                live_N += self._contribution_N[where] - self._contributed[index]
+                self._model.write_block(index, live_N)
+        self._contributed.clear()
+
+    def follow_all(self) -> None:
+        """Like `follow`, for all blocks."""
+        self.follow(range(len(self._model.layout.blocks)))
+
+    def put_back(self, blocks: Iterable[int] | None = None) -> None:
+        """Sets blocks (by default all) to the reference; what was learnt since is lost."""
+        for index in range(len(self._model.layout.blocks)) if blocks is None else blocks:
+            self._model.write_block(index, self._reference_N[self._where(index)])
+
+    def merge_if_due(self, round_number: int, previous_step: int | None = None) -> float | None:
+        """Applies the expert merge when the last commit made it due; returns its alpha.
+
+        Args:
+            round_number: of the last commit.
+            previous_step: the global step of the commit before; by default one round earlier.
+        """
+        step = round_number * self._inner_steps
+        previous = previous_step if previous_step is not None else max(0, step - self._inner_steps)
+        if not merge_due(previous, step, self._merge.interval):
+            return None
+        alpha = merge_alpha(step, self._merge.alpha, self._merge.steps)
+        if alpha == 0:
+            return None
+        layout = self._model.layout
+        held = {expert: layout.expert_block(expert) for expert in self._model.held}
+        moved = {expert: self._read(block.index) for expert, block in held.items()}
+        for slot, merged in merged_slots(self._reference_N, layout, alpha, self._merge.neighbours):
+            if slot.expert in held:
+                # A held expert moves by what the merge changes: what it learnt since the reference stays.
+                start = slot.start - held[slot.expert].start
+                change_N = merged.reshape(-1) - self._reference_N[slot.start : slot.start + slot.size]
+                moved[slot.expert][start : start + slot.size] += change_N
+            else:
+                self._model.write_slot(slot, merged)
+        for expert, block in held.items():
+            self._model.write_block(block.index, moved[expert])
+        return alpha
+
+    def _where(self, index: int) -> slice:
+        block = self._model.layout.blocks[index]
+        return slice(block.start, block.stop)
+
+    def _read(self, index: int) -> FloatArray:
+        values_N = np.empty(self._model.layout.blocks[index].size, dtype=np.float32)
+        self._model.read_block(index, values_N)
+        return values_N

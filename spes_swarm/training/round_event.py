@@ -1,0 +1,61 @@
+"""The `round` event of a peer's metrics: written once for each commit, with its traffic as soon as that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.training.setup import TrainingStatus
+
+
+class RoundEvents:
+    """Writes them; at most one waits for its traffic.
+
+    Others may still fetch results from this peer after a commit, so the bytes of a round are known a while later.
+
+    Args:
+        network: counts the traffic.
+        metrics: gets the events.
+        status: gets the traffic of the round that was written last.
+        on_written: called after each.
+    """
+
+    def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:
+        self._network = network
+        self._metrics = metrics
+        self._status = status
+        self._on_written = on_written
+        self._fields: dict[str, Any] | None = None
+        self._traffic: Future[tuple[int, int]] | None = None
+
+    def committed(self, fields: dict[str, Any]) -> None:
+        """Takes what is known of a round at its commit; an event that still waits is written first."""
+        self.write(wait_s=0.0)
+        self._fields = fields
+        self._traffic = self._network.submit(Commands.traffic)
+
+    def write_if_known(self) -> None:
+        """Writes the event that waits if its traffic has become known."""
+        if self._traffic is not None and self._traffic.done():
+            self.write(wait_s=0.0)
+
+    def write(self, wait_s: float) -> None:
+        """Writes the event that waits, with its traffic if that is known within `wait_s`, else without."""
+        fields, self._fields = self._fields, None
+        traffic, self._traffic = self._traffic, None
+        if fields is None:
+            return
+        sent: int | None = None
+        received: int | None = None
+        # The round is committed, whatever has become of the network process.
+        with suppress(TimeoutError, NetworkProcessError):
+            if traffic is not None:
+                sent, received = traffic.result(wait_s)
+        self._metrics.write("round", **fields, payload_bytes_sent=sent, payload_bytes_received=received)
+        self._status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
+        self._on_written()

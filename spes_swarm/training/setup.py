@@ -1,0 +1,72 @@
+"""What a trainer works with, and what it lets the panel show.
+
+Shapes: N elements of the flat vector, B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.data.sampler import Sampler
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.port.commands import Port
+from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.publishing.background import Publishing
+from spes_swarm.storage.metrics import Metrics
+
+
+@dataclass
+class TrainingStatus:
+    """What the panel shows; written by the trainer only."""
+
+    phase: str = "starting"
+    round: int = 0
+    step: int = 0
+    loss: float | None = None
+    eval_loss: float | None = None  # the last that was measured
+    eval_loss_stderr: float | None = None
+    eval_round: int | None = None  # after which it was
+    tokens_per_second: float = 0.0
+    peers: int = 1
+    held: tuple[int, ...] = ()
+    round_seconds: float = 0.0
+    round_megabytes: float = 0.0
+    faults: int = 0
+    progress: float = 0.0  # of the current round, 0 to 1
+
+
+@dataclass(kw_only=True)
+class TrainerSetup:
+    """Everything that a trainer works with."""
+
+    run_id: str
+    peer_id: str
+    nickname: str
+    run: RunConfig
+    model: SparseModel
+    network: Port
+    reference_N: FloatArray
+    contribution_N: FloatArray
+    sampler: Sampler
+    evaluation: list[npt.NDArray[np.int64]]  # held-out batches, each (B, S)
+    device: torch.device
+    batch_size: int
+    metrics: Metrics
+    checkpoints: Path
+    checkpoint_every_rounds: int
+    keep_checkpoints: int
+    max_rounds: int | None
+    stop: threading.Event
+    publishing: Publishing | None = None
+    status: TrainingStatus = field(default_factory=TrainingStatus)
+    say: Callable[[str], None] = lambda text: None  # tells a person
+    on_round: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None

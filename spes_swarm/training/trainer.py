@@ -1,0 +1,497 @@
+"""The training loop of one peer: local steps, and between them the rounds of the swarm.
+
+The trainer owns the model, the optimiser and the data; the network process owns the reference. A round goes: copy the
+trained blocks into the contribution, let the network process hold the round, then bring the live weights to what came
+out of it. A round that fails changes nothing, and the work since the last commit stays in the next difference.
+
+Shapes: B sequences, S tokens, N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Literal
+
+import torch
+
+from spes_swarm.base.errors import RoundError
+from spes_swarm.config.schedule import ScheduleEnd, learning_rate
+from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.port.commands import Commands
+from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.storage.checkpoint import Checkpoint
+from spes_swarm.training.divergence import DivergenceGuard
+from spes_swarm.training.handover import Handover
+from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
+from spes_swarm.training.live_weights import LiveWeights
+from spes_swarm.training.local_work import LocalWork
+from spes_swarm.training.optimiser_state import load_optimiser_arrays
+from spes_swarm.training.out_of_memory import StepMemory
+from spes_swarm.training.pace import Pace
+from spes_swarm.training.round_event import RoundEvents
+from spes_swarm.training.saving import save_peer
+from spes_swarm.training.setup import TrainerSetup
+
+_RETRY_S = 2.0  # after a round that did not take place
+_POLL_S = 0.2
+_FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it, or the run is over
+_SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
+
+
+class Trainer:
+    """Runs local steps and rounds until it is told to stop."""
+
+    def __init__(self, setup: TrainerSetup) -> None:
+        training = setup.run.training
+        self._setup = setup
+        self._model = setup.model
+        self._network = setup.network
+        self._round_config = setup.run.round
+        self._optimiser = torch.optim.AdamW(
+            setup.model.param_groups(training.weight_decay),
+            lr=training.learning_rate,
+            betas=(training.adam_beta1, training.adam_beta2),
+            eps=training.adam_eps,
+        )
+        self._parameters = dict(setup.model.trainable_parameters())
+        self._loss_weights = LossWeights(
+            load_balance=training.load_balance_weight,
+            router_z=training.router_z_weight,
+            logit_z=training.logit_z_weight,
+            decayed_balance=training.local_balance_start is not None,
+            decayed_balance_start=training.local_balance_start or 1.0,
+            decayed_balance_fraction=training.local_balance_fraction,
+        )
+        self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
+        self._handover = Handover(
+            setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
+        )
+        self._leaving = False  # the round under way is this peer's last
+        self._tokens_per_step = setup.batch_size * training.sequence_length
+        self.round = 0
+        self.step = 0
+        self._work = LocalWork(setup.model.layout.num_experts)
+        self._divergence = DivergenceGuard()
+        self._total_tokens = 0
+        self._losses: RoundLosses | None = None
+        self._tokens_per_second = 0.0
+        self._loss: float | None = None
+        self._retry_at = 0.0
+        self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
+        self._pending: Future[RoundReport | CaughtUp] | None = None
+        self._round_events = RoundEvents(setup.network, setup.metrics, setup.status, setup.on_round)
+        self._held_out = HeldOutText(setup.evaluation, setup.run.evaluation.every_rounds, setup.device, self._autocast)
+        self._schedule_end = ScheduleEnd(setup.run)
+        self._rounds_done = 0
+        self._step_memory = StepMemory(f"on {setup.device} in a step", self._warn, setup.stop.set)
+
+    # Where the weights come from.
+
+    def load_reference(self, table: ReferenceTable) -> None:
+        """Begins from the reference, as a newcomer: with the merge applied that the others applied to it."""
+        self.round = table.round
+        self._live.put_back()
+        self._live.merge_if_due(self.round)
+
+    def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
+        """Begins from a checkpoint, and then takes over what the swarm has committed since."""
+        meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
+        late = table.round > meta.round
+        self.round = table.round
+        self._live.put_back()
+        if not late:  # what was saved has been merged already
+            self._live.merge_if_due(self.round)
+        live_N = self._setup.contribution_N
+        checkpoint.live(layout, live_N)
+        behind = table.digest.hex() != meta.reference_digest
+        for index in (0, *(1 + expert for expert in held if expert in meta.held)):
+            block = layout.blocks[index]
+            # Shared weights move in every round, so the saved ones are only of use if no round was missed.
+            # An expert that nobody else has trained meanwhile is still this peer's to continue.
+            if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
+                self._model.write_block(index, live_N[block.start : block.stop])
+        if late:
+            self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
+        # The saved optimiser is of the experts held then; those that are held again keep their moments.
+        self._model.hold(meta.held, self._optimiser)
+        load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
+        self._model.hold(held, self._optimiser)
+        self._parameters = dict(self._model.trainable_parameters())
+        self.step = meta.step
+        self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
+        if not behind:
+            self._work.restore(meta.steps_in_round, meta.tokens, meta.routed)
+        if not self._setup.sampler.restore(meta.cursor):
+            self._setup.say("the data differ from those of the last stay: their order begins anew")
+
+    # The loop.
+
+    def run(self) -> None:
+        """Trains until `stop` is set, `max_rounds` are done or the run is over; leaves a checkpoint behind.
+
+        Raises:
+            CapacityError: a step did not fit into memory; the swarm was left in order.
+            CheckpointError: a checkpoint could not be written.
+            DivergenceError: losses are not finite, however often it begins again.
+            NetworkProcessError: the network process ended.
+        """
+        setup = self._setup
+        self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
+        self._announce("training")
+        while not setup.stop.is_set() and not self._finished():
+            if self._pending is not None:
+                if self._pending.done():
+                    self._end_round()
+                    continue
+            elif self._due():
+                if not self._begin_round():
+                    self._divergence.restart()
+                    self._begin_again()
+                    continue
+                if not self._round_config.overlap:
+                    self._await_round()
+                    continue
+            with self._step_memory.guard(self._optimiser):
+                self._train_step()
+            self._handover.take(self.round)
+            if setup.publishing is not None:
+                setup.publishing.look()
+            self._round_events.write_if_known()
+        if self._pending is not None:
+            self._await_round()
+        if not self._finished():
+            self._say_goodbye()
+        if self.run_is_over:
+            self._await_latecomers()
+        self._announce("leaving")  # nobody should wait for this peer in the next round
+        self._round_events.write(wait_s=self._round_config.stall_timeout_s)
+        self._save()
+        if self._leaving:
+            self._setup.status.phase = "handing over"
+            # Whoever adopts an expert comes for its moments; one that does not come has gone itself.
+            self._network.ask(Commands.wait_until_fetched, None, timeout_s=2 * self._round_config.stall_timeout_s)
+        if setup.publishing is not None:
+            if self.run_is_over:
+                setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
+            setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
+        self._step_memory.raise_if_exhausted()
+
+    def _finished(self) -> bool:
+        done = self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
+        return done or self.run_is_over
+
+    @property
+    def run_is_over(self) -> bool:
+        """Whether the run has ended with the last commit; see schedule_end.py."""
+        return self._schedule_end.ends_run(self.round)
+
+    def _await_latecomers(self) -> None:
+        """Stays for those whose last round failed: they fetch its reference from here, or would end with another."""
+        self._save()
+        self._announce("waiting")
+        deadline = time.monotonic() + self._round_config.window_s + 2 * self._round_config.stall_timeout_s
+        while time.monotonic() < deadline and not self._setup.stop.wait(_POLL_S):
+            view = self._network.view
+            if view is not None and view.num_training == 0:
+                return
+
+    def _is_last_round(self) -> bool:
+        return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
+
+    def _say_goodbye(self) -> None:
+        """Holds a last round, so that the work since the last commit is not lost and others take over the experts."""
+        view = self._network.view
+        if self._leaving or view is None or view.num_training == 0:
+            return
+        if self._rounds_done == 0 and self._work.steps == 0:
+            return  # it has just come: there is nothing that others could lose
+        self._leaving = True
+        before = self._rounds_done
+        if not self._begin_round():
+            self._begin_again()  # the others should still hear that it leaves
+            self._begin_round()
+        has_work = self._work.steps > 0
+        self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+        if has_work and self._rounds_done == before:
+            self._warn("goodbye", "the last round was not committed here: the newest work may be only here")
+        elif has_work and self._setup.status.peers == 1:
+            self._warn("goodbye", "none of the others came to the last round: the newest work is only here")
+
+    def _train_step(self) -> None:
+        started = time.monotonic()
+        training = self._setup.run.training
+        in_round = min(self._work.steps, self._round_config.inner_steps)
+        global_step = self.round * self._round_config.inner_steps + in_round
+        rate = learning_rate(global_step, training)
+        for group in self._optimiser.param_groups:
+            group["lr"] = rate
+        ids_BS = torch.from_numpy(self._setup.sampler.next_batch(self._setup.batch_size)).to(self._setup.device)
+        self._model.module.train()
+        with self._autocast():
+            losses = language_model_loss(
+                self._model.module,
+                ids_BS,
+                self._loss_weights,
+                self._model.held,
+                progress=min(1.0, global_step / training.total_steps),
+            )
+        self._optimiser.zero_grad(set_to_none=True)
+        losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
+        routed_E = self._model.pop_routed_tokens()
+        self._loss = float(losses.cross_entropy)
+        finite = math.isfinite(self._loss) and math.isfinite(float(norm))
+        if not finite:
+            self._note_fault("nonfinite", "a step without a finite loss or gradient was left out")
+            if self._divergence.hopeless_after_another():
+                self._begin_again()
+            self._announce("training")
+            return
+        self._divergence.stepped()
+        self._handover.warm_up.step(self._model, self._optimiser.step)
+        self._work.add_step(self._tokens_per_step, routed_E, self._loss)
+        self.step += 1
+        self._total_tokens += self._tokens_per_step
+        speed = self._tokens_per_step / max(time.monotonic() - started, 1e-6)
+        past = self._tokens_per_second
+        self._tokens_per_second = _SPEED_WINDOW * past + (1 - _SPEED_WINDOW) * speed if past else speed
+        self._setup.metrics.write(
+            "step",
+            round=self.round,
+            step=self.step,
+            loss=self._loss,
+            tokens=self._tokens_per_step,
+            tokens_per_second=self._tokens_per_second,
+            lr=rate,
+        )
+        self._announce("training")
+
+    def _begin_again(self) -> None:
+        """Goes back to the reference with fresh moments, because the live weights are of no use any more."""
+        if self._pending is not None:
+            self._put_back()  # the commit may save a checkpoint
+            self._await_round()
+        self._warn("diverged", f"the loss is no number any more: beginning again from round {self.round}'s reference")
+        self._put_back()
+        self._handover.warm_up.start(self._model.held)
+        self._work.discard()
+
+    def _put_back(self) -> None:
+        self._live.put_back()
+        self._live.merge_if_due(self.round)
+        self._optimiser.state.clear()
+
+    def _warn(self, kind: str, detail: str) -> None:
+        self._note_fault(kind, detail)
+        self._setup.say(detail)
+
+    def _note_fault(self, kind: str, detail: str) -> None:
+        self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
+        self._setup.status.faults += 1
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        if self._setup.device.type == "cuda":
+            return torch.autocast("cuda", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _due(self) -> bool:
+        """Whether the swarm has together done its inner steps since the last commit, or somebody says so."""
+        if time.monotonic() < self._retry_at or self._work.steps == 0:
+            return False
+        if self._network.called_round > self.round:
+            return True
+        due = self._pace.due(self._work.tokens, self._tokens_per_second)
+        self._setup.status.progress = self._pace.progress
+        return due
+
+    # Rounds.
+
+    def _begin_round(self) -> bool:
+        """Hands the live weights over to the next round; whether they are fit for one."""
+        self._pace.begin()
+        self._setup.status.phase = "synchronising"
+        if not self._live.contribute():
+            return False
+        self._work.contribute()
+        self._pending = self._network.submit(
+            Commands.run_round,
+            tokens=self._work.tokens,
+            routed=tuple(int(self._work.routed_E[expert]) for expert in self._model.held),
+            leaving=self._leaving or self._is_last_round(),
+        )
+        return True
+
+    def _await_round(self, limit_s: float | None = None) -> None:
+        """Waits for the round under way, when told to stop for at most `limit_s` (default: two stall timeouts)."""
+        assert self._pending is not None
+        limit_s = limit_s if limit_s is not None else 2 * self._round_config.stall_timeout_s
+        stop_deadline: float | None = None
+        while True:
+            with contextlib.suppress(FutureTimeoutError):
+                self._pending.exception(timeout=_POLL_S)
+                break
+            if self._setup.stop.is_set():
+                # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
+                stop_deadline = stop_deadline or time.monotonic() + limit_s
+                if time.monotonic() > stop_deadline:
+                    self._network.ask(Commands.cancel_round, 30.0)
+                    if not self._pending.done():
+                        self._pending = None
+                        return
+        self._end_round()
+
+    def _end_round(self) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        try:
+            report = pending.result()
+        except RoundError as exc:
+            self._retry_at = time.monotonic() + _RETRY_S
+            self._note_fault("round", str(exc))
+            return
+        if isinstance(report, CaughtUp):
+            self._follow_swarm(report)
+        else:
+            self._follow_commit(report)
+
+    def _follow_swarm(self, report: CaughtUp) -> None:
+        """Takes over a reference that was fetched in place of a round; the work since the last commit stays."""
+        previous_step = self.round * self._round_config.inner_steps
+        self.round = report.round
+        self._live.follow_all()
+        self._live.merge_if_due(self.round, previous_step)
+        self._setup.metrics.write(
+            "sync",
+            round=report.round,
+            seconds=report.seconds,
+            payload_bytes=report.payload_bytes,
+            why=report.why,
+        )
+        self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
+
+    def _follow_commit(self, report: RoundReport) -> None:
+        """Brings the live weights to the outcome of a round."""
+        setup = self._setup
+        previous_step = self.round * self._round_config.inner_steps
+        self.round = report.commit.round
+        self._live.follow(report.commit.changed_blocks)
+        train_loss = self._work.commit()
+        self._divergence.committed()
+        self._change_experts(report)
+        alpha = self._live.merge_if_due(self.round, previous_step)
+        self._rounds_done += 1
+        held_out = self._evaluate()
+        self._losses = RoundLosses(
+            round=self.round,
+            train_loss=_finite(train_loss),
+            eval_loss=_finite(held_out.mean if held_out else None),
+            eval_loss_stderr=_finite(held_out.stderr if held_out else None),
+        )
+        self._report(report, alpha, train_loss, held_out)
+        self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
+        # The view is from before the commit: until a new one comes, nobody has done anything yet.
+        self._network.renew_view(30.0)
+        if self._rounds_done % setup.checkpoint_every_rounds == 0:
+            self._save()
+        if setup.publishing is not None:
+            setup.publishing.consider(self.round, self._save)
+
+    def _change_experts(self, report: RoundReport) -> None:
+        """Gives experts up and takes others over, as the round's commit has decided."""
+        change, layout, round_number = report.experts, self._model.layout, report.commit.round
+        if not change.gained and not change.lost:
+            return
+        given = self._handover.give(round_number, [expert for expert, takers in change.lost.items() if takers])
+        self._leaving = self._leaving or self._is_last_round()
+        if not self._leaving:
+            self._model.hold(change.held, self._optimiser)
+            self._parameters = dict(self._model.trainable_parameters())
+            changed = [*change.gained, *change.lost]
+            self._live.put_back(layout.expert_block(expert).index for expert in changed)
+            self._work.forget_experts(changed)
+            self._handover.warm_up.stop(change.lost)
+            self._handover.warm_up.start(change.gained)
+            self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
+        self._setup.metrics.write(
+            "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+        )
+
+    def _evaluate(self) -> HeldOutLoss | None:
+        if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
+            return None
+        self._setup.status.phase = "evaluating"
+        return self._held_out.measure(self._model.module)
+
+    def _report(
+        self, report: RoundReport, alpha: float | None, train_loss: float | None, held_out: HeldOutLoss | None
+    ) -> None:
+        commit, status = report.commit, self._setup.status
+        # First this: the event before it is told with the status of its own round.
+        self._round_events.committed(
+            {
+                "round": commit.round,
+                "peers": len(commit.members),
+                "group_seconds": report.group_seconds,
+                "exchange_seconds": report.exchange_seconds,
+                "parts_total": commit.parts_total,
+                "parts_missing": commit.parts_missing,
+                "digest": report.digest,
+                "experts_covered": commit.experts_covered,
+                "experts_held": list(self._model.held),
+                "merge_alpha": alpha,
+                "train_loss": train_loss,
+                "eval_loss": held_out.mean if held_out else None,
+                "eval_loss_stderr": held_out.stderr if held_out else None,
+                "swarm_tokens": report.swarm_tokens,
+            }
+        )
+        status.round = self.round
+        status.peers = len(commit.members)
+        status.round_seconds = report.group_seconds + report.exchange_seconds
+        if held_out is not None:
+            status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
+            status.eval_round = self.round
+
+    # What others and the disk get to know.
+
+    def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
+        status, phase = self._setup.status, state
+        status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
+        status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
+        self._network.submit(
+            Commands.set_presence,
+            presence=Presence(
+                name=self._setup.nickname,
+                state=state,
+                step=self.step,
+                tokens=self._work.tokens,
+                tokens_per_step=self._tokens_per_step,
+                tokens_per_second=self._tokens_per_second,
+                loss=_finite(self._loss),
+                experts=self._model.held,
+                total_tokens=self._total_tokens,
+                losses=self._losses,
+            ),
+        )
+
+    def _save(self) -> None:
+        self._setup.status.phase = "saving"
+        save_peer(
+            self._setup,
+            self._live,
+            self._optimiser,
+            self._parameters,
+            self._work,
+            round_number=self.round,
+            step=self.step,
+        )
+
+
+def _finite(value: float | None) -> float | None:
+    """The value as a record may hold it: a model that has diverged has none."""
+    return value if value is not None and math.isfinite(value) else None
