@@ -51,9 +51,9 @@ from spes_swarm.convert.recipes import RECIPES, UpcyclingOptions
 from spes_swarm.convert.upcycling import compare, upcycle
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE
+from spes_swarm.publishing.plain import split_blocks
+from spes_swarm.publishing.publication import MAX_SHARD_SIZE
 from spes_swarm.publishing.snapshot import take_snapshot
-from spes_swarm.publishing.weights import split_blocks
 from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spes_swarm.base.arguments import OneLineParser
 from spes_swarm.base.errors import UserError
-from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE, shard_bytes
+from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.protocol.consensus.codec import FloatArray, get_codec
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState

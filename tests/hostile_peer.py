@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.shared_vector import SharedVector
@@ -33,7 +34,7 @@ from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.services import RunServices
 from spes_swarm.port.commands import Called, GroupFormed, News
 from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
-from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part

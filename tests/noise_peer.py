@@ -23,11 +23,11 @@ from unittest import mock
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import RoundError
 from spes_swarm.network import services as services_module
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.port.messages import CaughtUp
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState

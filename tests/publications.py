@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.publishing.pack import RunFacts, pack
+from spes_swarm.publishing.plain import split_blocks
 from spes_swarm.publishing.publication import Publication
 from spes_swarm.publishing.snapshot import Snapshot, take_snapshot
-from spes_swarm.publishing.weights import split_blocks
 from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.rounds import identity

@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import num_bitmap_bytes
-from spes_swarm.protocol.consensus.codec import FloatArray, get_codec
+from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference

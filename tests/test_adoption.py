@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.model.sparse_model import SparseModel, build_model
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, largest_ratio
 from spes_swarm.training.adoption import WarmUp, read_moments, write_moments
 from tests.swarm import TINY_RUN

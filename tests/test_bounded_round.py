@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.rounds import blame
 from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

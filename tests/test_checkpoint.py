@@ -17,8 +17,8 @@ import pytest
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.storage.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
 from tests.rounds import small_layout

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError, ProtocolError
-from spes_swarm.protocol.consensus.codec import CODECS, EXACT, Codec, FloatArray, get_codec
+from spes_swarm.protocol.consensus.codec import CODECS, EXACT, Codec, get_codec
 
 # Differences to the reference: what comes near the end of fp32 is refused by every reducer anyway.
 numbers = st.floats(-(2.0**123), 2.0**123, width=32)

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import ConfigError, HubError, PublicationError, SupersededError
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.errors import HubError, PublicationError, SupersededError
 from spes_swarm.publishing.location import parse_location
 from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.publication import read_export

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spes_swarm.base.errors import HubError, PublicationError
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.errors import HubError, PublicationError
 from spes_swarm.publishing.publication import (
     MAX_PUBLICATION_BYTES,
     PUBLICATION_FILE,
@@ -22,9 +22,8 @@ from spes_swarm.publishing.publication import (
     parse_publication,
     read_export,
 )
-from spes_swarm.publishing.regular_file import open_regular
 from spes_swarm.publishing.source import open_source
-from spes_swarm.publishing.tensor_file import map_tensors
+from spes_swarm.publishing.tensor_file import map_tensors, open_regular
 from tests.publications import packed
 
 Damage = Callable[[Path], None]

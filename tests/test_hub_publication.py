@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from safetensors.numpy import save_file
 
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import PublicationError, UserError
 from spes_swarm.publishing.card import CardFacts, Contributor, card, escape
-from spes_swarm.publishing.errors import PublicationError
 from spes_swarm.publishing.publication import (
     MAX_HISTORY,
     MAX_PUBLICATION_BYTES,

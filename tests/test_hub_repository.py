@@ -12,8 +12,8 @@ import httpx2
 import numpy as np
 import pytest
 
+from spes_swarm.base.errors import HubError, PublicationError, SupersededError
 from spes_swarm.publishing import client
-from spes_swarm.publishing.errors import HubError, PublicationError, SupersededError
 from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, parse_publication, read_export
 from spes_swarm.publishing.repository import RepositoryTarget
 from spes_swarm.publishing.source import open_source

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.errors import HubError, PublicationError
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.errors import HubError, PublicationError
 from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.publication import PUBLICATION_FILE, describe_file, read_export
 from spes_swarm.publishing.snapshot import digest_of_block

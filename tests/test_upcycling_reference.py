@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
 from spes_swarm.config.run import ModelConfig
 from spes_swarm.convert.upcycling import upcycle
 from spes_swarm.model.initial_weights import load_initial_reference, model_section
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of, plain_state_dict
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 from tests.upcycling_models import KINDS, options, save_dense
 

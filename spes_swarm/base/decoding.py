@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 import msgpack
+from pydantic import ValidationError
 
 from spes_swarm.base.errors import ProtocolError
 
@@ -158,3 +159,14 @@ def load_json(data: bytes, *, max_elements: int) -> Any:
     """
     check_json(data, max_elements=max_elements)
     return json.loads(data)
+
+
+_MAX_WHERE_CHARS = 80  # an unknown key may be as long as the message that it came in
+
+
+def first_complaint(error: ValidationError, max_chars: int = 160) -> str:
+    """The first thing that is wrong, after its place where it has one: "shards.0.name: Field required"."""
+    first = error.errors()[0]
+    where = ".".join(str(item) for item in first["loc"])[:_MAX_WHERE_CHARS]
+    what = first["msg"][:max_chars]
+    return f"{where}: {what}" if where else what

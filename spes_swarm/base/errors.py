@@ -9,7 +9,10 @@ SwarmError
 │   ├── DataError         a token file, corpus or tokenizer that cannot be used
 │   ├── CapacityError     what the run needs does not fit into this machine's memory
 │   ├── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
-│   └── DivergenceError   training that has left the finite numbers and does not find back
+│   ├── DivergenceError   training that has left the finite numbers and does not find back
+│   ├── HubError          the Hub or the directory refuses, is full, or cannot be reached
+│   │   └── SupersededError  what is published already is newer, or another state of the same round
+│   └── PublicationError  what is published, or is to be, cannot be used: malformed, damaged, of another run or model
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
 ├── NetworkProcessError   the network process died or does not answer
@@ -57,6 +60,18 @@ class CheckpointError(UserError):
 
 class DivergenceError(UserError):
     """Losses are not finite, however often the peer begins again from the reference."""
+
+
+class HubError(UserError):
+    """A target or source refuses, is full, or cannot be reached; what was published before is still there."""
+
+
+class SupersededError(HubError):
+    """The target has a newer round, or another state of this one; nothing was published."""
+
+
+class PublicationError(UserError):
+    """A publication is malformed, damaged, or not of the expected run or model."""
 
 
 class ProtocolError(SwarmError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.base.arrays import FloatArray
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from spes_swarm.base.decoding import first_complaint
 from spes_swarm.base.errors import DataError
-from spes_swarm.base.schema_error import first_complaint
 from spes_swarm.data.token_file import TokenFile
 
 INDEX_FILE = "corpus.json"

@@ -27,9 +27,9 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
 from spes_swarm.config.model_settings import config_from_settings
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout, TensorSlot
 
 SINGLE_FILE = "model.safetensors"

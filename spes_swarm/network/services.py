@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from hivemind.dht import DHTNode
 
 from spes_swarm.base.address import peer_id_of
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.shared_vector import attach_from
 from spes_swarm.network.announcer import Announcer
@@ -44,7 +45,7 @@ from spes_swarm.port.messages import (
     TokenCounts,
     TransferReport,
 )
-from spes_swarm.protocol.consensus.codec import FloatArray, get_codec
+from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.members.election import periods_to_wait

@@ -18,7 +18,17 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from spes_swarm.base.errors import BootstrapError, CheckpointError, ConfigError, LeftEarlyError, RoundError, UserError
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.errors import (
+    BootstrapError,
+    CheckpointError,
+    ConfigError,
+    HubError,
+    LeftEarlyError,
+    PublicationError,
+    RoundError,
+    UserError,
+)
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
@@ -27,12 +37,10 @@ from spes_swarm.model.sparse_model import flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.port.commands import Ask, Commands
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Block, Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.publishing.errors import HubError, PublicationError
 from spes_swarm.publishing.source import PublicationSource, another_revision
 from spes_swarm.storage.checkpoint import Checkpoint, load_newest
 from spes_swarm.storage.metrics import Metrics

@@ -34,8 +34,8 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._http import default_client_factory
 
+from spes_swarm.base.errors import HubError
 from spes_swarm.base.rate_limit import RateLimit
-from spes_swarm.publishing.errors import HubError
 
 TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # for each read and write, not for a whole transfer
 ATTEMPTS: Final = 5

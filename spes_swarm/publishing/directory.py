@@ -21,9 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import HubError, PublicationError, UserError
 from spes_swarm.publishing.card import round_tag
-from spes_swarm.publishing.errors import HubError, PublicationError
 from spes_swarm.publishing.publication import (
     PUBLICATION_FILE,
     Publication,

@@ -11,6 +11,7 @@ from spes_swarm.publishing.card import CardFacts, write_card
 from spes_swarm.publishing.plain import write_export
 from spes_swarm.publishing.publication import (
     CARD_FILE,
+    MAX_SHARD_SIZE,
     PICTURE_FILE,
     PUBLICATION_FILE,
     LossPoint,
@@ -20,7 +21,6 @@ from spes_swarm.publishing.publication import (
     describe_run,
     merge_history,
 )
-from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE
 from spes_swarm.publishing.snapshot import Snapshot
 
 

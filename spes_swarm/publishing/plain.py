@@ -7,22 +7,28 @@ nothing is computed. Memory: one tensor at most is copied, namely one that does 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.errors import ConfigError, DataError
 from spes_swarm.base.user_paths import new_directory
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.protocol.consensus.codec import FloatArray
-from spes_swarm.publishing.shard_size import MAX_SHARD_SIZE, shard_bytes
-from spes_swarm.publishing.weights import Array, SavedTensor, saved_tensors, split_blocks
+from spes_swarm.protocol.consensus.layout import Block, Layout, TensorSlot
+from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 
@@ -139,3 +145,129 @@ def _write_weights(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (directory / _INDEX).write_text(text, encoding="utf-8")
+
+
+ITEM_BYTES = 4  # fp32
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A saved tensor, or one expert's rows of it, as a strided view of one block of the reference."""
+
+    block: int
+    start: int  # first element, within the block
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def view(self, block_N: FloatArray) -> FloatArray:
+        """The piece inside its block's values, sharing their memory."""
+        strides = [ITEM_BYTES * stride for stride in self.strides]
+        return np.lib.stride_tricks.as_strided(block_N[self.start :], self.shape, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor of the files."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # several: stacked along the first dimension
+    buffer: str | None = None  # a persistent buffer of the model: not in the reference, never trained
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in fp32."""
+        return ITEM_BYTES * int(np.prod(self.shape, dtype=np.int64))
+
+    def values(self, blocks: Sequence[FloatArray]) -> FloatArray:
+        """The tensor, C-contiguous: a view of `blocks` where that is possible, else a copy."""
+        views = [piece.view(blocks[piece.block]) for piece in self.pieces]
+        return np.ascontiguousarray(views[0]) if len(views) == 1 else np.stack(views)
+
+
+class _View(torch.Tensor):
+    """A meta tensor of which transformers' conversions make views: its own copies would hide where values lie."""
+
+    def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self
+
+
+def split_blocks(layout: Layout, reference_N: FloatArray) -> list[FloatArray]:
+    """The blocks of a flat vector, sharing its memory."""
+    return [reference_N[block.start : block.stop] for block in layout.blocks]
+
+
+def saved_tensors(model: PreTrainedModel, layout: Layout) -> dict[str, SavedTensor]:
+    """All tensors of an export by name, in the order in which `save_pretrained` writes them.
+
+    Args:
+        model: untouched, on the meta device.
+        layout: of it.
+
+    Raises:
+        ConfigError: transformers saves this model in a form that is not a rearrangement of its parameters.
+    """
+    parameters = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters.keys()
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    probes = {name: torch.empty(tensor.shape, device="meta").as_subclass(_View) for name, tensor in state.items()}
+    owners = {probe.untyped_storage()._cdata: name for name, probe in probes.items()}
+    found: dict[str, SavedTensor] = {}
+    slots = _slots_by_name(layout)
+    for name, tensor in revert_weight_conversion(model, dict(probes)).items():
+        owner = owners.get(tensor.untyped_storage()._cdata)
+        if owner is None:
+            raise ConfigError(f"{type(model).__name__}: {name} cannot be exported; its values are computed on saving")
+        if owner in parameters:
+            found[name] = SavedTensor(name, tuple(tensor.shape), _pieces(name, tensor, slots[owner]))
+        else:
+            found[name] = SavedTensor(name, tuple(tensor.shape), (), buffer=owner)
+    num_found = sum(piece.size for saved in found.values() for piece in saved.pieces)
+    if num_found != layout.num_elements:
+        raise ConfigError(f"{type(model).__name__}: an export would have {num_found} of {layout.num_elements} weights")
+    return found
+
+
+def pieces_by_block(tensors: Mapping[str, SavedTensor]) -> dict[int, list[tuple[SavedTensor, int]]]:
+    """For each block, the (tensor, index of the piece) pairs that it consists of."""
+    found: dict[int, list[tuple[SavedTensor, int]]] = {}
+    for tensor in tensors.values():
+        for index, piece in enumerate(tensor.pieces):
+            found.setdefault(piece.block, []).append((tensor, index))
+    return found
+
+
+def _slots_by_name(layout: Layout) -> dict[str, list[tuple[Block, TensorSlot]]]:
+    slots: dict[str, list[tuple[Block, TensorSlot]]] = {}
+    for block in layout.blocks:
+        for slot in block.slots:
+            slots.setdefault(slot.name, []).append((block, slot))
+    return slots
+
+
+def _pieces(name: str, tensor: torch.Tensor, slots: Sequence[tuple[Block, TensorSlot]]) -> tuple[Piece, ...]:
+    """Where a view of a parameter lies; its slots are one shared one, or one for each expert."""
+    shape, strides, row = tuple(tensor.shape), tuple(tensor.stride()), slots[0][1].size
+    first, offset = divmod(int(tensor.storage_offset()), row)
+    if offset + _extent(shape, strides) <= row:
+        return (_piece(slots[first], offset, shape, strides),)
+    stacked = len(shape) > 0 and shape[0] == len(slots) and strides[0] == row and first == 0
+    if stacked and offset + _extent(shape[1:], strides[1:]) <= row:
+        return tuple(_piece(slot, offset, shape[1:], strides[1:]) for slot in slots)
+    raise ConfigError(f"{name} cannot be exported: it mixes experts in a way that this version does not know")
+
+
+def _extent(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """Elements from the first to the last of a view."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _piece(slot: tuple[Block, TensorSlot], offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Piece:
+    block, place = slot
+    return Piece(block.index, place.start - block.start + offset, shape, strides)

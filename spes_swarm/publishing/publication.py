@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +17,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spes_swarm.base.decoding import check_json
-from spes_swarm.base.errors import ManifestError, ProtocolError
-from spes_swarm.base.schema_error import first_complaint
+from spes_swarm.base.decoding import check_json, first_complaint
+from spes_swarm.base.errors import ManifestError, ProtocolError, PublicationError, UserError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.protocol.consensus.reference import whole_digest
-from spes_swarm.publishing.errors import PublicationError
-from spes_swarm.publishing.regular_file import open_regular
+from spes_swarm.publishing.tensor_file import open_regular
 
 FORMAT = 1
 PUBLICATION_FILE = "spes_swarm.json"
@@ -257,3 +256,19 @@ def merge_history(*histories: Sequence[LossPoint]) -> list[LossPoint]:
     while len(merged) > MAX_HISTORY:
         merged = [*merged[:-1][::2], merged[-1]]
     return merged
+
+
+# A transfer that breaks off is taken up again at the last whole file.
+MAX_SHARD_SIZE = "1GB"
+
+
+def shard_bytes(size: str) -> int:
+    """What "500MB" or "1GB" is in bytes.
+
+    Raises:
+        UserError: it is neither KB, MB, GB nor TB.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,5})([KMGT])B", size.strip().upper())
+    if match is None:
+        raise UserError(f"shard size {size!r:.40}: expected something like 500MB or 1GB")
+    return int(match[1]) * {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[match[2]]

@@ -7,11 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from spes_swarm.base.errors import ConfigError
-from spes_swarm.publishing.card import CardFacts, Contributor
+from spes_swarm.base.errors import ConfigError, HubError, PublicationError
+from spes_swarm.publishing.card import CardFacts, Contributor, Results, read_results, results_of_metrics
 from spes_swarm.publishing.client import limit_upload
-from spes_swarm.publishing.errors import HubError, PublicationError
-from spes_swarm.publishing.facts import Results, read_results, results_of_metrics
 from spes_swarm.publishing.location import parse_location
 from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, merge_history, read_export

@@ -14,8 +14,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported la
     http_stream_backoff,
 )
 
+from spes_swarm.base.errors import PublicationError
 from spes_swarm.publishing.client import TIMEOUT, connect, endpoint, explained, patiently
-from spes_swarm.publishing.errors import PublicationError
 from spes_swarm.publishing.publication import (
     MAX_PUBLICATION_BYTES,
     PUBLICATION_FILE,

@@ -15,6 +15,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import GitRefs
 
+from spes_swarm.base.errors import HubError
 from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.client import (
     ATTEMPTS,
@@ -27,7 +28,6 @@ from spes_swarm.publishing.client import (
     uses_xet,
     wait_or_raise,
 )
-from spes_swarm.publishing.errors import HubError
 from spes_swarm.publishing.publication import Publication
 from spes_swarm.publishing.remote import read_publication
 from spes_swarm.publishing.target import MAIN, Published, check_tag, is_there, round_of

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.model.sparse_model import layout_of
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, block_digest, chunk_digest, whole_digest
 from spes_swarm.publishing.plain import empty_model

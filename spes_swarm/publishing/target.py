@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import ConfigError, PublicationError, SupersededError
 from spes_swarm.publishing.card import round_tag
-from spes_swarm.publishing.errors import PublicationError, SupersededError
 from spes_swarm.publishing.location import TAG, parse_location
 from spes_swarm.publishing.publication import Publication
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.decoding import load_json
-from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.consensus.codec import FloatArray
-from spes_swarm.publishing.errors import PublicationError
-from spes_swarm.publishing.regular_file import open_regular
+from spes_swarm.base.errors import ProtocolError, PublicationError
 
 MAX_HEADER_BYTES = 64 << 20
 # 12 for each tensor: 80,000 tensors, where the largest models have some 10,000 in a file.
@@ -97,3 +96,33 @@ def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
         mapped = np.memmap(file, dtype=np.uint8, mode="r")
     # A header need not align the data; a view would be misaligned then, which numpy allows.
     return {name: mapped[t.begin : t.end].view("<f4").reshape(t.shape) for name, t in tensors.items()}
+
+
+def open_regular(path: Path, *, size: int | None = None, max_size: int | None = None) -> BinaryIO:
+    """Opens a regular file for reading; never waits, and never follows a link at the end of the path.
+
+    Args:
+        path: of the file.
+        size: that it must have, in bytes; None: any.
+        max_size: that it may have at most; None: any.
+
+    Raises:
+        PublicationError: it is something else, or of another size.
+        OSError: it cannot be opened.
+    """
+    if path.is_symlink():  # for the message; O_NOFOLLOW is what counts
+        raise PublicationError(f"{path.name} is a link, not a regular file")
+    # A pipe without a writer would block until there is one; on regular files O_NONBLOCK has no effect.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise PublicationError(f"{path.name} is not a regular file")
+        if size is not None and found.st_size != size:
+            raise PublicationError(f"{path.name} has {found.st_size:,} bytes, but {size:,} were published")
+        if max_size is not None and found.st_size > max_size:
+            raise PublicationError(f"{path.name} has {found.st_size:,} bytes, expected at most {max_size:,}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -24,8 +24,8 @@ from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 
 FORMAT = 2

@@ -33,7 +33,7 @@ from spes_swarm.protocol.ownership.leases import reassign_group
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 
-FloatArray = npt.NDArray[np.float64]
+Float64Array = npt.NDArray[np.float64]
 
 # Swarms do not disagree on bases here, so blocks of one element show who contributes to what, in one part each.
 _ELEMENTS = 1
@@ -109,10 +109,10 @@ class _Peer:
     leased_at: float = 0.0
 
 
-def traffic(plan: Plan, bytes_per_value: float) -> tuple[FloatArray, FloatArray]:
+def traffic(plan: Plan, bytes_per_value: float) -> tuple[Float64Array, Float64Array]:
     """Payload bytes that each member (M,) sends and receives in a round without losses."""
     sent_M, received_M = np.zeros((2, plan.num_members))
-    reduced: defaultdict[int, FloatArray] = defaultdict(lambda: np.zeros(plan.num_members))
+    reduced: defaultdict[int, Float64Array] = defaultdict(lambda: np.zeros(plan.num_members))
     for part in plan.parts:
         reduced[part.block][part.reducer] += part.size
     width = {Form.DELTA: bytes_per_value, Form.FULL: 4.0}

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.model.sparse_model import SparseModel
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import TensorSlot
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

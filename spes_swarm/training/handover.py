@@ -8,11 +8,11 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.shared_vector import SharedVector
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import Received
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
 from spes_swarm.storage.metrics import Metrics
 from spes_swarm.training.adoption import WarmUp, read_moments, write_moments

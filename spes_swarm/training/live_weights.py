@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.model.sparse_model import SparseModel
-from spes_swarm.protocol.consensus.codec import FloatArray
 
 
 class LiveWeights:

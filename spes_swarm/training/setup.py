@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import Sampler
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Port
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics import Metrics
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import RoundError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.messages import CaughtUp, SyncProgress, TransferReport
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.members.roster import PeerView, Roster
 from spes_swarm.protocol.ownership.leases import Leases

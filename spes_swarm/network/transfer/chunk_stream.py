@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import msgpack
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, chunk_digest
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 

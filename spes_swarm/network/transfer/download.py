@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.wire import STREAM_ERRORS
@@ -25,7 +26,7 @@ from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals
 from spes_swarm.network.transfer.donors import Donors, Electorate
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.port.messages import SyncProgress, TransferReport
-from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.protocol.rounds.frames import FrameKind
 

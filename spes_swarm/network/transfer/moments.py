@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hivemind.p2p import P2P
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 from spes_swarm.port.messages import Received
-from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, moments_digest

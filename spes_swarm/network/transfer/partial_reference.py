@@ -10,8 +10,9 @@ import os
 import threading
 from pathlib import Path
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.consensus.codec import EXACT, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk
 
 _BYTES = EXACT.num_bytes(1)

@@ -11,11 +11,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError, ProtocolError
-
-FloatArray = NDArray[np.float32]
 
 
 class Codec(Protocol):

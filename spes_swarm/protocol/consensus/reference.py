@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Block, Layout
 
 CHUNK_ELEMENTS = 1 << 18

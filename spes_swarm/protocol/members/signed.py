@@ -11,9 +11,8 @@ from typing import TypeVar
 import msgpack
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spes_swarm.base.decoding import unpack
+from spes_swarm.base.decoding import first_complaint, unpack
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.base.schema_error import first_complaint
 from spes_swarm.protocol.members.identity import Identity, verify
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.consensus.codec import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
 
 _ROUNDING = 1.01  # moments are running sums in fp32

@@ -30,7 +30,7 @@ from statistics import median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.base.arrays import FloatArray
 
 # No member weighs more than this many times the median, unless earlier commits bear it out.
 MAX_WEIGHT_RATIO = 2.0

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.consensus.codec import EXACT, Codec, FloatArray
+from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import blame
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_swarm.protocol.consensus.codec import FloatArray
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.ownership.leases import Leases
