@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/simulate.py --peers 256 --experts 64 --median-session 1800 --hours 24 --seed 0
 
-Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. What travels besides
-payload, and what it costs to check it, is measured on real signed messages. Prints a table; --json writes it, too.
+Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. What travels
+besides payload, and what it costs to check it, is measured on real signed messages. Prints a table; --json writes it,
+too.
 """
 
 from __future__ import annotations

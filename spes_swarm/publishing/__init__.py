@@ -2,10 +2,10 @@
 
 Any peer may publish, none has to. For those who build on this package:
 
-    from spes_swarm.publishing.snapshot import newest_snapshot, take_snapshot   # the reference, from disk or from memory
-    from spes_swarm.publishing.pack import RunFacts, pack                       # snapshot -> directory that can be published
-    from spes_swarm.publishing.target import open_target                        # "USER/REPO" or "file:DIRECTORY"
-    from spes_swarm.publishing.source import open_source                        # the way back
+    from spes_swarm.publishing.snapshot import newest_snapshot, take_snapshot  # the reference, from disk or memory
+    from spes_swarm.publishing.pack import RunFacts, pack                      # snapshot -> directory to publish
+    from spes_swarm.publishing.target import open_target                       # "USER/REPO" or "file:DIRECTORY"
+    from spes_swarm.publishing.source import open_source                       # the way back
 
     target = open_target("USER/REPO")
     target.check_rights()                                  # HubError says what is missing; leaves nothing behind
@@ -25,8 +25,5 @@ killed at any moment; the next one goes on. SupersededError means that another p
     loaded = source.load(reference_N)                      # LoadedReference: round, versions, digests, tokens ...
     for block in source.blocks([3, 4]): ...                # LoadedBlock, verified, by ranges
 
-Modules: `weights` (names and places of tensors), `plain` (the transformers layout on disk), `publication`
-(`spes_swarm.json`), `card` (README.md), `facts` (about the run), `snapshot`, `pack`, `target` with `directory` and
-`repository`, `location` (their names), `publisher` (the work of `spes_swarm.publish`), `source` with `remote`, `client`
-(huggingface_hub with deadlines and plain errors), `tensor_file` (safetensors headers), `shard_size`, `errors`.
+Imports the packages below it. Begin with `publisher` (what `spes_swarm.publish` does) and `source` (the way back).
 """

@@ -1,1 +1,5 @@
-"""."""
+"""Local steps, and what becomes of the live weights at each commit.
+
+Imports the packages below it and `port`, never `network`: a trainer runs with anything that implements the port.
+Begin with `trainer`; `pace` decides when a round is due.
+"""

@@ -1,5 +1,4 @@
-"""Chaos experiments, in the manner of torchft's failure injector; `scripts/chaos.py` is the command.
+"""Seeded faults on a swarm of real processes (`scripts/chaos.py`).
 
-`schedule` draws the faults and `report` adds up what they cost; both are pure. `peer` follows one process, `swarm`
-does the faults to real ones.
+Begin with `schedule` (what happens when), then `swarm` (what is done to whom, and what must hold).
 """
