@@ -1,0 +1,476 @@
+"""How a peer comes into a run: the steps from nothing to a trainer that is ready, in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from blake3 import blake3
+
+from spes_swarm.base.address import best_first, tcp_endpoint
+from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
+from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
+from spes_swarm.base.shared_vector import SharedVector
+from spes_swarm.config.experts_wanted import parse_experts
+from spes_swarm.config.join_command import join_command, join_note
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.data.sampler import Sampler, TokenStream
+from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
+from spes_swarm.network.client import no_answer
+from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.peer.capacity import choose_device, plan_experts
+from spes_swarm.peer.join_request import JoinRequest
+from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
+from spes_swarm.peer.run_data import PeerData
+from spes_swarm.peer.run_finder import RunFinder, tokenizer_of
+from spes_swarm.peer.starting_point import StartingPoint
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.publishing.background import Publishing
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.training.setup import TrainerSetup, TrainingStatus
+from spes_swarm.training.trainer import Trainer
+
+_DEFAULT_BANDWIDTH_MBPS = 100.0
+_EVALUATION_BATCH = 8
+_COMMAND_TIMEOUT_S = 120.0
+_BARRIER_S = 120.0  # at most, while all are present: some may wait for more peers than this one does
+_ABSENCE_S = 20.0  # after a peer has left or failed
+_STOP_POLL_S = 0.1
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stay:
+    """What a peer has from the beginning of its stay in a run to the end."""
+
+    request: JoinRequest
+    directory: RunDirectory
+    identity: Identity
+    console: PeerConsole
+    metrics: Metrics
+    network: Port
+    data: PeerData
+    stop: threading.Event
+    status: TrainingStatus
+    started: float  # monotonic time
+
+
+class Joining:
+    """Joins a run; each step finds what the steps before it have left in attributes.
+
+    Attributes:
+        manifest: of the run, once it is found.
+        trainer: once the experts are claimed.
+        joined: whether all steps are done.
+    """
+
+    manifest: Manifest
+    trainer: Trainer
+
+    def __init__(self, stay: Stay) -> None:
+        self._stay = stay
+        self._peer = stay.request.peer
+        self._console = stay.console
+        self._tokens_per_step = 0
+        self._maddrs: list[str] = []
+        self.joined = False
+
+    def run(self) -> Trainer:
+        """Joins; returns a trainer that is ready.
+
+        Raises:
+            UserError: something that the user can fix.
+            NetworkProcessError: the network process failed.
+            LeftEarlyError: told to stop meanwhile, or the run is over.
+        """
+        self._prepare_machine()
+        self._listen()
+        self._find_run()
+        self._settle_reach()
+        self._open_data()
+        self._build_model()
+        self._fill_reference()
+        self._enter_swarm()
+        self._obtain_reference()
+        self._claim_experts()
+        self._make_trainer()
+        self._wait_for_peers()
+        self._load_weights()
+        self._await_training()
+        self._tell_joined()
+        return self.trainer
+
+    # The steps, in their order.
+
+    def _prepare_machine(self) -> None:
+        # Not before the fork: looking for a CUDA device may initialise the driver.
+        self._device = choose_device(self._peer.device)
+        load_kernel(self._peer.kernel)  # the model is built much later
+        if self._peer.num_threads is not None:
+            torch.set_num_threads(self._peer.num_threads)
+
+    def _listen(self) -> None:
+        self._maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._stay.directory.known_port()))
+        self._console.say(f"peer {self._stay.identity.peer_id}")
+
+    def _find_run(self) -> None:
+        stay = self._stay
+        finder = RunFinder(stay.request, stay.directory, stay.identity, self._ask, self._console, stay.data)
+        self.manifest = finder.find()
+        self._run = self.manifest.run
+        self._source = finder.source
+        self._initial_peers = finder.initial_peers
+        stay.data.choose(self._run.data)  # who has plainly other data need not bother the others
+
+    def _settle_reach(self) -> None:
+        self._reach = self._check_reach()
+        if self._reach.reachable is False:
+            self._go_private()
+            self._maddrs = []
+        elif self._reach.address is not None:
+            maddr = f"{self._reach.address}/p2p/{self._stay.identity.peer_id}"
+            if maddr not in self._maddrs:
+                self._maddrs.insert(0, maddr)
+        self._console.say(f"run {self.manifest.run_id}")
+
+    def _open_data(self) -> None:
+        run, stay = self._run, self._stay
+        self._room = plan_experts(run, self._peer, self._device)
+        self._local = stay.data.open(run.data, tokenizer_of(run))
+        stay.metrics.write("data", **self._local.to_event())
+        # By default every identity has an order of its own, and keeps it.
+        own_seed = int.from_bytes(blake3(stay.identity.peer_id.encode()).digest()[:6], "little")
+        self._sampler = Sampler(
+            TokenStream(self._local.files),
+            sequence_length=run.training.sequence_length,
+            run_seed=run.training.seed,
+            peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
+            holdout_fraction=run.evaluation.holdout_fraction,
+        )
+        self._evaluation = (
+            list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
+            if run.evaluation.every_rounds
+            else []
+        )
+
+    def _build_model(self) -> None:
+        run = self._run
+        self._console.say(f"building {run.model.type} on {self._device}")
+        self._model = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        self._layout = layout_of(self._model)
+        if self._layout.digest != self.manifest.layout_digest:
+            raise ManifestError(
+                "this version of transformers lays the model out differently from the founder's; "
+                "install the version that the run uses"
+            )
+        self._wanted = parse_experts(self._peer.experts, self._layout.num_experts)
+        self._reference = SharedVector.create(self._layout.num_elements)
+        self._contribution = SharedVector.create(self._layout.num_elements)
+
+    def _fill_reference(self) -> None:
+        """Takes the reference from where it can be had without asking others: the disk, a publication, the seed."""
+        stay = self._stay
+        self._start = StartingPoint(
+            self._peer,
+            stay.directory,
+            stay.identity,
+            self.manifest,
+            self._ask,
+            stay.stop,
+            self._console,
+            stay.metrics,
+        )
+        self._checkpoint = self._start.fill(self._reference.values_N, self._model, self._layout, self._source)
+        self._leave_if_over(self._checkpoint.meta.round if self._checkpoint is not None else 0)
+        self._leave_if_over(self._source.publication.round if self._source is not None else 0)
+        if self._peer.client_mode and not self._initial_peers:
+            raise BootstrapError(
+                "no peer of the last session answers, and with --client-mode nobody could join this one: "
+                "start again when one of them runs, give --initial-peers, or leave out --client-mode"
+            )
+
+    def _enter_swarm(self) -> None:
+        stay, peer = self._stay, self._peer
+        settings = RunSettings(
+            manifest=self.manifest,
+            layout=self._layout,
+            reference_fd=self._reference.fd,
+            contribution_fd=self._contribution.fd,
+            trainer_pid=os.getpid(),
+            client_mode=self._reach.reachable is False,
+            bandwidth_mbps=peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
+            initial_peers=tuple(self._initial_peers),
+            upload_mbps=peer.upload_mbps,
+        )
+        review_reach = not (peer.client_mode or peer.assume_reachable)
+        self._ask(Commands.open_run, _COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
+        self._batch_size = self._run.training.batch_size_of(peer.batch_size)
+        self._tokens_per_step = self._batch_size * self._run.training.sequence_length
+        self._announce("joining")
+        # From here on others are answered: whoever starts a swarm by script need not wait for this peer's first step.
+        stay.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
+        stay.directory.remember(self.manifest)
+        stay.data.remember(self._local)
+        if self._run.training.at_end == "stop" and self._initial_peers:
+            newest = self._ask(Commands.swarm_table, None)
+            self._leave_if_over(newest.round if newest is not None else 0)
+
+    def _obtain_reference(self) -> None:
+        """Fetches the swarm's reference, unless this peer's is as new."""
+        self._table = self._start.obtain(
+            self._reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
+        )
+
+    def _claim_experts(self) -> None:
+        """Takes leases of as many experts as there is room for; "auto" means as many as the run says, if they fit."""
+        run, wanted, room, checkpoint = self._run, self._wanted, self._room, self._checkpoint
+        fixed = isinstance(wanted, tuple)
+        if wanted == "auto" and room < run.experts_per_peer:
+            self._console.say(f"{room} instead of {run.experts_per_peer} experts: more do not fit in memory")
+        choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
+        if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
+            choice = tuple(checkpoint.meta.held)
+            room = max(room, len(choice))
+        if room > run.most_experts:
+            self._console.say(
+                f"{room} experts are asked for: "
+                f"one peer keeps {run.most_experts} of them where others can hold the rest"
+            )
+        self._held = self._ask(Commands.claim, _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
+
+    def _make_trainer(self) -> None:
+        stay, peer = self._stay, self._peer
+        self.trainer = Trainer(
+            TrainerSetup(
+                run_id=self.manifest.run_id,
+                peer_id=stay.identity.peer_id,
+                nickname=peer.name or "",
+                run=self._run,
+                model=SparseModel(self._model.to(self._device), self._held, peer.kernel),
+                network=stay.network,
+                reference_N=self._reference.values_N,
+                contribution_N=self._contribution.values_N,
+                sampler=self._sampler,
+                evaluation=self._evaluation,
+                device=self._device,
+                batch_size=self._batch_size,
+                metrics=stay.metrics,
+                checkpoints=stay.directory.checkpoints,
+                checkpoint_every_rounds=peer.checkpoint_every_rounds,
+                keep_checkpoints=peer.keep_checkpoints,
+                max_rounds=peer.max_rounds,
+                stop=stay.stop,
+                status=stay.status,
+                say=self._console.say,
+                on_round=self._say_round,
+                on_saved=self._remember_peers,
+                publishing=self._publishing(),
+            )
+        )
+        self._tell_how_to_join()
+
+    def _wait_for_peers(self) -> None:
+        """Waits for as many peers as the user wants."""
+        wanted = self._peer.wait_for_peers
+        if wanted <= 1:
+            return
+        self._announce("waiting")
+        shown = 0
+        while not self._stay.stop.is_set():
+            here = self._ask(Commands.view, _COMMAND_TIMEOUT_S).num_ready + 1
+            if here >= wanted:
+                break
+            if here != shown:
+                shown = here
+                self._console.say(f"waiting for peers: {here} of {wanted}")
+            self._stay.stop.wait(0.5)
+        # All may have come back from different checkpoints: they go on from the newest of them.
+        self._start.download(if_newer=True)
+        self._table = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
+        self._leave_if_over(self._table.round)
+
+    def _load_weights(self) -> None:
+        if self._checkpoint is not None:
+            self.trainer.restore(self._checkpoint, self._table)
+        else:
+            self.trainer.load_reference(self._table)
+
+    def _await_training(self) -> None:
+        if self._peer.wait_for_peers > 1:
+            self._announce("training")
+            others = self._peer.wait_for_peers - 1
+            await_training(lambda: self._ask(Commands.view, _COMMAND_TIMEOUT_S), others, self._stay.stop)
+
+    def _tell_joined(self) -> None:
+        held, stay = self._held, self._stay
+        self.joined = True
+        stay.metrics.write("lease", gained=list(held), lost=[])
+        stay.metrics.write(
+            "join",
+            run_id=self.manifest.run_id,
+            maddrs=self._maddrs,
+            experts=list(held),
+            round=self._table.round,
+            seconds=time.monotonic() - stay.started,
+        )
+        first = self._table.round
+        self._console.say(f"training experts {experts_text(held)} from round {first}; Ctrl-C leaves the swarm")
+
+    # What the steps share.
+
+    def _ask(
+        self,
+        command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],
+        wait_s: float | None,
+        /,
+        *args: _Args.args,
+        **kwargs: _Args.kwargs,
+    ) -> _Result:
+        """Like Port.ask, but a person who wants to leave does not have to wait for the answer.
+
+        Raises:
+            LeftEarlyError: told to stop meanwhile.
+        """
+        future = self._stay.network.submit(command, *args, **kwargs)
+        deadline = time.monotonic() + wait_s if wait_s is not None else None
+        while True:
+            with suppress(FutureTimeoutError):
+                future.exception(_STOP_POLL_S)  # only waits
+                return future.result()
+            if self._stay.stop.is_set():
+                raise LeftEarlyError("told to stop while joining")
+            if deadline is not None and time.monotonic() > deadline:
+                raise no_answer(command.__name__)
+
+    def _leave_if_over(self, round_number: int) -> None:
+        """Says so, and leaves, when the run has ended by its schedule.
+
+        Raises:
+            LeftEarlyError: it has.
+        """
+        end = ScheduleEnd(self._run)
+        if end.ends_run(round_number):
+            self._console.say(end.why_over(self.manifest.run_id))
+            raise LeftEarlyError("the run is over")
+
+    def _start_daemon(self, host_maddrs: list[str], *, private: bool = False) -> list[str]:
+        """Starts p2pd, or starts it again for a peer that cannot be reached; returns this peer's addresses."""
+        maddrs = self._ask(
+            Commands.start_daemon,
+            _COMMAND_TIMEOUT_S,
+            host_maddrs=host_maddrs,
+            announce_maddrs=list(self._peer.announce_maddrs),
+            client_mode=self._peer.client_mode,
+            relay=self._peer.relay == "auto",
+            private=private,
+        )
+        endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
+        if endpoints and not self._peer.announce_maddrs:
+            self._stay.directory.remember_port(endpoints[0][1])
+        return maddrs
+
+    def _go_private(self) -> None:
+        """Tells libp2p that others cannot open connections to this peer."""
+        peer = self._peer
+        if peer.client_mode:
+            return  # it does not listen in any case
+        self._start_daemon(with_port(peer.host_maddrs, self._stay.directory.known_port()), private=True)
+        if self._initial_peers:
+            self._ask(
+                Commands.bootstrap,
+                peer.bootstrap_timeout_s + 30.0,
+                maddrs=self._initial_peers,
+                timeout_s=peer.bootstrap_timeout_s,
+            )
+
+    def _check_reach(self) -> Reach:
+        """Finds out whether others can open connections to this peer, unless the user has said it."""
+        if self._peer.client_mode:
+            reach = Reach(False, None, ())
+        elif self._peer.assume_reachable:
+            reach = Reach(True, None, ())
+        else:
+            reach = self._ask(Commands.check_reach, _COMMAND_TIMEOUT_S)
+        self._stay.metrics.write(reach.metric, **asdict(reach))
+        for line in reach.describe():
+            self._console.say(line)
+        return reach
+
+    def _announce(self, state: Any) -> None:
+        self._stay.status.phase = state
+        self._ask(
+            Commands.set_presence,
+            _COMMAND_TIMEOUT_S,
+            presence=Presence(
+                name=self._peer.name or "",
+                state=state,
+                step=0,
+                tokens=0,
+                tokens_per_step=self._tokens_per_step,
+                tokens_per_second=0.0,
+                loss=None,
+                experts=(),
+            ),
+        )
+
+    def _publishing(self) -> Publishing | None:
+        if self._peer.publish_to is None:
+            return None
+        return Publishing(
+            self._stay.network,
+            self._stay.metrics,
+            output_dir=self._stay.directory.path,
+            run_id=self.manifest.run_id,
+            peer_id=self._stay.identity.peer_id,
+            target=self._peer.publish_to,
+            every=self._peer.publish_every,
+            keep=self._peer.publish_keep,
+            say=self._console.say,
+            upload_mbps=self._peer.publish_mbps or DURING_ROUNDS_SHARE * (self._peer.upload_mbps or ASSUMED_MBPS),
+        )
+
+    def _remember_peers(self) -> None:
+        self._stay.directory.remember_peers(self._stay.network.ask(Commands.peer_maddrs, _COMMAND_TIMEOUT_S))
+
+    def _tell_how_to_join(self) -> None:
+        if not self._maddrs:
+            return
+        self._console.say("others join with (on this machine with an --output-dir of their own):")
+        self._console.command(join_command(self.manifest, best_first(self._maddrs)[0], interpreter()))
+        if (note := join_note(self._run.data)) is not None:
+            self._console.say(note)
+
+    def _say_round(self) -> None:
+        if not self._console.is_terminal:  # where the panel shows it
+            self._console.say(round_line(self._stay.status))
+
+
+def await_training(
+    view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
+) -> None:
+    """Waits until the others train, too, so that no peer starts before the rest have seen each other.
+
+    That takes a second, or half a minute where they see each other through a relay on a busy machine.
+    """
+    begun = all_there = now()
+    while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):
+        seen = view()
+        if seen.num_training >= others:
+            return
+        if seen.num_ready >= others:
+            all_there = now()
+        stop.wait(_STOP_POLL_S)
