@@ -196,7 +196,7 @@ class Membership:
 
     async def others_have_committed(self, number: int) -> None:
         """Waits until nobody else that trains is behind that round."""
-        while any(v.progress.round < number for v in self.services._roster.training()):
+        while any(v.progress.round < number for v in self.services._state.roster.training()):
             self.listener.viewed.clear()
             await self.listener.viewed.wait()
 
@@ -225,7 +225,7 @@ async def membership(
         services = RunServices(listener, daemon, rpc, identity, settings)
         limits = ExchangeLimits.of(run.round)
         exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
-        services._exchange = exchange
+        services._exchange = services._rounds._exchange = exchange
         await services.start()
         await services.download(if_newer=False)
         presence = Presence(

@@ -25,7 +25,7 @@ import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import RoundError
-from spes_swarm.network import services as services_module
+from spes_swarm.network.round import sync_round
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.consensus.layout import Layout
@@ -68,7 +68,7 @@ async def attack(maddr: str, directory: Path, kind: str, size: float) -> None:
         lies["RoundState"] = NoisyState
     with ExitStack() as stack:
         for name, lie in lies.items():
-            stack.enter_context(mock.patch.object(services_module, name, lie))
+            stack.enter_context(mock.patch.object(sync_round, name, lie))
         await _take_part(maddr, directory, rng, LOUD_RMS if kind == "loud" else None, size)
 
 

@@ -21,9 +21,9 @@ def launch_spinning() -> ForkServer:
 
 
 def _spinning_main(arguments: list[str]) -> int:
-    from spes_swarm.peer import session
+    from spes_swarm.peer import joining
 
-    setattr(session.Session, "_open_data", lambda *_: _spin(arguments))  # noqa: B010 - mypy lets no method be assigned to
+    setattr(joining.Joining, "_open_data", lambda *_: _spin(arguments))  # noqa: B010 - mypy lets no method be assigned to
     return main(arguments)
 
 

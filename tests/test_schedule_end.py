@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -82,8 +83,11 @@ def test_whose_last_round_failed_fetches_it_from_those_who_wait(others: list[tup
         """The records are as they are."""
 
     run = run_config(training={"total_steps": 20, "at_end": "stop"})
-    catching_up = CatchingUp(reference, contribution_N, leases, roster, cast(Transfer, Donors()), refresh, run)
-    caught_up = asyncio.run(catching_up.fetch_if_lost())
+    state: Any = SimpleNamespace(
+        reference=reference, contribution_N=contribution_N, leases=leases, roster=roster, run=run
+    )
+    catching_up = CatchingUp(state, cast(Transfer, Donors()), refresh)
+    caught_up = asyncio.run(catching_up.resync_if_diverged())
     assert (caught_up is not None) == fetches
     if caught_up is not None:
         assert (caught_up.round, caught_up.payload_bytes) == (2, 7)

@@ -38,9 +38,13 @@ def count(
         return answer
 
     rpc: Any = SimpleNamespace(call=call)
-    reference: Any = SimpleNamespace(round=OWN_ROUND)
+    run_state: Any = SimpleNamespace(
+        reference=SimpleNamespace(round=OWN_ROUND),
+        roster=roster,
+        run=SimpleNamespace(round=SimpleNamespace(inner_steps=INNER_STEPS)),
+    )
     announcer: Any = SimpleNamespace(tokens_per_step=STEP)
-    counting = TokenCount(rpc, reference, roster, announcer, INNER_STEPS, lambda: True, lambda: False)
+    counting = TokenCount(rpc, run_state, announcer, lambda: True, lambda: False)
     return asyncio.run(counting.others())
 
 

@@ -9,23 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.link.run_records import Records
+from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
-from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
-from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
-from spes_swarm.protocol.ownership.leases import Leases
 
 
 class Announcer:
     """Writes this peer's progress and lease while its trainer is alive.
 
     Args:
-        config: lifetimes of the records.
-        reference: whose round and digest are announced.
-        leases: which experts are announced as held.
+        run_state: whose round, digest and experts are announced.
         faults: those of late.
         now: the swarm's time in Unix seconds.
         reachable: whether others can open connections to this peer.
@@ -36,23 +30,21 @@ class Announcer:
         in_round: whether this peer is in a round.
         round_seconds: how long its last round took.
         volunteering: where this peer would publish (see election.py) and whether it is at it; None: nowhere.
-        swarm_tokens: of all peers, that have gone into commits until the reference's round.
         traffic: payload bytes sent and received in its last round.
     """
 
     def __init__(
         self,
-        config: RoundConfig,
-        reference: Reference,
-        leases: Leases,
+        run_state: RunState,
         faults: RecentFaults,
         now: Callable[[], float],
         reachable: Callable[[], bool],
-        on_fault: Callable[[ProtocolError], None],
+        on_fault: Callable[[str, ProtocolError], None],
     ) -> None:
-        self._config = config
-        self._reference = reference
-        self._leases = leases
+        self._run = run_state
+        self._config = run_state.run.round
+        self._reference = run_state.reference
+        self._leases = run_state.leases
         self._faults = faults
         self._now = now
         self._reachable = reachable
@@ -66,7 +58,6 @@ class Announcer:
         self._storing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
         self.presence: Presence | None = None
         self.volunteering: tuple[bytes, bool] | None = None
-        self.swarm_tokens = SwarmTokens()
         self.in_round = False
         self.round_seconds = 0.0
         self.traffic = (0, 0)
@@ -98,11 +89,11 @@ class Announcer:
         if known is None or known.state != presence.state or known.losses != presence.losses:
             self._wanted.set()
 
-    def learn_swarm_tokens(self, roster: Roster) -> None:
+    def learn_swarm_tokens(self) -> None:
         """Takes over what others say of the reference's round, if this peer has missed commits; not during a round."""
         if not self.in_round:
-            count = roster.swarm_tokens(self._reference.round)
-            self.swarm_tokens.learn(count, alone=not roster.present())
+            roster = self._run.roster
+            self._run.swarm_tokens.learn(roster.swarm_tokens(self._reference.round), alone=not roster.present())
 
     def has_contributed(self, tokens: int) -> None:
         """Takes tokens that went into a commit from the count.
@@ -151,7 +142,7 @@ class Announcer:
             bytes_received=self.traffic[1],
             in_round=self.in_round,
             total_tokens=presence.total_tokens,
-            swarm_tokens=self.swarm_tokens.told,
+            swarm_tokens=self._run.swarm_tokens.told,
             train_loss=losses.train_loss if losses else None,
             eval_loss=losses.eval_loss if losses else None,
             eval_loss_stderr=losses.eval_loss_stderr if losses else None,
@@ -198,4 +189,4 @@ class Announcer:
         else:
             reason = "no node of the DHT took the record"
         if not stored:
-            self._on_fault(ProtocolError("dht", reason))
+            self._on_fault(self._run.identity.peer_id, ProtocolError("dht", reason))

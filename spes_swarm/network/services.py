@@ -6,17 +6,14 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hivemind.dht import DHTNode
 
-from spes_swarm.base.address import peer_id_of
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.shared_vector import attach_from
@@ -30,11 +27,13 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_records import Records, RunRecordValidator
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.round.token_count import TokenCount
+from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.catching_up import CatchingUp
 from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
-from spes_swarm.port.commands import Called, GroupFormed, Listener, RunCommands
+from spes_swarm.port.commands import Called, Listener, RunCommands
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
@@ -45,21 +44,13 @@ from spes_swarm.port.messages import (
     TokenCounts,
     TransferReport,
 )
-from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.members.election import periods_to_wait
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
-from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.members.standing import Neighbour, Standing
-from spes_swarm.protocol.ownership.assignment import Rules
-from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, num_moments, slices
-from spes_swarm.protocol.rounds.plan import common_lineage, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
-from spes_swarm.protocol.rounds.stating import Work, difference_rms, make_statement
-from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _REFRESH_S = 1.0  # how often the records of the others are read
@@ -70,58 +61,30 @@ class RunServices(RunCommands):
     """The services of one run and the state they share."""
 
     def __init__(self, listener: Listener, daemon: Daemon, rpc: Rpc, identity: Identity, settings: RunSettings) -> None:
-        run = settings.manifest.run
+        state = self._state = RunState.of(identity, settings)
+        run, p2p = state.run, daemon.p2p
         self._listener = listener
         self._daemon = daemon
         self._rpc = rpc
-        self._identity = identity
-        self._settings = settings
-        self._config = run.round
-        self._run_id = settings.manifest.run_id
-        num_elements = settings.layout.num_elements
-        self.reference = Reference(
-            settings.layout, attach_from(settings.trainer_pid, settings.reference_fd, num_elements)
-        )
-        self._contribution_N = attach_from(settings.trainer_pid, settings.contribution_fd, num_elements)
-        self._codec = get_codec(run.round.codec)
-        self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
-        told = set(map(peer_id_of, settings.initial_peers)) - {identity.peer_id}
-        self._roster = Roster(identity.peer_id, run.round.progress_ttl_s, Standing(told))
-        self._told = told
-        rpc.on_contact = self._roster.standing.note_answer
+        rpc.on_contact = state.roster.standing.note_answer
+        self._timekeeper = Timekeeper(rpc, state.run_id, identity.peer_id, self._on_fault)
+        self._now = self._timekeeper.clock.now
+        self._faults = RecentFaults(self._now)
         self._ahead = 0  # the round that others gather for, when it is beyond our next one
         self._volunteers: dict[str, Volunteer] = {}
         self._acquaintances = Acquaintances(settings.initial_peers)
         self._own_maddrs: list[str] = []
-        self._leases = Leases(
-            identity.peer_id,
-            settings.layout.num_experts,
-            Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts),
-            run.round.lease_s,
-        )
-        self._tracks = TrackRecords()
-        self._make_plan = partial(
-            make_plan,
-            layout=settings.layout,
-            max_part_elements=run.round.part_elements,
-            clip=run.round.clip,
-            warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
-        )
-        self._lineage = Lineage({})
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
-        self._greetings = Greetings(
-            rpc, self._roster, self._acquaintances, lambda: self._own_maddrs if self.reachable else []
-        )
+        self._greetings = Greetings(rpc, state.roster, self._acquaintances, self._told_maddrs)
+        self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
         stall_timeout_s = run.round.stall_timeout_s
-        limits = ExchangeLimits.of(run.round)
-        self._exchange = Exchange(daemon.p2p, rpc, self._run_id, limits, self._on_fault)
         self._transfer = Transfer(
-            daemon.p2p, rpc, self._run_id, self.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
+            p2p, rpc, state.run_id, state.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
         )
         self._moments = Moments(
-            daemon.p2p,
-            self._run_id,
+            p2p,
+            state.run_id,
             settings.layout,
             limits=MomentLimits.of(run.training.max_grad_norm, run.training.adam_beta1, run.training.adam_beta2),
             stall_timeout_s=stall_timeout_s,
@@ -130,39 +93,23 @@ class RunServices(RunCommands):
         self._rendezvous = Rendezvous(
             rpc,
             identity,
-            self._run_id,
+            state.run_id,
             len(settings.layout.blocks),
             reachable=not settings.client_mode,
             window_s=run.round.window_s,
-            live_peers=lambda: self._roster.neighbours(run.round.window_s),
-            defers=lambda: self._roster.defers,
+            live_peers=lambda: state.roster.neighbours(run.round.window_s),
+            defers=lambda: state.roster.defers,
             target_round=self._target_round,
             on_called=lambda round_number: listener.tell(Called(round_number)),
             on_ahead=self._on_ahead,
         )
-        self._timekeeper = Timekeeper(rpc, self._run_id, identity.peer_id, self._on_fault)
-        self._now = self._timekeeper.clock.now
-        self._faults = RecentFaults(self._now)
-        self._announcer = Announcer(
-            run.round,
-            self.reference,
-            self._leases,
-            self._faults,
-            self._now,
-            reachable=lambda: self.reachable,
-            on_fault=lambda error: self._on_fault(identity.peer_id, error),
-        )
-        self._catching_up = CatchingUp(
-            self.reference, self._contribution_N, self._leases, self._roster, self._transfer, self.refresh, run
-        )
+        self._announcer = Announcer(state, self._faults, self._now, lambda: self.reachable, self._on_fault)
+        self._catching_up = CatchingUp(state, self._transfer, self.refresh)
         self._token_count = TokenCount(
-            rpc,
-            self.reference,
-            self._roster,
-            self._announcer,
-            run.round.inner_steps,
-            reachable=lambda: self.reachable,
-            gathering=lambda: self._rendezvous.gathering,
+            rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
+        )
+        self._rounds = SyncRounds(
+            state, self._rendezvous, self._exchange, self._transfer, self._moments, self._announcer, listener
         )
         self._records: Records | None = None
         self._node: DHTNode | None = None
@@ -170,18 +117,18 @@ class RunServices(RunCommands):
     async def start(self) -> None:
         """Takes the swarm's time, joins the DHT and registers the services."""
         give_to_hivemind(self._now)
-        known = self._told or await self._connected()
+        known = self._state.told or await self._connected()
         await self._timekeeper.settle(known)
         self._node = await join_dht(
             self._daemon.p2p,
-            self._settings.initial_peers,
-            RunRecordValidator(self._run_id, self._now),
-            client_mode=self._settings.client_mode,
+            self._state.settings.initial_peers,
+            RunRecordValidator(self._state.run_id, self._now),
+            client_mode=self._state.settings.client_mode,
         )
         self._own_maddrs = await self._daemon.maddrs()
-        self._records = Records(self._node, self._identity, self._run_id, self._now)
+        self._records = Records(self._node, self._state.identity, self._state.run_id, self._now)
         self._announcer.open(self._records)
-        if not self._told and (more := await self._connected() - known):  # the DHT has found them
+        if not self._state.told and (more := await self._connected() - known):  # the DHT has found them
             await self._timekeeper.settle(known | more)
         await self._timekeeper.serve()
         await self._rpc.serve("manifest", self._serve_manifest)
@@ -205,6 +152,15 @@ class RunServices(RunCommands):
     # Reachability; see connectivity.Members.
 
     @property
+    def reference(self) -> Reference:
+        """What this peer's members agree on."""
+        return self._state.reference
+
+    def _told_maddrs(self) -> list[str]:
+        """Addresses that others are told."""
+        return self._own_maddrs if self.reachable else []
+
+    @property
     def reachable(self) -> bool:
         """Whether this peer tells others that it can be reached."""
         return self._rendezvous.reachable
@@ -214,13 +170,13 @@ class RunServices(RunCommands):
         if self._rendezvous.reachable != reachable:
             self._rendezvous.reachable = reachable
             self._announcer.announce_soon()
-        maddr = f"{address}/p2p/{self._identity.peer_id}"
+        maddr = f"{address}/p2p/{self._state.identity.peer_id}"
         if address is not None and maddr not in self._own_maddrs:
             self._own_maddrs.append(maddr)
 
     def neighbours(self) -> list[Neighbour]:
         """The other live peers."""
-        return [Neighbour(view.peer_id, view.progress.reachable) for view in self._roster.present()]
+        return [Neighbour(view.peer_id, view.progress.reachable) for view in self._state.roster.present()]
 
     async def maddrs_of(self, peer_id: str) -> list[str]:
         """Asks a peer for its addresses; those of last time if it does not answer."""
@@ -235,12 +191,12 @@ class RunServices(RunCommands):
             try:
                 await action()
             except Exception as exc:  # whatever it is: a peer that stops publishing or reading would split the swarm
-                self._on_fault(self._identity.peer_id, ProtocolError("internal", repr(exc)))
+                self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
             await asyncio.sleep(pause_s)
 
     async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
-        return dict(self._settings.manifest.to_wire())
+        return dict(self._state.settings.manifest.to_wire())
 
     async def count_tokens(self) -> TokenCounts:
         """See RunCommands."""
@@ -250,19 +206,19 @@ class RunServices(RunCommands):
 
     async def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int = 0) -> str:
         """See RunCommands."""
-        self._lineage = lineage
-        self._announcer.swarm_tokens.count = swarm_tokens
-        self.reference.finish(table_round, list(enumerate(versions)))
+        self._state.lineage = lineage
+        self._state.swarm_tokens.count = swarm_tokens
+        self._state.reference.finish(table_round, list(enumerate(versions)))
         self._transfer.open()
-        return self.reference.digest.hex()
+        return self._state.reference.digest.hex()
 
     async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
         """See RunCommands."""
         report = await self._catching_up.download(if_newer, partial, self._listener.tell)
         if report is not None:
-            self._roster.standing.follow()
-            self._announcer.swarm_tokens.missed_commits()
-            self._announcer.learn_swarm_tokens(self._roster)
+            self._state.roster.standing.follow()
+            self._state.swarm_tokens.missed_commits()
+            self._announcer.learn_swarm_tokens()
         return report
 
     async def swarm_table(self) -> ReferenceTable | None:
@@ -271,15 +227,15 @@ class RunServices(RunCommands):
 
     async def table(self) -> ReferenceTable:
         """See RunCommands."""
-        return self.reference.table
+        return self._state.reference.table
 
     async def lineage(self) -> tuple[list[int], bytes]:
         """See RunCommands."""
-        return self._lineage.to_lists()
+        return self._state.lineage.to_lists()
 
     async def swarm_tokens(self) -> int:
         """See RunCommands."""
-        return self._announcer.swarm_tokens.count
+        return self._state.swarm_tokens.count
 
     # Records.
 
@@ -293,14 +249,14 @@ class RunServices(RunCommands):
 
     async def _reunite(self) -> None:
         assert self._node is not None
-        live = {self._identity.peer_id, *(view.peer_id for view in self._roster.present())}
+        live = {self._state.identity.peer_id, *(view.peer_id for view in self._state.roster.present())}
         await self._acquaintances.reunite(live, self._daemon, self._node)
 
     async def _keep_time(self) -> None:
         await asyncio.sleep(self._timekeeper.until_check_s())
-        live = {view.peer_id for view in self._roster.present()}
+        live = {view.peer_id for view in self._state.roster.present()}
         # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
-        voices = self._roster.standing.clock_voices(live | await self._connected(), time.monotonic())
+        voices = self._state.roster.standing.clock_voices(live | await self._connected(), time.monotonic())
         step_s = await self._timekeeper.check(voices)
         if step_s > 0:
             self._announcer.announce_soon()  # to those who were ahead, this peer's records had expired
@@ -308,7 +264,7 @@ class RunServices(RunCommands):
             self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
 
     async def _connected(self) -> set[str]:
-        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._identity.peer_id}
+        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._state.identity.peer_id}
 
     async def _refresh_quietly(self) -> None:
         with suppress(OSError, ProtocolError):
@@ -317,16 +273,16 @@ class RunServices(RunCommands):
     async def refresh(self) -> None:
         """Reads the others' records and greets new peers, so that connections stand before the first round."""
         assert self._records is not None
-        new = self._roster.update(await self._records.read("progress", Progress))
-        self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
-        self._announcer.learn_swarm_tokens(self._roster)
+        new = self._state.roster.update(await self._records.read("progress", Progress))
+        self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
+        self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
         self._greetings.greet_soon(new)
 
     def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
         """The records of peers that have answered a call: a record alone neither takes experts nor publishes."""
-        return {peer: record for peer, record in records.items() if self._roster.standing.has_answered(peer)}
+        return {peer: record for peer, record in records.items() if self._state.roster.standing.has_answered(peer)}
 
     async def view(self) -> SwarmView:
         """See RunCommands."""
@@ -334,18 +290,20 @@ class RunServices(RunCommands):
         return self._view()
 
     def _view(self) -> SwarmView:
-        answering = self._roster.answering()
-        voices = self._roster.voices()
-        held = {e for view in answering for e in view.progress.experts} | set(self._leases.held)
+        roster = self._state.roster
+        answering, voices = roster.answering(), roster.voices()
+        held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
         return SwarmView(
             num_peers=len(answering),
             num_ready=sum(view.progress.state in ("waiting", "training") for view in answering),
             num_training=sum(view.progress.state == "training" for view in answering),
-            tokens_per_step=self._roster.tokens_per_step(self._announcer.tokens_per_step),
-            tokens=self._roster.tokens_since_commit(self.reference.round, self._config.progress_ttl_s),
+            tokens_per_step=roster.tokens_per_step(self._announcer.tokens_per_step),
+            tokens=self._state.roster.tokens_since_commit(
+                self._state.reference.round, self._state.run.round.progress_ttl_s
+            ),
             tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
             at=time.monotonic(),
-            swarm_round=self._roster.swarm_round(self.reference.round),
+            swarm_round=roster.swarm_round(self._state.reference.round),
             experts_covered=len(held),
             publishing_periods=self._publishing_periods(),
         )
@@ -354,7 +312,7 @@ class RunServices(RunCommands):
         volunteering = self._announcer.volunteering
         if volunteering is None:
             return 0
-        return periods_to_wait(self._volunteers, volunteering[0], self._identity.peer_id)
+        return periods_to_wait(self._volunteers, volunteering[0], self._state.identity.peer_id)
 
     async def volunteer(self, target: bytes | None, publishing: bool) -> None:
         """See RunCommands."""
@@ -363,7 +321,7 @@ class RunServices(RunCommands):
 
     async def peer_maddrs(self) -> list[str]:
         """See RunCommands."""
-        return self._acquaintances.of([view.peer_id for view in self._roster.answering()])
+        return self._acquaintances.of([view.peer_id for view in self._state.roster.answering()])
 
     async def set_presence(self, presence: Presence) -> None:
         """See RunCommands."""
@@ -374,25 +332,25 @@ class RunServices(RunCommands):
     async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
         """See RunCommands."""
         assert self._records is not None
-        self._leases.room, self._leases.fixed = room, fixed
+        self._state.leases.room, self._state.leases.fixed = room, fixed
         await self.refresh()
         if isinstance(experts, tuple):
-            self._leases.held = experts
+            self._state.leases.held = experts
             await self._announcer.publish_lease()
             return experts
-        self._leases.choose(experts)
+        self._state.leases.choose(experts)
         await self._announcer.publish_lease()
         # Peers that start together choose alike; look again until the choices have settled.
         quiet = 0
         while quiet < 2:
             await asyncio.sleep(_REFRESH_S)
-            self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
-            if self._leases.settle():
+            self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
+            if self._state.leases.settle():
                 quiet += 1
             else:
                 quiet = 0
                 await self._announcer.publish_lease()
-        return self._leases.held
+        return self._state.leases.held
 
     async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
         """See RunCommands."""
@@ -405,8 +363,10 @@ class RunServices(RunCommands):
         return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
 
     def _moment_slices(self, experts: tuple[int, ...], memory_fd: int) -> dict[int, FloatArray]:
-        layout = self._settings.layout
-        return slices(attach_from(self._settings.trainer_pid, memory_fd, num_moments(experts, layout)), experts, layout)
+        layout = self._state.settings.layout
+        return slices(
+            attach_from(self._state.settings.trainer_pid, memory_fd, num_moments(experts, layout)), experts, layout
+        )
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
         """See RunCommands."""
@@ -415,11 +375,11 @@ class RunServices(RunCommands):
     # Rounds.
 
     def _target_round(self) -> int:
-        return max(self._roster.swarm_round(self.reference.round) + 1, self._ahead)
+        return max(self._state.roster.swarm_round(self._state.reference.round) + 1, self._ahead)
 
     def _on_ahead(self, round_number: int) -> None:
         # At most one round beyond our own next one: calls are not proof, and must not run the swarm's clock.
-        if round_number <= self.reference.round + 2:
+        if round_number <= self._state.reference.round + 2:
             self._ahead = round_number
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
@@ -450,73 +410,17 @@ class RunServices(RunCommands):
             await asyncio.wait({self._round_task})
 
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        started = time.monotonic()
         # A frozen node makes the DHT slow for seconds while the others wait; records are read all the time anyway.
         await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
-        caught_up = await self._catching_up.fetch_if_lost()
+        caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
-                self._lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
-            self._announcer.swarm_tokens.missed_commits()
+                self._state.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
+            self._state.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.begin_anew()
             return caught_up
-        held = self._leases.held
-        rms = await asyncio.to_thread(difference_rms, self.reference, self._contribution_N, held)
-        statement = make_statement(
-            Work(self._target_round(), held, tokens, routed, rms, leaving),
-            self.reference,
-            self._lineage,
-            self._leases,
-            self._tracks,
-            bandwidth_mbps=self._settings.bandwidth_mbps,
-            reachable=self.reachable,
-        )
-        group = await self._rendezvous.join(statement)
-        grouped = time.monotonic()
-        me = group.index_of(self._identity.peer_id)
-        assert me is not None
-        if group.round != self.reference.round + 1:
-            self._announcer.swarm_tokens.missed_commits()
-        plan = self._make_plan(group)
-        self._listener.tell(GroupFormed(group.round, len(group.members)))
-        mine = self.reference, self._contribution_N
-        state = RoundState(group, plan, me, *mine, self._codec, self._bounds, self._tracks)
-        try:
-            with self._transfer.round_under_way():
-                commit = await self._exchange.run(state)
-        except RoundError:
-            self._rendezvous.spend(group)
-            raise
-        finally:
-            absent = self._roster.absent({member.peer_id for member in group.members})
-            for peer_id in absent:
-                self._roster.lose(peer_id)
-            self._listener.on_round_over()
-        delivered = {group.members[i].peer_id for result in state.results.values() for i in result.included}
-        idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
-        self._roster.committed(delivered, absent | idle)
-        state.record_commit(self._tracks)
-        self._roster.vouch(
-            [m.peer_id for m in group.members if not m.statement.leaving], for_s=self._config.progress_ttl_s
-        )
-        self._lineage = common_lineage(group.members).after(group.round, group.id)
-        experts = self._leases.after_commit(group, plan)
-        self._moments.expect(group.round, experts.lost)
-        if (experts.gained or experts.lost) and not leaving:
-            self._announcer.renew_lease_soon()
-        self._announcer.has_contributed(tokens)
-        self._announcer.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
-        report = RoundReport(
-            commit,
-            grouped - started,
-            time.monotonic() - grouped,
-            self.reference.digest.hex(),
-            experts,
-            self._announcer.swarm_tokens.count,
-        )
-        self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
-        return report
+        return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import TokenCounts
-from spes_swarm.protocol.consensus.reference import Reference
-from spes_swarm.protocol.members.roster import PeerView, Roster
+from spes_swarm.protocol.members.roster import PeerView
 
 _TIMEOUT_S = 1.0
 
@@ -24,10 +24,8 @@ class TokenCount:
 
     Args:
         rpc: how they are asked.
-        reference: whose round the counts are since.
-        roster: the others.
+        run_state: whose round the counts are since.
         announcer: knows what this peer's trainer has done.
-        inner_steps: of a round.
         reachable: whether others can open connections to this peer.
         gathering: whether this peer is on its way to a round whose group is not closed.
     """
@@ -35,18 +33,16 @@ class TokenCount:
     def __init__(
         self,
         rpc: Rpc,
-        reference: Reference,
-        roster: Roster,
+        run_state: RunState,
         announcer: Announcer,
-        inner_steps: int,
         reachable: Callable[[], bool],
         gathering: Callable[[], bool],
     ) -> None:
         self._rpc = rpc
-        self._reference = reference
-        self._roster = roster
+        self._reference = run_state.reference
+        self._roster = run_state.roster
+        self._inner_steps = run_state.run.round.inner_steps
         self._announcer = announcer
-        self._inner_steps = inner_steps
         self._reachable = reachable
         self._gathering = gathering
 

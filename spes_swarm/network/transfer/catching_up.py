@@ -10,15 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import RoundError
-from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.messages import CaughtUp, SyncProgress, TransferReport
-from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
-from spes_swarm.protocol.members.roster import PeerView, Roster
-from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.protocol.members.roster import PeerView
 
 # A peer that has missed so many rounds would be sent nearly the whole model in the middle of one.
 _HOPELESS_ROUNDS = 8
@@ -30,37 +28,24 @@ class CatchingUp:
     """Fetches references.
 
     Args:
-        reference: what is replaced.
-        contribution_N: the trainer's contribution, in shared memory.
-        leases: which experts this peer trains.
-        roster: the others.
+        run_state: whose reference is replaced; the run may end with a round.
         transfer: how a reference is fetched.
         refresh: reads the others' records again.
-        run: the swarm's settings; it may end with a round.
     """
 
-    def __init__(
-        self,
-        reference: Reference,
-        contribution_N: FloatArray,
-        leases: Leases,
-        roster: Roster,
-        transfer: Transfer,
-        refresh: Callable[[], Awaitable[None]],
-        run: RunConfig,
-    ) -> None:
-        self._reference = reference
-        self._contribution_N = contribution_N
-        self._leases = leases
-        self._roster = roster
+    def __init__(self, run_state: RunState, transfer: Transfer, refresh: Callable[[], Awaitable[None]]) -> None:
+        self._reference = run_state.reference
+        self._contribution_N = run_state.contribution_N
+        self._leases = run_state.leases
+        self._roster = run_state.roster
         self._transfer = transfer
         self._refresh = refresh
-        self._last_round = ScheduleEnd(run).last_round
+        self._last_round = ScheduleEnd(run_state.run).last_round
 
     async def download(
         self, if_newer: bool, partial: Path | None, on_progress: Callable[[SyncProgress], None]
     ) -> TransferReport | None:
-        """See network.NetworkProcess.download."""
+        """See port.commands.RunCommands."""
         await self._refresh()
         if if_newer and self._newest_round() <= self._reference.round:
             return None
@@ -75,7 +60,7 @@ class CatchingUp:
         await self._refresh()
         return await self._transfer.vote(self._donors if self._roster.voices() else self._newest_donors)
 
-    async def fetch_if_lost(self) -> CaughtUp | None:
+    async def resync_if_diverged(self) -> CaughtUp | None:
         """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.
 
         A peer that is hopelessly late keeps the work since its last commit as its difference to the new reference. One

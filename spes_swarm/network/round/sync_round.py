@@ -1,0 +1,153 @@
+"""One synchronisation round from this peer's side, from top to bottom.
+
+A sparse all-reduce: members state what they bring, agree on a group and so on a plan, push their differences to the
+reducers of the parts, pull the results, and move the reference. See docs/architecture.md for the picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from functools import partial
+
+from spes_swarm.base.errors import RoundError
+from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.round.exchange import Exchange
+from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.network.run_state import RunState
+from spes_swarm.network.transfer.moments import Moments
+from spes_swarm.network.transfer.transfer import Transfer
+from spes_swarm.port.commands import GroupFormed, Listener
+from spes_swarm.port.messages import RoundReport
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
+from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
+from spes_swarm.protocol.rounds.statement import Group, Statement
+from spes_swarm.protocol.rounds.stating import Work, difference_rms, make_statement
+
+
+class SyncRounds:
+    """Holds the rounds of one run, one at a time."""
+
+    def __init__(
+        self,
+        run_state: RunState,
+        rendezvous: Rendezvous,
+        exchange: Exchange,
+        transfer: Transfer,
+        moments: Moments,
+        announcer: Announcer,
+        listener: Listener,
+    ) -> None:
+        run = run_state.run
+        self._run = run_state
+        self._rendezvous = rendezvous
+        self._exchange = exchange
+        self._transfer = transfer
+        self._moments = moments
+        self._announcer = announcer
+        self._listener = listener
+        self._codec = get_codec(run.round.codec)
+        self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
+        self._make_plan = partial(
+            make_plan,
+            layout=run_state.settings.layout,
+            max_part_elements=run.round.part_elements,
+            clip=run.round.clip,
+            warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
+        )
+
+    async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
+        """Holds one round.
+
+        Args:
+            target_round: that this peer wants to commit.
+            tokens: that it has processed since the last commit.
+            routed: of those, how many went to each expert held.
+            leaving: it is this peer's last round.
+
+        Raises:
+            RoundError: nothing was committed, and reference and contribution are unchanged.
+        """
+        started = time.monotonic()
+        statement = await self._state(target_round, tokens, routed, leaving)
+        group = await self._rendezvous.join(statement)
+        grouped = time.monotonic()
+        plan = self._make_plan(group)
+        self._listener.tell(GroupFormed(group.round, len(group.members)))
+        commit = await self._all_reduce(group, plan)
+        experts = self._reassign(group, plan, leaving)
+        self._count_tokens(group, tokens)
+        report = RoundReport(
+            commit,
+            grouped - started,
+            time.monotonic() - grouped,
+            self._run.reference.digest.hex(),
+            experts,
+            self._run.swarm_tokens.count,
+        )
+        self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
+        return report
+
+    async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:
+        """What this peer brings, for the others to plan with."""
+        run = self._run
+        held = run.leases.held
+        rms = await asyncio.to_thread(difference_rms, run.reference, run.contribution_N, held)
+        return make_statement(
+            Work(target_round, held, tokens, routed, rms, leaving),
+            run.reference,
+            run.lineage,
+            run.leases,
+            run.tracks,
+            bandwidth_mbps=run.settings.bandwidth_mbps,
+            reachable=self._rendezvous.reachable,
+        )
+
+    async def _all_reduce(self, group: Group, plan: Plan) -> CommitReport:
+        """Moves the reference to the weighted mean of what the members bring, part by part."""
+        run = self._run
+        me = group.index_of(run.identity.peer_id)
+        assert me is not None
+        if group.round != run.reference.round + 1:
+            run.swarm_tokens.missed_commits()
+        books = RoundState(group, plan, me, run.reference, run.contribution_N, self._codec, self._bounds, run.tracks)
+        absent: set[str] = set()
+        try:
+            with self._transfer.round_under_way():
+                commit = await self._exchange.run(books)
+        except RoundError:
+            self._rendezvous.spend(group)
+            raise
+        finally:
+            absent = run.roster.absent({member.peer_id for member in group.members})
+            for peer_id in absent:
+                run.roster.lose(peer_id)
+            self._listener.on_round_over()
+        self._note_members(group, books, absent)
+        run.lineage = common_lineage(group.members).after(group.round, group.id)
+        return commit
+
+    def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
+        """Remembers who has delivered what: this decides whose word counts later."""
+        run = self._run
+        delivered = {group.members[i].peer_id for result in books.results.values() for i in result.included}
+        idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
+        run.roster.committed(delivered, absent | idle)
+        books.record_commit(run.tracks)
+        staying = [member.peer_id for member in group.members if not member.statement.leaving]
+        run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
+
+    def _reassign(self, group: Group, plan: Plan, leaving: bool) -> Reassignment:
+        """Who trains which expert from now on."""
+        experts = self._run.leases.after_commit(group, plan)
+        self._moments.expect(group.round, experts.lost)
+        if (experts.gained or experts.lost) and not leaving:
+            self._announcer.renew_lease_soon()
+        return experts
+
+    def _count_tokens(self, group: Group, own: int) -> None:
+        self._announcer.has_contributed(own)
+        self._run.swarm_tokens.add(sum(member.statement.tokens for member in group.members))

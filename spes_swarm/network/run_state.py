@@ -1,0 +1,67 @@
+"""What the services of one run share.
+
+Shape: N elements of the flat vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+from spes_swarm.base.address import peer_id_of
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.shared_vector import attach_from
+from spes_swarm.config.run import RunConfig
+from spes_swarm.port.messages import RunSettings
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.rounds.track_record import TrackRecords
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What this peer knows and has in one run; only rounds and downloads change the reference."""
+
+    settings: RunSettings
+    identity: Identity
+    told: frozenset[str]  # peers that the user has told it to join
+    reference: Reference
+    contribution_N: FloatArray  # shared with the trainer
+    roster: Roster
+    leases: Leases
+    tracks: TrackRecords = field(default_factory=TrackRecords)
+    lineage: Lineage = field(default_factory=lambda: Lineage({}))
+    swarm_tokens: SwarmTokens = field(default_factory=SwarmTokens)
+
+    @classmethod
+    def of(cls, identity: Identity, settings: RunSettings) -> Self:
+        """The state to begin with, on the vectors that the trainer has made."""
+        run, layout, me = settings.manifest.run, settings.layout, identity.peer_id
+        told = frozenset(map(peer_id_of, settings.initial_peers)) - {me}
+        rules = Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts)
+        values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
+        return cls(
+            settings=settings,
+            identity=identity,
+            told=told,
+            reference=Reference(layout, values_N),
+            contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
+            roster=Roster(me, run.round.progress_ttl_s, Standing(told)),
+            leases=Leases(me, layout.num_experts, rules, run.round.lease_s),
+        )
+
+    @property
+    def run(self) -> RunConfig:
+        """The swarm's settings."""
+        return self.settings.manifest.run
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.settings.manifest.run_id
