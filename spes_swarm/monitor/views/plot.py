@@ -73,6 +73,10 @@ def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> 
         f"{amount(state.tokens_total)} tokens in {seconds(history[-1].time - history[0].time)}",
         fontsize=11,
     )
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as exc:

@@ -80,26 +80,7 @@ class Daemon:
         remove_stale_sockets()
         sockets = _make_socket_directory()
         control = HivemindMultiaddr(f"/unix{sockets}/p2pd.sock")
-        arguments = [
-            f"-listen={control}",
-            f"-id={identity_path}",
-            "-dhtClient=1" if client_mode or private else "-dhtServer=1",
-            "-autonat=1",  # with it comes hole punching
-            "-connManager=1",
-            "-natPortMap=1",
-            "-relay=1",  # this peer can be an end of circuits
-            "-relayService=0",  # and passes them on as relay.py does
-            "-tls=1",
-            f"-idleTimeout={_START_TIMEOUT_S:.0f}s",
-        ]
-        if private:
-            arguments.append("-forceReachabilityPrivate=1")
-        if client_mode:
-            arguments.append("-noListenAddrs=1")
-        elif host_maddrs:
-            arguments.append("-hostAddrs=" + ",".join(host_maddrs))
-        if announce_maddrs:
-            arguments.append("-announceAddrs=" + ",".join(announce_maddrs))
+        arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode, private)
         parent = os.getpid()
         log = sockets / "p2pd.log"
         with as_file(files("hivemind.hivemind_cli") / "p2pd") as executable, log.open("wb") as output:
@@ -193,6 +174,38 @@ class Daemon:
         except subprocess.TimeoutExpired:
             self._process.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _arguments(
+    control: Any,
+    identity_path: Path,
+    host_maddrs: Sequence[str],
+    announce_maddrs: Sequence[str],
+    client_mode: bool,
+    private: bool,
+) -> list[str]:
+    """The command line of p2pd."""
+    arguments = [
+        f"-listen={control}",
+        f"-id={identity_path}",
+        "-dhtClient=1" if client_mode or private else "-dhtServer=1",
+        "-autonat=1",  # with it comes hole punching
+        "-connManager=1",
+        "-natPortMap=1",
+        "-relay=1",  # this peer can be an end of circuits
+        "-relayService=0",  # and passes them on as relay.py does
+        "-tls=1",
+        f"-idleTimeout={_START_TIMEOUT_S:.0f}s",
+    ]
+    if private:
+        arguments.append("-forceReachabilityPrivate=1")
+    if client_mode:
+        arguments.append("-noListenAddrs=1")
+    elif host_maddrs:
+        arguments.append("-hostAddrs=" + ",".join(host_maddrs))
+    if announce_maddrs:
+        arguments.append("-announceAddrs=" + ",".join(announce_maddrs))
+    return arguments
 
 
 async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: HivemindMultiaddr) -> P2P:
