@@ -2,12 +2,12 @@
 
     .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
 
-Noise comes from a fifth member from the first round on (see tests/noise_peer.py), and so do claims of all experts
-(`claimant`, otherwise honest; `fifth` is wholly honest, and shows what a fifth process on the same cores costs).
-Strangers who never take part (`clock`, `ghosts`; see tests/strangers.py) come after the first commit of all four. The
-attacker is killed after round --rounds, and the honest ones go on for two rounds more. One run without an attacker is
-the measure, with each seed. All peers are real processes on this machine. Prints a line for each run and the means over
-the seeds, and writes JSON.
+Noise comes from a fifth member from the first round on (see tests/helpers/noise_peer.py), and so do claims of all
+experts (`claimant`, otherwise honest; `fifth` is wholly honest, and shows what a fifth process on the same cores
+costs). Strangers who never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of
+all four. The attacker is killed after round --rounds, and the honest ones go on for two rounds more. One run without an
+attacker is the measure, with each seed. All peers are real processes on this machine. Prints a line for each run and
+the means over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -118,9 +118,18 @@ def start_attacker(directory: Path, kind: str, addresses: list[str], size: float
     """Starts the process that does the harm."""
     module = [sys.executable, "-m"]
     if kind in NOISE:
-        command = [*module, "tests.noise_peer", addresses[0], str(directory), "--kind", kind, "--size", str(size)]
+        command = [
+            *module,
+            "tests.helpers.noise_peer",
+            addresses[0],
+            str(directory),
+            "--kind",
+            kind,
+            "--size",
+            str(size),
+        ]
     elif kind in STRANGERS:
-        command = [*module, "tests.strangers", *addresses, "--kind", kind]
+        command = [*module, "tests.helpers.strangers", *addresses, "--kind", kind]
     else:
         joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
         command = [*module, "spes_swarm.join", *LOOPBACK, *joining]

@@ -75,7 +75,7 @@ def start_hub(stack: ExitStack, network: LocalNetwork, directory: Path) -> str:
     """Starts the server on the host after the peers'; returns its address."""
     (directory / "data").mkdir(parents=True)
     log = directory / "log"
-    command = ["-m", "tests.hub_routes", str(directory / "data"), str(1 << 20), network.address(NUM_DONORS)]
+    command = ["-m", "tests.helpers.hub_routes", str(directory / "data"), str(1 << 20), network.address(NUM_DONORS)]
     name = network.namespace(NUM_DONORS)
     with log.open("wb") as output:
         process = subprocess.Popen(

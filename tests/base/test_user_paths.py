@@ -1,0 +1,81 @@
+"""A script's directory is emptied only where the script has filled it."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.user_paths import remake_directory, user_path
+from tests.helpers.repository import ROOT
+
+
+def test_what_an_earlier_call_has_left_is_removed(tmp_path: Path) -> None:
+    for _ in range(2):
+        remake_directory(tmp_path / "runs" / "demo", "demo")
+        assert [path.name for path in (tmp_path / "runs" / "demo").iterdir()] == [".demo"]
+        (tmp_path / "runs" / "demo" / "model").mkdir()
+
+
+@pytest.mark.parametrize("program", ["demo", "chaos"])
+def test_what_somebody_else_has_left_stays(tmp_path: Path, program: str) -> None:
+    (tmp_path / ".another").touch()
+    with pytest.raises(UserError, match=f"holds something that {program} did not create"):
+        remake_directory(tmp_path, program)
+    assert [path.name for path in tmp_path.iterdir()] == [".another"]
+
+
+def test_a_place_that_cannot_be_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (Path("/proc/demo"), tmp_path / "file"):
+        with pytest.raises(UserError, match="cannot be written"):
+            remake_directory(place, "demo")
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    remake_directory(tmp_path / "demo", "demo")
+    (tmp_path / "demo" / "link").symlink_to(tmp_path / "mine")
+    remake_directory(tmp_path / "demo", "demo")
+    assert not (tmp_path / "demo" / "link").is_symlink()
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+def test_a_removal_that_breaks_off_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    remake_directory(tmp_path / "demo", "demo")
+    (tmp_path / "demo" / "model").mkdir()
+    monkeypatch.setattr("shutil.rmtree", fail)
+    with pytest.raises(UserError, match="Input/output error"):
+        remake_directory(tmp_path / "demo", "demo")
+    monkeypatch.undo()
+    remake_directory(tmp_path / "demo", "demo")
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == [".demo"]
+
+
+def test_the_home_of_nobody() -> None:
+    with pytest.raises(UserError, match="'~no-such-user/x': there is no such home directory"):
+        user_path("~no-such-user/x")
+    assert user_path("~/x") == Path.home() / "x"
+
+
+@pytest.mark.parametrize("command", [["demo.py", "--output"], ["chaos.py", "--output-dir"]])
+def test_the_scripts_keep_to_it(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "thesis.tex").touch()
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / command[0], *command[1:], tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"{tmp_path} holds something" in done.stderr
+    assert (tmp_path / "thesis.tex").exists()

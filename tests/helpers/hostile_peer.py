@@ -1,0 +1,286 @@
+"""A hostile member for tests: joins a run properly, then lies in every round, each time in another way.
+
+It uses the real services (signed statements, records, leases, rendezvous) and replaces what goes over the round's
+streams. `python -m tests.helpers.hostile_peer MADDR DIRECTORY` writes DIRECTORY/rounds.jsonl, a line {"round", "mode"}
+when the group of a round has formed. After the last mode it stays quiet but alive until it is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.bitmap import bitmap
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.shared_vector import SharedVector
+from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.services import RunServices
+from spes_swarm.port.commands import Called, GroupFormed, News
+from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
+from spes_swarm.protocol.consensus.codec import EXACT
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
+from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+
+# frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
+# sent at all; slow: valid frames, but a trickle, and keepalives for ever; two_faced: other results for every member.
+MODES = ("frames", "bytes", "silent", "slow", "two_faced")
+
+
+@asynccontextmanager
+async def joined(maddr: str, identity: Identity) -> AsyncIterator[tuple[Daemon, Rpc, Manifest]]:
+    """A daemon of its own, connected to the run behind `maddr`."""
+    daemon = await Daemon.start(identity.path, ["/ip4/127.0.0.1/tcp/0"])
+    try:
+        rpc = Rpc(daemon.p2p, lambda peer_id, error: None)
+        await rpc.start()
+        (peer_id,) = await bootstrap(daemon, [maddr], 60.0)
+        yield daemon, rpc, open_manifest(await rpc.call(peer_id, "manifest", {}, 60.0), source=peer_id)
+    finally:
+        await daemon.stop()
+
+
+def spoil(frame: Frame, ways: Sequence[str], number: int) -> Frame:
+    """The frame made wrong in one of these ways."""
+    num_values = len(frame.payload) // 4
+    match ways[number % len(ways)]:
+        case "nonfinite":
+            return dataclasses.replace(frame, payload=b"\x7f" * len(frame.payload))  # NaN as fp16 scale and as fp32
+        case "norm":
+            huge = np.float32(2.0**100).tobytes()
+            is_fp16 = len(frame.payload) % 4 == 0 and frame.form == Form.DELTA
+            rest = b"\x00\x3c" * ((len(frame.payload) - 4) // 2) if is_fp16 else huge * max(num_values - 1, 0)
+            return dataclasses.replace(frame, payload=(huge + rest)[: len(frame.payload)])
+        case "weight":
+            return dataclasses.replace(frame, weight=1e300)
+        case "nan weight":
+            return dataclasses.replace(frame, weight=math.nan)
+        case "form":
+            return dataclasses.replace(frame, form=77)
+        case "part":
+            return dataclasses.replace(frame, part=2**32 - 1)
+        case _:
+            return dataclasses.replace(frame, payload=frame.payload[:-2])
+
+
+BAD_RESULTS = ("nonfinite", "norm", "form", "part", "shape")
+BAD_CONTRIBUTIONS = (*BAD_RESULTS, "weight", "nan weight")  # a result has no weight
+
+
+class HostileExchange(Exchange):
+    """Lies on all streams of a round."""
+
+    mode = "frames"
+
+    async def run(self, state: RoundState) -> CommitReport:
+        """As an honest member, but what is reduced here stays at the old reference, as with those it is hidden from."""
+        self.mine = {part.index for part in state.plan.parts if part.reducer == state.me}
+        self._begin(state)
+        with contextlib.suppress(TimeoutError, RoundError):
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._transfer(state)
+        for index in self.mine:
+            state.results.pop(index, None)
+        return state.commit()
+
+    async def _push(
+        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
+    ) -> None:
+        peer_id = state.group.members[reducer].peer_id
+        with contextlib.suppress(ProtocolError, *STREAM_ERRORS):
+            async with open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel:
+                if self.mode == "silent":
+                    await asyncio.sleep(self._limits.timeout_s)
+                await channel.send_hello(group=state.group.id)
+                if self.mode == "bytes":
+                    channel._writer.write(os.urandom(1000))
+                    await channel.receive(1024)
+                for number, (part, contribution) in enumerate(parts):
+                    frame = state.push_frame(part, contribution)
+                    await channel.send(
+                        frame if self.mode in ("slow", "two_faced") else spoil(frame, BAD_CONTRIBUTIONS, number)
+                    )
+                    if self.mode == "slow":
+                        await asyncio.sleep(self._limits.stall_timeout_s / 2)
+                if self.mode == "frames":  # the header of a frame that never comes
+                    channel._writer.write(b"\x01\x00\x00\x00")
+                else:
+                    await channel.send(Frame(FrameKind.END))
+                    await channel.receive(1024)
+
+    async def _serve_pull(self, channel: Channel) -> None:
+        state, member = await self._find_round((await channel.receive_hello(1 << 20)).get("group"), channel.peer_id)
+        if self.mode == "bytes":
+            channel._writer.write(os.urandom(1000))
+            return
+        if self.mode == "silent":
+            await asyncio.sleep(self._limits.timeout_s)
+        while self.mode == "slow":
+            await channel.send(Frame(FrameKind.KEEPALIVE))
+            await asyncio.sleep(self._limits.stall_timeout_s / 2)
+        for number, index in enumerate(sorted(self.mine)):
+            part = state.plan.parts[index]
+            values_N = np.full(part.size, 1e-4 * (member + 1), np.float32)
+            included = bitmap((c.member for c in state.plan.block_of(part).contributions), state.plan.num_members)
+            form = state.plan.block_of(part).result_form(member)
+            payload = (state.codec if form is Form.DELTA else EXACT).encode(values_N)
+            frame = Frame(FrameKind.DATA, form, index, 0.0, included, payload)
+            await channel.send(frame if self.mode == "two_faced" else spoil(frame, BAD_RESULTS, number + member))
+        await channel.send(Frame(FrameKind.END))
+
+    async def _serve_have(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        state, _ = await self._find_round(request.get("group"), peer_id)
+        if self.mode in ("slow", "silent"):
+            return {"finished": False, "held": bitmap(range(len(state.plan.parts)), len(state.plan.parts))}
+        return {"finished": 1, "held": "everything"}
+
+
+class _Listener:
+    """Notices calls and groups."""
+
+    def __init__(self, directory: Path) -> None:
+        self.called = asyncio.Event()
+        self.viewed = asyncio.Event()
+        self.group: tuple[int, int] = (0, 0)
+        self._directory = directory
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        print("fault", peer_id, error, flush=True)
+
+    def on_round_over(self) -> None: ...
+
+    def tell(self, news: News) -> None:
+        match news:
+            case Called():
+                self.called.set()
+            case SwarmView():
+                self.viewed.set()
+            case GroupFormed():
+                self.group = (news.round, news.peers)
+
+
+async def beat_forever(services: RunServices) -> None:
+    while True:
+        services.beat()
+        await asyncio.sleep(0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """What a hostile member has at hand."""
+
+    services: RunServices
+    exchange: Exchange
+    listener: _Listener
+    presence: Presence
+    reference_N: FloatArray
+    contribution_N: FloatArray
+
+    async def others_have_committed(self, number: int) -> None:
+        """Waits until nobody else that trains is behind that round."""
+        while any(v.progress.round < number for v in self.services._state.roster.training()):
+            self.listener.viewed.clear()
+            await self.listener.viewed.wait()
+
+
+@asynccontextmanager
+async def membership(
+    maddr: str, directory: Path, make_exchange: Callable[..., Exchange], *, num_experts: int, tokens_per_step: int
+) -> AsyncIterator[Membership]:
+    """Joins a run properly: reads the reference, claims experts and says that it trains."""
+    identity = Identity.load_or_create(directory / "identity.key")
+    async with joined(maddr, identity) as (daemon, rpc, manifest):
+        run = manifest.run
+        layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
+        reference, contribution = (SharedVector.create(layout.num_elements) for _ in range(2))
+        settings = RunSettings(
+            manifest=manifest,
+            layout=layout,
+            reference_fd=reference.fd,
+            contribution_fd=contribution.fd,
+            trainer_pid=os.getpid(),
+            client_mode=False,
+            bandwidth_mbps=100.0,
+            initial_peers=(maddr,),
+        )
+        listener = _Listener(directory)
+        services = RunServices(listener, daemon, rpc, identity, settings)
+        limits = ExchangeLimits.of(run.round)
+        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
+        services._exchange = services._rounds._exchange = exchange
+        await services.start()
+        await services.download(if_newer=False)
+        presence = Presence(
+            name="hostile",
+            state="training",
+            step=1,
+            tokens=0,
+            tokens_per_step=tokens_per_step,
+            tokens_per_second=1.0,
+            loss=1.0,
+            experts=await services.claim(num_experts, room=num_experts, fixed=False),
+        )
+        await services.set_presence(presence)
+        beating = asyncio.create_task(beat_forever(services))  # what a trainer does to show that it is alive
+        yield Membership(services, exchange, listener, presence, reference.values_N, contribution.values_N)
+        beating.cancel()
+        await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
+        await asyncio.Event().wait()
+
+
+async def take_part(maddr: str, directory: Path) -> None:
+    """Lives until all modes have been used in a round of four, then only keeps its connections."""
+    async with membership(maddr, directory, HostileExchange, num_experts=2, tokens_per_step=128) as member:
+        services, exchange = member.services, member.exchange
+        assert isinstance(exchange, HostileExchange)
+        held = member.presence.experts
+        modes = list(MODES)
+        with (directory / "rounds.jsonl").open("a", buffering=1) as log:
+            while modes:
+                await member.listener.called.wait()
+                member.listener.called.clear()
+                exchange.mode = modes[0]
+                member.contribution_N[:] = member.reference_N
+                try:
+                    report = await services.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
+                except RoundError as exc:
+                    print("round", exc, flush=True)
+                    await services.download(if_newer=False)
+                    continue
+                if isinstance(report, CaughtUp):
+                    continue
+                held = report.experts.held
+                if len(report.commit.members) >= 4:
+                    log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
+                # What counts is the honest members' reference, when they are through with the round.
+                await member.others_have_committed(report.commit.round)
+                await services.download(if_newer=False)
+
+
+def main(arguments: list[str]) -> int:
+    """Takes part until it is killed; see above."""
+    maddr, directory = arguments
+    asyncio.run(take_part(maddr, Path(directory)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""A trainer whose network process is a stand-in: what the trainer itself does, without sockets and other processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.data.sampler import Sampler
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
+from spes_swarm.port.commands import Port
+from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
+from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
+from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.rounds.round_state import CommitReport
+from spes_swarm.storage.metrics import Metrics
+from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.trainer import Trainer
+from tests.helpers.ports import LocalPort
+from tests.helpers.swarm import TINY_RUN, merged
+
+HELD = (1, 4)
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """The tests' tiny run with changes."""
+    return RunConfig.from_dict(merged(TINY_RUN, changes), "test")
+
+
+class StubSampler:
+    """The same sequences again and again."""
+
+    def next_batch(self, batch_size: int) -> NDArray[np.int64]:
+        """See Sampler."""
+        return np.arange(batch_size * 64, dtype=np.int64).reshape(batch_size, 64) % 250
+
+    def state(self) -> dict[str, int]:
+        """See Sampler."""
+        return {"epoch": 0, "position": 0, "identity": 0}
+
+    def restore(self, state: dict[str, int]) -> bool:
+        """See Sampler."""
+        return True
+
+
+@dataclass
+class StubNetwork:
+    """Commits every round as it comes; answers what the trainer asks of a network process.
+
+    Attributes:
+        others: how many other peers take part.
+        answers: in place of the next rounds, one after the other.
+        presences: states that the trainer has announced, in order.
+    """
+
+    reference: Reference
+    contribution_N: NDArray[np.float32]
+    held: tuple[int, ...]
+    others: int = 0
+    called_round: int = 0
+    answers: list[Callable[[StubNetwork], CaughtUp]] = field(default_factory=list)
+    presences: list[str] = field(default_factory=list)
+    on_traffic: Callable[[], None] = lambda: None
+
+    async def set_presence(self, presence: Presence) -> None:
+        """See port.Commands; so are those that follow."""
+        self.presences.append(presence.state)
+
+    async def view(self) -> SwarmView:
+        return SwarmView(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8)
+
+    async def table(self) -> ReferenceTable:
+        return self.reference.table
+
+    async def lineage(self) -> tuple[list[int], bytes]:
+        return [], b""
+
+    async def swarm_tokens(self) -> int:
+        return 0
+
+    async def traffic(self) -> tuple[int, int]:
+        self.on_traffic()
+        return 10, 20
+
+    async def wait_until_fetched(self, timeout_s: float) -> bool:
+        return True
+
+    async def count_tokens(self) -> TokenCounts:
+        return TokenCounts(1 << 40, (1000.0,) * self.others)
+
+    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+        if self.answers:
+            return self.answers.pop(0)(self)
+        number = self.reference.round + 1
+        trained = (0, *(1 + expert for expert in self.held))
+        for index in trained:
+            block = self.reference.layout.blocks[index]
+            self.reference.values_N[block.start : block.stop] = self.contribution_N[block.start : block.stop]
+        self.reference.finish(number, [(index, number) for index in trained])
+        commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8)
+        return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), Reassignment(self.held), 0)
+
+
+def read_events(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind in a file of metrics."""
+    events = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [event for event in events if event["event"] == kind]
+
+
+def trainer_setup(
+    directory: Path,
+    run: RunConfig,
+    model: SparseModel,
+    port: Port,
+    reference_N: NDArray[np.float32],
+    contribution_N: NDArray[np.float32],
+    **changes: Any,
+) -> TrainerSetup:
+    """What a trainer of the tiny run works with, on a CPU and without evaluations."""
+    directory.mkdir(exist_ok=True)
+    fields: dict[str, Any] = {"evaluation": [], "max_rounds": None, "stop": threading.Event(), **changes}
+    return TrainerSetup(
+        run_id="test",
+        peer_id="me",
+        nickname="",
+        run=run,
+        model=model,
+        network=port,
+        reference_N=reference_N,
+        contribution_N=contribution_N,
+        sampler=cast(Sampler, StubSampler()),
+        device=torch.device("cpu"),
+        batch_size=2,
+        metrics=Metrics(directory / "metrics.jsonl", "me"),
+        checkpoints=directory / "checkpoints",
+        checkpoint_every_rounds=100,
+        keep_checkpoints=1,
+        **fields,
+    )
+
+
+class LoneTrainer:
+    """A trainer of the tiny run with its stand-ins."""
+
+    def __init__(self, directory: Path, run: RunConfig | None = None, **setup: Any) -> None:
+        torch.set_num_threads(1)
+        self.run = run or run_config()
+        model = build_model(self.run.model.type, self.run.model.settings, 0, "cpu")
+        layout = layout_of(model)
+        reference = Reference(layout, flat_from_model(model, layout))
+        contribution_N = np.zeros(layout.num_elements, dtype=np.float32)
+        reference.finish(0, list(enumerate([0] * len(layout.blocks))))
+        self.network = StubNetwork(reference, contribution_N, HELD)
+        self.port = LocalPort(self.network)
+        self.model = SparseModel(model, HELD)
+        self.stop = threading.Event()
+        self.metrics_path = directory / "metrics.jsonl"
+        self.said: list[str] = []
+        self.setup = trainer_setup(
+            directory,
+            self.run,
+            self.model,
+            self.port,
+            reference.values_N,
+            contribution_N,
+            stop=self.stop,
+            say=self.said.append,
+            **setup,
+        )
+        self.trainer = Trainer(self.setup)
+        self.trainer.load_reference(reference.table)
+
+    def close(self) -> None:
+        """Closes its metrics."""
+        self.setup.metrics.close()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What it has written to its metrics."""
+        return read_events(self.metrics_path, kind)
+
+    def live(self) -> NDArray[np.float32]:
+        """The weights that it trains with, of all blocks."""
+        live_N = np.empty(self.model.layout.num_elements, dtype=np.float32)
+        for block in self.model.layout.blocks:
+            self.model.read_block(block.index, live_N[block.start : block.stop])
+        return live_N

@@ -1,0 +1,396 @@
+"""From records to what is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_swarm.monitor import ledger as ledger_module
+from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.ledger import Ledger
+from spes_swarm.monitor.state import SwarmState, to_text
+from spes_swarm.protocol.members.records import FaultNote, Progress
+from tests.helpers.monitoring import DIGEST, RUN, START, TTL_S, Watched, lease, peer_id, progress
+
+A, B, C, D = (peer_id(n) for n in range(4))
+OTHER = b"\x02" * 32
+
+
+def states(state: SwarmState) -> dict[str, str]:
+    return {peer.peer_id: peer.state for peer in state.peers}
+
+
+# Who is there.
+
+
+def test_nobody_yet_is_said_honestly() -> None:
+    state = Watched().look()
+    assert (state.status, state.peers, state.silent_s, state.next_round_s) == ("no_peers", (), None, None)
+    assert state.consensus.digest is None
+
+
+def test_a_peer_appears_and_what_it_tells_is_shown() -> None:
+    state = Watched().look({A: progress(START - 2)})
+    (peer,) = state.peers
+    assert (peer.peer_id, peer.name, peer.state, peer.experts) == (A, "laptop", "training", (0, 3))
+    assert (peer.bytes_sent, peer.bytes_received, peer.age_s) == (1000, 2000, 2.0)
+    assert (state.status, state.round, state.tokens_total) == ("live", 3, 5120)
+    assert (state.train_loss, state.eval_loss) == (5.5, 5.75)
+
+
+def test_a_peer_that_does_not_renew_its_record_is_late_and_then_gone() -> None:
+    watched = Watched()
+    watched.look({A: progress(), B: progress()})
+    watched.wait(10)
+    watched.look({A: progress(), B: progress(START + 10)})
+    watched.wait(6)
+    assert states(watched.look({A: progress(), B: progress(START + 16)})) == {A: "late", B: "training"}
+    watched.wait(15)
+    assert states(watched.look({A: progress(), B: progress(START + 30)})) == {B: "training"}
+
+
+def test_a_record_that_is_missing_once_is_not_gone() -> None:
+    watched = Watched()
+    watched.look({A: progress()})
+    watched.wait(4)
+    assert states(watched.look()) == {A: "training"}
+
+
+def test_all_leave_and_the_monitor_says_since_when_and_sees_them_come_back() -> None:
+    watched = Watched()
+    before = watched.look({A: progress(), B: progress()})
+    watched.wait(45)
+    alone = watched.look()
+    assert (alone.status, alone.peers, alone.silent_s) == ("no_peers", (), 45.0)
+    assert (alone.round, alone.tokens_total, alone.train_loss) == (before.round, before.tokens_total, 5.5)
+    watched.wait(5)
+    assert states(watched.look({A: progress(watched.now, round=4)})) == {A: "training"}
+
+
+def test_a_goodbye_is_shown_until_the_record_runs_out() -> None:
+    watched = Watched()
+    watched.look({A: progress()})
+    watched.wait(1)
+    assert states(watched.look({A: progress(watched.now, state="leaving", experts=[])})) == {A: "leaving"}
+    watched.wait(25)
+    assert states(watched.state()) == {A: "leaving"}
+    watched.wait(6)
+    assert watched.look().status == "no_peers"
+
+
+def test_an_old_record_that_is_repeated_brings_nobody_back() -> None:
+    watched = Watched()
+    old = progress(expires=START + 23 * 3600)  # its writer gave it a long life
+    watched.look({A: old})
+    watched.wait(TTL_S + 1)
+    assert watched.look({A: old}).status == "no_peers"
+    watched.wait(100)
+    assert watched.look({A: old}).status == "no_peers"
+    assert watched.look({A: progress()}).status == "no_peers"
+
+
+def test_a_newer_record_is_not_replaced_by_an_older_one() -> None:
+    watched = Watched()
+    watched.look({A: progress(START, round=4)})
+    assert watched.look({A: progress(START - 1, round=3)}).peers[0].round == 4
+
+
+def test_the_age_of_a_record_does_not_depend_on_its_writers_clock() -> None:
+    watched = Watched()
+    watched.look({A: progress(START + 600), B: progress(START - 20)})
+    watched.wait(3)
+    ages = {peer.peer_id: peer.age_s for peer in watched.state().peers}
+    assert ages == {A: 3.0, B: 23.0}
+    # A version that was not there at the last look cannot be older than that look.
+    watched.look({A: progress(START + 603), B: progress(START - 19)})
+    ages = {peer.peer_id: peer.age_s for peer in watched.state().peers}
+    assert ages == {A: 0.0, B: 3.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"state": "joining"}, "joining"),
+        ({"state": "waiting"}, "waiting"),
+        ({"state": "syncing"}, "syncing"),
+        ({"in_round": True}, "syncing"),
+        ({"round": 2}, "training"),
+        ({"round": 1}, "late"),
+    ],
+)
+def test_what_a_peer_is_doing(changes: dict[str, Any], shown: str) -> None:
+    state = Watched().look({A: progress(), B: progress(), C: progress(**changes)})
+    assert states(state)[C] == shown
+
+
+# The round.
+
+
+@pytest.mark.parametrize(
+    ("rounds", "shown"), [([3], 3), ([3, 4], 4), ([4, 4], 4), ([3, 3, 4], 3), ([3, 3, 4, 4], 4), ([4, 4, 4, 9**9], 4)]
+)
+def test_the_round_is_the_one_that_half_have_committed(rounds: list[int], shown: int) -> None:
+    state = Watched().look({peer_id(n): progress(round=number) for n, number in enumerate(rounds)})
+    assert state.round == shown
+
+
+def test_the_next_round_is_reckoned_from_tokens_and_speed() -> None:
+    watched = Watched()
+    # 2 peers of 128 tokens a step: a round is 10 * 256 tokens.
+    records = {A: progress(tokens=640), B: progress(tokens=640, tokens_per_second=156.0)}
+    state = watched.look(records)
+    assert state.round_progress == 0.5
+    assert state.next_round_s == pytest.approx(1280 / 256)
+    watched.wait(2)
+    assert watched.state().next_round_s == pytest.approx(1280 / 256 - 2)
+    watched.wait(10)
+    assert (watched.state().next_round_s, watched.state().round_progress) == (0.0, 1.0)
+
+
+def test_during_a_round_there_is_nothing_left_to_do() -> None:
+    state = Watched().look({A: progress(in_round=True), B: progress(in_round=True), C: progress()})
+    assert (state.next_round_s, state.round_progress) == (0.0, 1.0)
+
+
+def test_a_peer_without_speed_gives_no_time() -> None:
+    assert Watched().look({A: progress(tokens_per_second=0.0, tokens=0)}).next_round_s is None
+
+
+def test_a_speed_of_next_to_nothing_gives_a_time_that_json_can_hold() -> None:
+    state = Watched().look({A: progress(tokens_per_second=5e-324, tokens=0)})
+    assert state.next_round_s is not None
+    assert math.isfinite(state.next_round_s)
+
+
+# Who agrees.
+
+
+def test_the_digest_of_most_is_the_consensus_and_the_others_are_named() -> None:
+    state = Watched().look({A: progress(), B: progress(), C: progress(digest=OTHER)})
+    assert state.consensus.digest == DIGEST.hex()
+    assert (state.consensus.agree, state.consensus.differ) == (2, (C,))
+    assert {peer.peer_id: peer.agrees for peer in state.peers} == {A: True, B: True, C: False}
+
+
+def test_peers_are_compared_with_those_of_their_own_round() -> None:
+    """While a round is being committed, some are already in the next."""
+    state = Watched().look({A: progress(round=4, digest=OTHER), B: progress(), C: progress()})
+    assert state.consensus.differ == ()
+    assert (state.round, state.consensus.agree) == (3, 2)
+
+
+def test_who_is_joining_has_nothing_to_agree_with() -> None:
+    joining = progress(state="joining", round=0, digest=OTHER)
+    fetching = progress(state="syncing", round=3, digest=OTHER)
+    state = Watched().look({A: progress(), B: progress(), C: joining, D: fetching})
+    assert (state.consensus.agree, state.consensus.differ) == (2, ())
+
+
+def test_lies_about_a_far_round_do_not_move_the_consensus() -> None:
+    liars = {peer_id(10 + n): progress(round=10**9 + n, digest=OTHER) for n in range(2)}
+    watched = Watched()
+    state = watched.look({A: progress(), B: progress(), C: progress(), **liars})
+    assert (state.round, state.consensus.digest, state.consensus.agree) == (3, DIGEST.hex(), 3)
+    assert [point.round for point in watched.ledger.points()] == [3]
+
+
+# Experts.
+
+
+def test_coverage_counts_those_who_are_there() -> None:
+    watched = Watched()
+    leases = {A: lease(START + 120, [0, 3]), B: lease(START + 120, [3, 4])}
+    state = watched.look({A: progress(), B: progress(experts=[3, 4])}, leases)
+    assert [len(expert.holders) for expert in state.experts] == [1, 0, 0, 2, 1, 0, 0, 0]
+    assert state.experts_covered == 3
+    assert [expert.age_rounds for expert in state.experts] == [0, None, None, 0, 0, None, None, None]
+    for step in range(1, 6):
+        watched.wait(6)
+        state = watched.look({A: progress(watched.now, round=3 + step)})
+    assert states(state) == {A: "training"}
+    assert [len(expert.holders) for expert in state.experts] == [1, 0, 0, 1, 0, 0, 0, 0]
+    assert state.experts[4].reserved == (B,)  # its lease has not run out: nobody takes the expert over yet
+    assert (state.experts[4].age_rounds, state.experts[3].age_rounds) == (5, 0)
+    watched.wait(95)
+    assert watched.look().experts[4].reserved == ()
+
+
+def test_experts_that_the_model_does_not_have_are_left_out() -> None:
+    state = Watched().look({A: progress(experts=[0, 8, 4095])})
+    assert state.peers[0].experts == (0,)
+    assert len(state.experts) == RUN.num_experts
+
+
+# History.
+
+
+def test_a_point_for_each_round_grows_while_its_peers_report() -> None:
+    watched = Watched()
+    watched.look({A: progress(train_loss=None, eval_loss=None, bytes_sent=0), B: progress(round=2)})
+    assert [(point.round, point.peers) for point in watched.ledger.points()] == [(2, 1), (3, 1)]
+    watched.wait(1)
+    watched.look({B: progress(watched.now, train_loss=5.0, eval_loss=None, bytes_sent=500)})
+    watched.wait(1)
+    watched.look({A: progress(watched.now, train_loss=6.0, eval_loss=7.0, bytes_sent=700, round_seconds=2.5)})
+    _, point = watched.ledger.points()
+    assert (point.round, point.peers, point.train_loss, point.eval_loss) == (3, 2, 5.5, 7.0)
+    assert (point.bytes, point.round_seconds, point.tokens, point.tokens_per_second) == (1200, 2.0, 10240, 200.0)
+    assert (point.experts_covered, point.time) == (2, START)
+
+
+def test_who_leaves_has_trained_its_experts_all_the_same() -> None:
+    watched = Watched()
+    watched.look({A: progress()})
+    watched.wait(1)
+    state = watched.look({A: progress(watched.now, state="leaving", experts=[])})
+    assert (state.experts_covered, watched.ledger.points()[-1].experts_covered) == (0, 2)
+
+
+def test_a_poorer_report_does_not_replace_a_round_seen_in_full() -> None:
+    before = Watched()
+    before.look({A: progress(), B: progress(), C: progress()})
+    after = Watched(Ledger(RUN, TTL_S, Known(points=tuple(before.ledger.points()))))
+    after.look({A: progress(START + 1)})
+    assert after.ledger.points()[0].peers == 3
+
+
+def test_losses_are_medians_so_one_peer_cannot_move_them() -> None:
+    liar = progress(train_loss=1e300, eval_loss=0.0, tokens_per_second=1e308, total_tokens=(1 << 62) - 1)
+    state = Watched().look({A: progress(), B: progress(), C: liar})
+    assert (state.train_loss, state.eval_loss) == (5.5, 5.75)
+    assert math.isfinite(state.tokens_per_second)
+    json.loads(to_text(state))
+
+
+def test_a_long_history_is_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "MAX_POINTS", 100)
+    watched = Watched()
+    removed: set[int] = set()
+    written: set[int] = set()
+    for number in range(1, 301):
+        watched.wait(1)
+        watched.look({A: progress(watched.now, round=number)})
+        changed, gone = watched.ledger.take_changes()
+        written |= {point.round for point in changed}
+        removed |= set(gone)
+    kept = [point.round for point in watched.ledger.points()]
+    assert len(kept) <= 100
+    assert kept[-40:] == list(range(261, 301))
+    assert written - removed == set(kept)
+
+
+def test_tokens_of_those_who_are_gone_still_count() -> None:
+    watched = Watched()
+    watched.look({A: progress(total_tokens=1000), B: progress(total_tokens=500)})
+    watched.wait(40)
+    assert watched.look({B: progress(watched.now, total_tokens=400)}).tokens_total == 1500
+
+
+def test_the_next_monitor_goes_on_where_this_one_ended() -> None:
+    first = Watched()
+    note = FaultNote(at=START - 5, kind="round")
+    before = first.look({A: progress(faults=[note]), B: progress(total_tokens=100)})
+    known = first.ledger.summary()
+    second = Watched(Ledger(RUN, TTL_S, Known(**{**vars(known), "points": tuple(first.ledger.points())})))
+    second.wait(100)
+    after = second.look()
+    assert (after.status, after.round, after.silent_s) == ("no_peers", 3, 100.0)
+    for name in ("tokens_total", "train_loss", "eval_loss", "faults"):
+        assert getattr(after, name) == getattr(before, name)
+    assert [expert.age_rounds for expert in after.experts] == [expert.age_rounds for expert in before.experts]
+    assert second.ledger.points() == first.ledger.points()
+
+
+# Faults.
+
+
+def test_faults_are_told_once_in_order_and_never_from_the_future() -> None:
+    watched = Watched()
+    notes = [FaultNote(at=START - 60, kind="round"), FaultNote(at=START + 999, kind="stall")]
+    watched.look({A: progress(faults=notes)})
+    watched.wait(1)
+    state = watched.look({A: progress(watched.now, faults=notes[:1]), B: progress(faults=[])})
+    assert [(fault.time - START, fault.kind, fault.peer_id) for fault in state.faults] == [
+        (-60.0, "round", A),
+        (0.0, "stall", A),
+    ]
+    old = FaultNote(at=START - 3 * 24 * 3600, kind="dht")
+    watched.wait(1)
+    assert len(watched.look({B: progress(watched.now, faults=[old])}).faults) == 2
+
+
+def test_endless_faults_do_not_fill_the_memory() -> None:
+    watched = Watched()
+    for number in range(400):
+        watched.wait(1)
+        state = watched.look({A: progress(watched.now, faults=[FaultNote(at=START + number, kind="round")])})
+    assert len(state.faults) == 50
+    assert len(watched.ledger._faults) <= 101
+
+
+# Whatever is signed.
+
+
+@st.composite
+def any_progress(draw: st.DrawFn) -> Progress:
+    amount = st.one_of(st.integers(0, 20), st.integers(0, (1 << 62) - 1))
+    figure = st.one_of(st.floats(0, 1e6), st.floats(0, allow_infinity=False, allow_nan=False))
+    return progress(
+        START + draw(st.floats(-40, 4000)),
+        name=draw(st.text(max_size=40)),
+        state=draw(st.sampled_from(["joining", "waiting", "syncing", "training", "leaving"])),
+        reachable=draw(st.booleans()),
+        round=draw(amount),
+        digest=draw(st.sampled_from([DIGEST, OTHER])),
+        step=draw(amount),
+        tokens=draw(amount),
+        tokens_per_step=draw(amount),
+        tokens_per_second=draw(figure),
+        loss=draw(st.none() | figure),
+        train_loss=draw(st.none() | figure),
+        eval_loss=draw(st.none() | figure),
+        experts=sorted(draw(st.sets(st.integers(0, 4095), max_size=9))),
+        round_seconds=draw(figure),
+        bytes_sent=draw(amount),
+        bytes_received=draw(amount),
+        total_tokens=draw(amount),
+        in_round=draw(st.booleans()),
+        faults=[FaultNote(at=draw(st.floats(1, 1e300)), kind="round")],
+    )
+
+
+@given(st.lists(st.dictionaries(st.sampled_from([A, B, C, D]), any_progress()), max_size=4), st.floats(0, 40))
+def test_whatever_is_signed_gives_a_state_that_json_can_hold(looks: list[dict[str, Progress]], pause_s: float) -> None:
+    watched = Watched()
+    for records in looks:
+        state = watched.look(records)
+        assert SwarmState.from_json(json.loads(to_text(state))) == state
+        assert 0 <= state.round_progress <= 1
+        for point in watched.ledger.points():
+            json.dumps(point.to_json(), allow_nan=False)
+            assert point.tokens < 1 << 53
+            assert point.bytes < 1 << 53
+        watched.wait(pause_s)
+
+
+def test_a_loss_keeps_its_own_error_over_rounds_that_are_not_evaluated() -> None:
+    """An evaluation every few rounds: what is shown is the last one, never one loss with another's error."""
+    watched = Watched()
+    watched.look({A: progress(eval_loss=4.0, eval_loss_stderr=0.5), B: progress(eval_loss=4.2, eval_loss_stderr=0.7)})
+    watched.wait(1.0)
+    later = progress(watched.now, round=4, eval_loss=None, eval_loss_stderr=None)
+    state = watched.look({A: later, B: later})
+    assert state.eval_loss == pytest.approx(4.1)
+    assert state.eval_loss_stderr == pytest.approx(0.6)
+    assert {(peer.eval_loss, peer.eval_loss_stderr) for peer in state.peers} == {(4.0, 0.5), (4.2, 0.7)}
+    third, fourth = watched.ledger.points()
+    assert third.eval_loss_stderr == pytest.approx(0.6)
+    assert (fourth.eval_loss, fourth.eval_loss_stderr) == (None, None)
+    watched.wait(1.0)
+    state = watched.look({A: progress(watched.now, round=5, eval_loss=3.0, eval_loss_stderr=None)})
+    assert next(peer for peer in state.peers if peer.peer_id == A).eval_loss_stderr is None

@@ -1,0 +1,226 @@
+"""What a person sees: the screen at 80 columns, and lines where there is no terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from spes_swarm.base.wording import amount, loss, ranges, seconds
+from spes_swarm.monitor.figures import curve
+from spes_swarm.monitor.source import HeldState
+from spes_swarm.monitor.state import ExpertState, HistoryPoint, SwarmState
+from spes_swarm.monitor.views.terminal import changes, print_once, screen, show_lines, show_live
+from tests.helpers.monitoring import RUN, peer_id, peer_state, points, swarm_state, troubled_state
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def printed(state: SwarmState, history: Sequence[HistoryPoint] = (), width: int = 80) -> str:
+    output = io.StringIO()
+    print_once(Console(file=output, width=width, color_system=None), state, history)
+    return output.getvalue()
+
+
+FOUR = """
+╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
+│ round 12  ████████░░░░░░░░  next in 8s  4 peers, all agree                   │
+│ tokens 246k  4,944 tokens/s  loss 3.3000  eval 3.400 ± 0.030                 │
+│  5.5000 ┤█                                                                   │
+│         ┤█▄                                                                  │
+│  3.0833 ┤███▆▅▄▄▃▃▃▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁▁▁▁▁                                      │
+│                                                                              │
+│ name           id       state    experts    tok/s   loss    up  down  age    │
+│ peer-0         peer1111 training 0-1         1.2k 3.2500  1.5M  2.5M   1s    │
+│ peer-1         peer1112 training 2-3         1.2k 3.2600  1.5M  2.5M   1s    │
+│ peer-2         peer1113 training 4-5         1.2k 3.2700  1.5M  2.5M   1s    │
+│ peer-3         peer1114 training 6-7         1.2k 3.2800  1.5M  2.5M   1s    │
+│                                                                              │
+│ experts 8 of 8 held  expert:holders/rounds since trained                     │
+│ 0:1/0    1:1/0    2:1/0    3:1/0    4:1/0    5:1/0    6:1/0    7:1/0         │
+╰──────────────────────────────────────────────────────────────────────────────╯
+"""
+
+TROUBLE = """
+╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
+│ round 12  ████████░░░░░░░░  next in 8s  4 peers, 1 differs                   │
+│ tokens 246k  1.0T tokens/s  loss 3.3000  eval 3.400 ± 0.030                  │
+│                                                                              │
+│ name           id       state    experts    tok/s   loss    up  down  age    │
+│ 機械学習機械 … peer1113 differs  4-5         1.2k 3.2700  1.5M  2.5M   1s    │
+│ -              peer1112 late     2-3         1.2k      -  1.5M  2.5M  20s    │
+│ (2J‹b›(red)x   peer1111 training 0-1         1.2k 3.2500  1.5M  2.5M   1s    │
+│ peer-3         peer1114 syncing  0-3,5,7     1.0T 3.2800  9.0P  2.5M   1s    │
+│                                                                              │
+│ experts 7 of 8 held, oldest 3 rounds  expert:holders/rounds since trained    │
+│ 0:2/0    1:2/0    2:2/0    3:2/0    4:1/0    5:2/0    6:·/3    7:1/0         │
+│ fault 22:13:20 round, told by (2J‹b›(red)x                                   │
+│ fault 22:13:20 dht, told by peer1112                                         │
+│ records refused: 1 far future, 3 forged                                      │
+╰──────────────────────────────────────────────────────────────────────────────╯
+"""
+
+NOBODY = """
+╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
+│ round 12  no peers: the last sign of anybody was 75s ago                     │
+│ tokens 61k  0 tokens/s  loss 3.3000  eval 3.400 ± 0.030                      │
+│                                                                              │
+│ experts 0 of 8 held, oldest 3 rounds  expert:holders/rounds since trained    │
+│ 0:·/3    1:·/3    2:·/3    3:·/3    4:·/3    5:·/3    6:·/3    7:·/3         │
+╰──────────────────────────────────────────────────────────────────────────────╯
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "history", "expected"),
+    [
+        (swarm_state([peer_state(n) for n in range(4)]), points(30), FOUR),
+        (troubled_state(), [], TROUBLE),
+        (swarm_state(), [], NOBODY),
+    ],
+    ids=["four peers", "trouble", "nobody"],
+)
+def test_the_screen_at_80_columns(state: SwarmState, history: list[HistoryPoint], expected: str) -> None:
+    shown = printed(state, history)
+    assert shown == expected[1:]
+    assert {cell_len(line) for line in shown.splitlines()} == {80}
+    assert printed(state, history, width=200) == shown
+
+
+def test_a_thousand_experts_are_a_map() -> None:
+    run = {"run_id": RUN.run_id, "name": "test", "model": "olmoe", "inner_steps": 10, "experts_per_peer": 2}
+    experts = tuple(
+        ExpertState(expert=e, holders=(peer_id(0),) * (e % 12), reserved=(), age_rounds=e % 7) for e in range(1024)
+    )
+    info = type(RUN)(**run, num_experts=1024, total_steps=100)  # type: ignore[arg-type]
+    lines = printed(swarm_state([peer_state(0)], run=info, experts=experts, experts_covered=938)).splitlines()
+    assert "│ experts 938 of 1024 held, oldest 6 rounds  holders of each; · nobody         │" in lines
+    assert "│     0 ·123456789++·123456789++·123456789++·123456789++·123456789++·123       │" in lines
+    assert "│   960 ·123456789++·123456789++·123456789++·123456789++·123456789++·123       │" in lines
+
+
+def test_an_expert_that_was_trained_one_round_ago_is_one_round_old() -> None:
+    expert = ExpertState(expert=0, holders=(peer_id(0),), reserved=(), age_rounds=1)
+    assert "held, oldest 1 round  " in printed(swarm_state([peer_state(0)], experts=(expert,)))
+
+
+def test_a_live_screen_of_many_peers_fits_the_terminal() -> None:
+    state = swarm_state([peer_state(n) for n in range(1000)])
+    output = io.StringIO()
+    Console(file=output, width=80).print(screen(state, points(100), max_peers=5))
+    assert "and 995 more" in output.getvalue()
+    assert len(output.getvalue().splitlines()) < 24
+
+
+def test_colours_are_for_terminals_only() -> None:
+    output = io.StringIO()
+    print_once(Console(file=output, force_terminal=True, width=80, color_system="truecolor"), troubled_state(), [])
+    assert "\x1b[1;31m" in output.getvalue()
+    assert "\x1b" not in printed(troubled_state())
+
+
+# Lines.
+
+
+def test_without_a_terminal_there_is_a_line_for_what_changes() -> None:
+    first = swarm_state([peer_state(0), peer_state(1)])
+    assert changes(None, first, points(12)) == [
+        "peer peer-0 (peer1111) is there: training, experts 0-1",
+        "peer peer-1 (peer1112) is there: training, experts 2-3",
+        "round 12: 2 peers, all agree, loss 3.3000, eval 3.400 ± 0.030, 2,470 tokens/s, "
+        "experts 4/8, 123k tokens, 3.0MB sent",
+    ]
+    assert "eval 3.400 ± 0.030 (round 10), " in changes(None, first, points(11))[-1]
+    assert changes(first, first, []) == []
+    late = swarm_state([peer_state(0), peer_state(1, state="late")], refused={"forged": 2})
+    assert changes(first, late, []) == ["peer peer-1 (peer1112) is late", "records refused: 2 forged"]
+    assert changes(late, swarm_state([peer_state(0)], refused={"forged": 2}), []) == ["peer peer-1 is gone"]
+    nobody = swarm_state()
+    gone = ["peer peer-0 is gone", "peer peer-1 is gone", "no peers: the last sign of anybody was 75s ago"]
+    assert changes(first, nobody, []) == gone
+    assert changes(nobody, first, [])[-1] == "2 peers, all agree"
+
+
+def test_following_shows_each_change_and_ends_when_told() -> None:
+    async def follow() -> str:
+        output = io.StringIO()
+        source = HeldState(swarm_state([peer_state(0)]), points(1))
+        shown = asyncio.create_task(show_lines(source, Console(file=output, color_system=None)))
+        live = asyncio.create_task(show_live(source, Console(file=io.StringIO(), force_terminal=True, width=80)))
+        await asyncio.sleep(0)
+        source.update(swarm_state(), points(2))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for task in (shown, live):
+            task.cancel()
+        await asyncio.gather(shown, live, return_exceptions=True)
+        return output.getvalue()
+
+    text = asyncio.run(follow())
+    assert "peer peer-0 (peer1111) is there" in text
+    assert "no peers" in text
+
+
+def test_waiting_ends_with_a_change_or_with_the_time() -> None:
+    async def wait() -> None:
+        source = HeldState(swarm_state())
+        await source.wait_for_change(0.001)
+        waiting = asyncio.create_task(source.wait_for_change(60))
+        await asyncio.sleep(0)
+        source.update(swarm_state([peer_state(0)]), points(3))
+        await asyncio.wait_for(waiting, 60)
+        assert (len(source.state().peers), len(source.history())) == (1, 3)
+
+    asyncio.run(wait())
+
+
+# Figures.
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0"), (9.4, "9"), (999, "999"), (1000, "1.0k"), (9990, "10k"), (999_600, "1.0M"), (1.25e12, "1.2T")],
+)
+def test_amounts(value: float, shown: str) -> None:
+    assert amount(value) == shown
+
+
+@given(st.floats(0, 9e18))
+def test_amounts_and_times_take_little_room(value: float) -> None:
+    assert len(amount(value)) <= 5
+    assert len(seconds(value)) <= 5
+    assert len(loss(value)) <= 6
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=300), st.integers(1, 80), st.integers(1, 5))
+def test_curves_keep_their_size(values: list[float], width: int, height: int) -> None:
+    lines = curve(values, width, height)
+    assert len(lines) == (height if values else 0)
+    assert all(len(line) <= width for line in lines)
+    if values:
+        assert len(lines[-1]) == min(width, len(values))  # the lowest value leaves a trace
+
+
+@given(st.sets(st.integers(0, 50)))
+def test_ranges_name_every_expert(experts: set[int]) -> None:
+    found: set[int] = set()
+    text = ranges(sorted(experts))
+    for part in text.split(",") if experts else []:
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == experts
+    assert (text == "-") is (not experts)

@@ -1,0 +1,246 @@
+"""The monitor in a real DHT, beside nodes that answer with whatever they like."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError
+from spes_swarm.config.file import load_config
+from spes_swarm.config.manifest import Manifest, found_run
+from spes_swarm.monitor.collector import Collector
+from spes_swarm.monitor.history import History
+from spes_swarm.monitor.watcher import NetworkOptions, Watcher, connect
+from spes_swarm.network.link.clock import Timekeeper
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_records import Records, RunRecordValidator, record_key
+from spes_swarm.protocol.members.signed import seal
+from tests.helpers.monitoring import lease, progress
+from tests.helpers.repository import ROOT
+from tests.helpers.rounds import identity
+
+_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+PACK = DHTProtocol.serializer.dumps
+
+
+def manifest() -> Manifest:
+    run = load_config(ROOT / "configs" / "quickstart.yaml").run
+    assert run is not None
+    return found_run(dataclasses.replace(run, name="test"), "ab" * 32, identity(0))
+
+
+def ignore(peer_id: str, error: ProtocolError) -> None:
+    del peer_id, error
+
+
+class Node:
+    """A peer's part of the network without a trainer."""
+
+    def __init__(self, number: int, daemon: Daemon, node: DHTNode, maddr: str) -> None:
+        self.identity = identity(number)
+        self.daemon = daemon
+        self.node = node
+        self.maddr = maddr
+        self.records = Records(node, self.identity, manifest().run_id, time.time)
+
+    async def publish(self, **changes: Any) -> None:
+        """Tells that it is there."""
+        assert await self.records.publish("progress", progress(time.time(), **changes))
+        assert await self.records.publish("leases", lease(time.time() + 60, changes.get("experts", [0])))
+
+    def lie(self, kind: str, owner: object, value: bytes, expires: float) -> None:
+        """Has in its own storage what no honest node would take."""
+        key = DHTID.generate(source=record_key(manifest().run_id, kind))
+        self.node.protocol.storage.store(key, value, expires, subkey=owner)
+
+
+@asynccontextmanager
+async def node(number: int, known: tuple[str, ...] = (), *, port: int = 0) -> AsyncIterator[Node]:
+    daemon = await Daemon.start(identity(number).path, [f"/ip4/127.0.0.1/tcp/{port}"])
+    try:
+        rpc = Rpc(daemon.p2p, ignore)
+        await rpc.start()
+        if known:
+            await bootstrap(daemon, known, 10.0)
+        run_id = manifest().run_id
+        await Timekeeper(rpc, run_id, daemon.peer_id, ignore).serve()
+
+        async def serve_manifest(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+            del peer_id, request
+            return dict(manifest().to_wire())
+
+        (maddr,) = [maddr for maddr in await daemon.maddrs() if "/127.0.0.1/" in maddr]
+
+        async def serve_ping(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+            del peer_id, request
+            return {"maddrs": [maddr]}
+
+        await rpc.serve("manifest", serve_manifest)
+        await rpc.serve("ping", serve_ping)
+        dht = await DHTNode.create(
+            p2p=daemon.p2p,
+            initial_peers=list(known) or None,
+            record_validator=RunRecordValidator(run_id, time.time),
+            cache_refresh_before_expiry=0,
+        )
+        try:
+            yield Node(number, daemon, dht, maddr)
+        finally:
+            await dht.shutdown()
+    finally:
+        await daemon.stop()
+
+
+def options(*maddrs: str, **changes: Any) -> NetworkOptions:
+    fields: dict[str, Any] = {
+        "initial_peers": maddrs,
+        "identity_path": identity(9).path,
+        "host_maddrs": (),
+        "announce_maddrs": (),
+        "is_entry": False,
+        "run_id": None,
+        "timeout_s": 5.0,
+    }
+    return NetworkOptions(**{**fields, **changes})
+
+
+@asynccontextmanager
+async def watching(options: NetworkOptions, **known: Any) -> AsyncIterator[Watcher]:
+    watcher = await connect(options, known.get("remembered"), known.get("addresses", ()))
+    try:
+        yield watcher
+    finally:
+        await watcher.stop()
+
+
+@pytest.fixture(autouse=True)
+def short_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def run(coroutine: Any) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 120))
+
+
+async def hostile_answers() -> None:
+    async with AsyncExitStack() as stack:
+        honest = await stack.enter_async_context(node(0))
+        liar = await stack.enter_async_context(node(1, (honest.maddr,)))
+        blank = await stack.enter_async_context(node(2, (honest.maddr,)))
+        await honest.publish(name="\x1b[2J<b>", experts=[0, 3])
+        for hostile in (liar, blank):
+            hostile.node.protocol.record_validator = None
+        run_id, expires = manifest().run_id, time.time() + 20
+        forged = PACK(seal(liar.identity, "progress", run_id, progress(time.time(), name="forged")))
+        liar.lie("progress", honest.identity.peer_id, forged, expires + 50)
+        late = PACK(seal(liar.identity, "leases", run_id, lease(time.time() + 20 * 3600, [1])))
+        liar.lie("leases", liar.identity.peer_id, late, time.time() + 20 * 3600)
+        # A whole dictionary that is empty and never expires: for hivemind, nothing could be newer.
+        nothing = ValueWithExpiration(DictionaryDHTValue(), math.inf)
+        blank.node.protocol.storage.get = lambda key: nothing
+        watcher = await stack.enter_async_context(watching(options(honest.maddr, liar.maddr, blank.maddr)))
+        collector = Collector(watcher, None, 0.2)
+        for _ in range(3):
+            await collector.refresh()
+        state = collector.source.state()
+        assert [peer.name for peer in state.peers] == ["(2J‹b›"]
+        assert state.experts_covered == 2
+        assert [expert.reserved for expert in state.experts] == [()] * len(state.experts)
+        assert state.refused == {"far_future": 1, "forged": 1}
+
+
+def test_hostile_answers_are_refused_counted_and_hide_nobody() -> None:
+    run(hostile_answers())
+
+
+async def coming_back(directory: Path) -> None:
+    history = History(directory / "run.sqlite")
+    async with node(0) as peer:
+        maddr = peer.maddr
+        await peer.publish()
+        async with watching(options(maddr)) as watcher:
+            collector = Collector(watcher, history, 0.2)
+            await collector.refresh()
+            await watcher.keep_in_touch()
+            await collector.refresh()
+            assert collector.source.state().status == "live"
+            assert watcher.addresses() == [maddr]
+    history.close()
+    # Nobody is there, and the next monitor is given no address at all.
+    history = History(directory / "run.sqlite")
+    async with watching(options(), remembered=history.manifest(), addresses=history.addresses()) as watcher:
+        collector = Collector(watcher, history, 0.2)
+        await collector.refresh()
+        before = collector.source.state()
+        assert (before.peers, before.tokens_total, before.round) == ((), 5120, 3)
+        async with node(0, port=int(maddr.split("/")[4])) as peer:
+            await peer.publish(round=4)
+            working = asyncio.create_task(collector.run())
+            while collector.source.state().round != 4:
+                await asyncio.wait_for(collector.source.wait_for_change(10), 120)
+            working.cancel()
+    history.close()
+
+
+def test_a_monitor_that_is_started_while_nobody_is_there_finds_who_comes_back(tmp_path: Path) -> None:
+    run(coming_back(tmp_path))
+
+
+async def entry_point() -> None:
+    async with AsyncExitStack() as stack:
+        founder = await stack.enter_async_context(node(0))
+        as_entry = options(founder.maddr, is_entry=True, host_maddrs=(_LOOPBACK,))
+        watcher = await stack.enter_async_context(watching(as_entry))
+        collector = Collector(watcher, None, 0.2)
+        await founder.publish()
+        await collector.refresh()
+        command = collector.source.state().join_command
+        assert command is not None
+        assert command.endswith(f"--run-id {manifest().run_id}")
+        entry = command.split("--initial-peers ")[1].split()[0]
+        assert entry.startswith("/ip4/127.0.0.1/tcp/")
+        assert entry.endswith(identity(9).peer_id)
+        # A newcomer that knows nobody else finds the run, the time and everybody's records.
+        newcomer = await stack.enter_async_context(node(1, (entry,)))
+        await newcomer.publish()
+        await collector.refresh()
+        await collector.refresh()
+        assert {peer.peer_id for peer in collector.source.state().peers} == {
+            identity(0).peer_id,
+            identity(1).peer_id,
+        }
+        own = options(entry, identity_path=identity(8).path)
+        async with watching(own) as second:
+            assert second.manifest.run_id == manifest().run_id
+            assert set((await second.look()).progress) == {identity(0).peer_id, identity(1).peer_id}
+
+
+def test_an_entry_point_brings_newcomers_in() -> None:
+    run(entry_point())
+
+
+async def wrong_addresses() -> None:
+    nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{identity(0).peer_id}"
+    with pytest.raises(BootstrapError, match="the initial peer did not answer within 0 s"):
+        await connect(options(nobody, timeout_s=0.5), None)
+    async with node(0) as peer:
+        with pytest.raises(ManifestError, match="not other-run"):
+            await connect(options(peer.maddr, run_id="other-run"), None)
+
+
+def test_without_a_run_it_says_why() -> None:
+    run(wrong_addresses())

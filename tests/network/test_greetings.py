@@ -1,0 +1,51 @@
+"""Who is called when records appear; the clock and the calls are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_swarm.network.link import greetings as greetings_module
+from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.protocol.members.roster import Roster
+from tests.protocol.test_roster import progress
+
+
+def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 identities that never answer, and two honest peers whose records come last."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(greetings_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    roster = Roster("me")
+    called: list[str] = []
+
+    async def never(peer_id: str, method: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        called.append(peer_id)
+        await hang_up[-1].wait()
+        raise TimeoutError
+
+    hang_up: list[asyncio.Event] = []
+
+    async def look_around() -> None:
+        hang_up.append(asyncio.Event())
+        rpc: Any = SimpleNamespace(call=never)
+        acquaintances: Any = SimpleNamespace(of=lambda peers: [])
+        greetings = Greetings(rpc, roster, acquaintances, list)
+        ghosts = {f"ghost{i}": progress() for i in range(200)}
+        greetings.greet_soon(roster.update(ghosts))
+        greetings.greet_soon(roster.update({**ghosts, "a": progress(), "b": progress()}))
+        for _ in range(8):  # the calls under way end, and their places are free
+            await asyncio.sleep(0.01)
+            hang_up[-1].set()
+            await asyncio.sleep(0.01)
+            hang_up.append(asyncio.Event())
+            clock.now += 12.0
+            greetings.greet_soon([])
+        await asyncio.sleep(0.01)
+        hang_up[-1].set()
+
+    asyncio.run(look_around())
+    assert {"a", "b"} <= set(called)
+    assert len(set(called)) == len(roster.peers)

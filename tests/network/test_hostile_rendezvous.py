@@ -1,0 +1,319 @@
+"""Hostile statements, leaders and callers: honest peers still meet, all in one group."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.rpc import RemoteError
+from spes_swarm.network.round import rendezvous
+from spes_swarm.network.round.rendezvous import Rendezvous, rank
+from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
+from tests.helpers.rounds import RUN_ID, identities, identity
+
+# Statements.
+
+
+def statement_fields() -> dict[str, object]:
+    return {
+        "round": 5,
+        "held": [1],
+        "tokens": 10,
+        "routed": [10],
+        "rms": [0.01, 0.01],
+        "usual_rms": [0.0, 0.0],
+        "vouched": b"",
+        "bandwidth_mbps": 1.0,
+        "reachable": True,
+        "versions": [0, 1, 2],
+        "digests": [b"\0" * 32] * 3,
+        "commits": [0],
+        "marks": b"\0" * 8,
+        "room": 1,
+        "fixed": False,
+        "leaving": False,
+        "leased": b"\0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bandwidth_mbps", math.nan),
+        ("bandwidth_mbps", math.inf),
+        ("bandwidth_mbps", 0.0),
+        ("bandwidth_mbps", -1.0),
+        ("rms", [0.01]),
+        ("rms", [0.01, -1.0]),
+        ("rms", [math.nan, 0.01]),
+        ("rms", [math.inf, 0.01]),
+        ("usual_rms", [0.0]),
+        ("usual_rms", [0.0, math.nan]),
+        ("vouched", b"short"),
+        ("tokens", -1),
+        ("tokens", 2**60),
+        ("tokens", True),
+        ("tokens", 1.5),
+        ("round", 2**63),
+        ("routed", [2**63]),
+        ("routed", []),
+        ("held", [2]),
+        ("held", [1, 1]),
+        ("held", [-1]),
+        ("versions", [0, 0, 5]),  # not before round 5 is committed
+        ("versions", [0, 0, 2**62]),
+        ("digests", [b"\0" * 31] * 3),
+        ("digests", [b"\0" * 32] * 2),
+        ("reachable", 1),
+        ("commits", [5]),  # not before round 5 is committed
+        ("commits", list(range(2**14))),
+        ("marks", b"\0" * 15),
+        ("room", -1),
+        ("room", 2**62),
+        ("fixed", 0),
+        ("leaving", 0),
+        ("leased", b""),
+        ("leased", bytes(2)),
+    ],
+)
+def test_absurd_statements_are_refused(field: str, value: object) -> None:
+    Statement.model_validate(statement_fields())
+    with pytest.raises(ValueError, match=r".+"):
+        Statement.model_validate({**statement_fields(), field: value})
+
+
+def test_a_statement_serves_for_its_round_and_run_only() -> None:
+    sealed = seal_statement(identities(1)[0], RUN_ID, Statement.model_validate(statement_fields()))
+    assert len(form_group(RUN_ID, 5, [sealed], 3).members) == 1
+    for run_id, round_number, num_blocks, kind in (
+        (RUN_ID, 6, 3, "round"),
+        ("other-run", 5, 3, "signature"),
+        (RUN_ID, 5, 4, "shape"),
+    ):
+        with pytest.raises(ProtocolError) as caught:
+            form_group(run_id, round_number, [sealed], num_blocks)
+        assert caught.value.kind == kind
+    with pytest.raises(ProtocolError, match="duplicate"):
+        form_group(RUN_ID, 5, [sealed, sealed], 3)
+
+
+# The rendezvous. Calls are handed over directly; the hostile peer answers as each test says.
+
+WINDOW_S = 0.4
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Wire:
+    """All peers of a test, each with what it answers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
+        self.faults: list[tuple[str, str]] = []
+
+    def lie(self, peer_id: str, method: str, answer: Answer) -> None:
+        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            return answer(arguments)
+
+        self.handlers[peer_id, method] = handle
+
+
+class FakeRpc:
+    """The part of Rpc that a rendezvous uses."""
+
+    def __init__(self, wire: Wire, peer_id: str) -> None:
+        self._wire = wire
+        self._peer_id = peer_id
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        self._wire.faults.append((peer_id, error.kind))
+
+    async def serve(self, method: str, handler: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._wire.handlers[self._peer_id, method] = handler
+
+    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        handler = self._wire.handlers.get((peer_id, method))
+        if handler is None:
+            raise ConnectionError(peer_id)
+        try:
+            answer: dict[str, Any] = await asyncio.wait_for(handler(self._peer_id, arguments), timeout_s)
+        except ProtocolError as exc:
+            raise RemoteError(str(exc)) from exc
+        return answer
+
+
+class Meeting:
+    """Three honest peers and a hostile one (the best-ranked for round 1) that knows all that they know."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        everybody = sorted(identities(4), key=lambda i: rank(RUN_ID, 1, i.peer_id))
+        self.hostile, self.honest = everybody[0], everybody[1:]
+        self.called: list[int] = []
+        self.ahead: list[int] = []
+        self.peers: list[Rendezvous] = []
+        for who in self.honest:
+            others = [Neighbour(i.peer_id, True) for i in everybody if i is not who]
+            self.peers.append(
+                Rendezvous(
+                    FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
+                    who,
+                    RUN_ID,
+                    3,
+                    reachable=True,
+                    window_s=WINDOW_S,
+                    live_peers=lambda others=others: others,  # type: ignore[misc]
+                    defers=lambda: False,
+                    target_round=lambda: 1,
+                    on_called=self.called.append,
+                    on_ahead=self.ahead.append,
+                )
+            )
+
+    def statement(self) -> Statement:
+        return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0]})
+
+    async def hold(self) -> list[Group | BaseException]:
+        """All honest peers join round 1, as often as it takes, but at most three times."""
+        for rendezvous_ in self.peers:
+            await rendezvous_.start()
+
+        async def join(who: Rendezvous) -> Group:
+            for _ in range(2):
+                try:
+                    return await who.join(self.statement())
+                except RoundError:
+                    continue
+            return await who.join(self.statement())
+
+        return await asyncio.gather(*(join(r) for r in self.peers), return_exceptions=True)
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_LEADER_GRACE_S", 0.2)
+    return Meeting()
+
+
+def alone(meeting: Meeting) -> bytes:
+    return seal_statement(meeting.hostile, RUN_ID, meeting.statement())
+
+
+BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
+    "never closes the group": lambda m: lambda request: {},
+    "says that the round is over": lambda m: lambda request: {"over": True},
+    "says that it is over, and then that it leads": lambda m: (
+        lambda request: {"over": True} if "statement" in request else {"leader": m.hostile.peer_id}
+    ),
+    "sends to itself": lambda m: lambda request: {"leader": m.hostile.peer_id},
+    "sends to nobody": lambda m: lambda request: {"leader": "no peer id at all"},
+    "sends to a number": lambda m: lambda request: {"leader": 7},
+    "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
+    "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
+    "gives an empty group": lambda m: lambda request: {"group": []},
+    "gives garbage": lambda m: lambda request: {"group": [b"garbage"]},
+    "gives no list": lambda m: lambda request: {"group": 7},
+    "gives a forged member": lambda m: lambda request: {"group": [alone(m), alone(m)[:-1] + b"x"]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_LEADERS)
+def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
+    answer = BAD_LEADERS[name](meeting)
+    for method in ("gather", "call"):
+        meeting.wire.lie(meeting.hostile.peer_id, method, answer)
+    groups = asyncio.run(asyncio.wait_for(meeting.hold(), 20.0))
+    assert all(isinstance(group, Group) for group in groups), groups
+    assert len({group.id for group in groups if isinstance(group, Group)}) == 1
+    members = {member.peer_id for group in groups if isinstance(group, Group) for member in group.members}
+    assert members == {who.peer_id for who in meeting.honest}
+    assert {peer_id for peer_id, _ in meeting.wire.faults} <= {meeting.hostile.peer_id}
+
+
+def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_away(meeting: Meeting) -> None:
+    """A peer that was cut off had gone on alone; it takes over the others' reference and comes back."""
+    others = meeting.peers
+    back = Rendezvous(
+        FakeRpc(meeting.wire, meeting.hostile.peer_id),  # type: ignore[arg-type]
+        meeting.hostile,
+        RUN_ID,
+        3,
+        reachable=True,
+        window_s=10.0,
+        live_peers=lambda: [Neighbour(who.peer_id, True) for who in meeting.honest],
+        defers=lambda: False,
+        target_round=lambda: 1 if gone_back.is_set() else 9,
+        on_called=lambda round_number: None,
+        on_ahead=lambda round_number: None,
+    )
+    gone_back = asyncio.Event()
+
+    async def meet() -> list[Group]:
+        for who in (back, *others):
+            await who.start()
+        for who in others:
+            with pytest.raises(RoundError, match="over"):
+                await who.join(meeting.statement())
+        gone_back.set()
+        return await asyncio.gather(*(who.join(meeting.statement()) for who in (back, *others)))
+
+    groups = asyncio.run(asyncio.wait_for(meet(), 9.0))  # before any window of its is over
+    assert {len(group.members) for group in groups} == {4}
+    assert len({group.id for group in groups}) == 1
+
+
+def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> None:
+    stranger = identity(50)
+
+    async def attack() -> None:
+        me = meeting.peers[0]
+        await me.start()
+        for round_number in (1, 2):
+            fields = {**statement_fields(), "round": round_number, "versions": [0, 0, 0]}
+            sealed = seal_statement(stranger, RUN_ID, Statement.model_validate(fields))
+            request = {"run": RUN_ID, "round": round_number, "statement": sealed}
+            assert await me._serve_call(stranger.peer_id, request) == {"target": 1}
+            assert await me._serve_gather(stranger.peer_id, request) == {"early": True}
+        with pytest.raises(ProtocolError, match="round"):
+            await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
+        assert not me._gatherings
+
+    asyncio.run(attack())
+    assert not meeting.called
+    assert not meeting.ahead
+
+
+def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -> None:
+    async def calls() -> None:
+        me = meeting.peers[0]
+        request = {"run": RUN_ID, "round": 2}
+        for _ in range(5):
+            await me._serve_call(meeting.hostile.peer_id, request)
+        assert not meeting.ahead
+        await me._serve_call(meeting.honest[1].peer_id, request)
+        assert meeting.ahead
+
+    asyncio.run(calls())
+
+
+def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting: Meeting) -> None:
+    me, who = meeting.peers[0], meeting.honest[0]
+    older = Statement.model_validate({**meeting.statement().model_dump(), "held": [], "routed": [], "rms": [0.01]})
+
+    async def join() -> None:
+        await me.start()
+        for method in ("gather", "call"):
+            meeting.wire.lie(
+                meeting.hostile.peer_id, method, lambda request: {"group": [seal_statement(who, RUN_ID, older)]}
+            )
+        with pytest.raises(RoundError, match="outdated"):
+            await me.join(meeting.statement())
+
+    asyncio.run(asyncio.wait_for(join(), 10.0))

@@ -1,0 +1,92 @@
+"""What the others have done since the last commit, as they answer; the calls are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_swarm.network.round.token_count import TokenCount
+from spes_swarm.port.messages import TokenCounts
+from spes_swarm.protocol.members.roster import MAX_STEP_RATIO, Roster
+from spes_swarm.protocol.members.standing import Standing
+from tests.protocol.test_roster import progress
+
+INNER_STEPS, STEP = 10, 128
+OWN_ROUND = 5
+
+
+def count(
+    answers: dict[str, Any], *, newcomer_told: tuple[str, ...] = (), record_round: int = OWN_ROUND
+) -> TokenCounts:
+    """What a peer at OWN_ROUND learns from these answers; None is silence."""
+    standing = Standing(newcomer_told)
+    if newcomer_told:
+        standing.follow()
+    else:
+        standing.committed(0.0, answers, [])
+    roster = Roster("me", standing=standing)
+    roster.update({peer: progress(round=record_round, tokens=3 * STEP, tokens_per_step=STEP) for peer in answers})
+
+    async def call(peer_id: str, method: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert method == "tokens"
+        if answers[peer_id] is None:
+            raise TimeoutError
+        answer: dict[str, Any] = answers[peer_id]
+        return answer
+
+    rpc: Any = SimpleNamespace(call=call)
+    run_state: Any = SimpleNamespace(
+        reference=SimpleNamespace(round=OWN_ROUND),
+        roster=roster,
+        run=SimpleNamespace(round=SimpleNamespace(inner_steps=INNER_STEPS)),
+    )
+    announcer: Any = SimpleNamespace(tokens_per_step=STEP)
+    counting = TokenCount(rpc, run_state, announcer, lambda: True, lambda: False)
+    return asyncio.run(counting.others())
+
+
+def test_counts_since_an_earlier_commit_are_nothing() -> None:
+    counts = count({"a": {"round": 4, "tokens": 900}, "b": {"round": 5, "tokens": 256}})
+    assert sorted(counts.steps) == [0.0, 2.0]
+    assert not counts.behind
+
+
+def test_a_peer_that_is_behind_counts_what_the_swarm_has_done_since_its_own_commit() -> None:
+    """The records say nothing of it yet."""
+    ahead = {"round": 7, "tokens": 4 * STEP}
+    counts = count({"a": ahead, "b": ahead, "c": {"round": 5, "tokens": 0}})
+    assert sorted(counts.steps) == [0.0, 4.0, 4.0]
+    assert counts.behind
+    assert not count({"a": ahead, "b": {"round": 5, "tokens": 0}, "c": {"round": 5, "tokens": 0}}).behind
+
+
+def test_who_is_silent_counts_with_its_record() -> None:
+    assert count({"a": None}).steps == (3.0,)
+    assert count({"a": None}, record_round=OWN_ROUND - 1).steps == (0.0,)
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.5, True, None, "7", [7]])
+def test_what_is_no_count_is_nothing(tokens: object) -> None:
+    assert count({"a": {"round": 5, "tokens": tokens}}).tokens == 0
+
+
+@pytest.mark.parametrize("number", [True, "5", None, 5.0])
+def test_what_is_no_round_is_nothing(number: object) -> None:
+    counts = count({"a": {"round": number, "tokens": STEP}})
+    assert counts.tokens == 0
+    assert not counts.behind
+
+
+def test_nobody_is_believed_beyond_four_rounds_of_the_largest_steps() -> None:
+    assert count({"a": {"round": 5, "tokens": 1 << 60}}).tokens == 4 * INNER_STEPS * MAX_STEP_RATIO * STEP
+
+
+def test_a_newcomer_is_called_by_those_that_it_was_told_to_join() -> None:
+    gathering, training = ({"round": 5, "tokens": 0, "gathering": flag} for flag in (True, False))
+    assert count({"told": gathering, "other": training}, newcomer_told=("told",)).called
+    assert not count({"told": training, "other": gathering}, newcomer_told=("told",)).called
+    assert not count({"told": {**gathering, "round": 4}}, newcomer_told=("told",)).called  # of a round that it has
+    assert not count({"a": gathering, "b": training}).called  # leaders call a member themselves

@@ -1,0 +1,376 @@
+"""Mistakes that a user can make: one line that says what to do, exit code 2, and nothing left running."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from spes_swarm.config.manifest import found_run
+from spes_swarm.config.run import RunConfig
+from spes_swarm.data.token_file import TokenWriter
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.testing.local_peer import LocalPeer
+from tests.helpers.repository import ROOT
+from tests.helpers.rounds import identity
+from tests.helpers.slow_join import launch_slow
+from tests.helpers.small_disk import mounted_disk
+from tests.helpers.swarm import TINY_RUN, Swarm, merged, swarm
+
+# Importing torch and transformers on a busy machine takes most of it.
+REASONABLE_S = 300.0
+_MARK = "SPES_TEST_MARK"
+_CONTEXT = multiprocessing.get_context("forkserver")  # what it has imported is said in forked.py
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    stderr: str
+    left_over: list[str]  # processes that it started and that still run
+    seconds: float
+
+    def line(self) -> str:
+        """The one line on stderr, without its prefix; checks all that holds for every mistake."""
+        assert self.code == 2, self.stderr
+        assert self.stderr.endswith("\n"), self.stderr
+        (line,) = self.stderr.splitlines()
+        assert line.startswith("join: "), line
+        assert "Traceback" not in line
+        assert not self.left_over
+        assert self.seconds < REASONABLE_S
+        return line.removeprefix("join: ")
+
+
+def command(*arguments: Any) -> Outcome:
+    """Runs `python -m spes_swarm.join` to its end, as a user would."""
+    mark = uuid.uuid4().hex  # inherited by everything that the command starts, daemons included
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "spes_swarm.join", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
+        timeout=2 * REASONABLE_S,
+        check=False,
+    )
+    seconds = time.monotonic() - started
+    return Outcome(done.returncode, done.stderr.decode(), survivors(lambda p: p.environ().get(_MARK) == mark), seconds)
+
+
+def join(*arguments: Any, out: Path) -> Outcome:
+    """The same, spared the seconds of imports (see forked.py)."""
+    started = time.monotonic()
+    every = [*map(str, arguments), "--output-dir", str(out)]
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:
+        process = _CONTEXT.Process(target=run_main, args=(every, stderr.name, dict(os.environ)))
+        process.start()
+        process.join(2 * REASONABLE_S)
+        said = stderr.read()
+    assert process.exitcode is not None, "it does not end"
+    seconds = time.monotonic() - started
+
+    def belongs(process: psutil.Process) -> bool:
+        used = [*process.cmdline(), *(file.path for file in process.open_files())]
+        return process.pid != os.getpid() and any(str(out) in text for text in used)
+
+    return Outcome(process.exitcode, said, survivors(belongs), seconds)
+
+
+def run_main(arguments: list[str], stderr: str, environment: dict[str, str]) -> None:
+    """What the forked process does."""
+    from spes_swarm.join import main
+
+    os.environ.update(environment)
+    for number, path in ((1, os.devnull), (2, stderr)):
+        os.dup2(os.open(path, os.O_WRONLY), number)
+    sys.exit(main(arguments))
+
+
+def survivors(belongs: Callable[[psutil.Process], bool]) -> list[str]:
+    """Those of the command's processes that do not end; they are killed, and so are not in the way of other tests."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if belongs(process):
+                found.append(process)
+    _, alive = psutil.wait_procs(found, timeout=REASONABLE_S)
+    for process in alive:
+        process.kill()
+    return [str(process) for process in alive]
+
+
+def config(path: Path, run: dict[str, Any] | None = None, **peer: Any) -> Path:
+    """A configuration file of the tests' small run with changes, or with `run={}` of a peer alone."""
+    content: dict[str, Any] = {"peer": {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "num_threads": 1, **peer}}
+    if run != {}:
+        content["run"] = merged(TINY_RUN, run or {})
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """An output directory."""
+    return tmp_path / "out"
+
+
+# Before anything starts.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--max-rounds", "many"], "--max-rounds: invalid int value: 'many'"),
+        (["--publish-every", "5"], "--publish-every belongs to --publish-to, which is not given"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense(arguments: list[str], why: str) -> None:
+    assert why in command(*arguments).line()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("peer:\n  expertss: auto\n", "peer.expertss: unknown key, did you mean experts?"),
+        ("peer:\n  max_rounds: ten\n", "peer.max_rounds: found 'ten', expected a whole number"),
+        ("peer: [", "line 1"),
+    ],
+)
+def test_a_configuration_that_cannot_be_read(tmp_path: Path, out: Path, content: str, why: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(content, encoding="utf-8")
+    line = join("--config", path, out=out).line()
+    assert str(path) in line
+    assert why in line
+    assert not out.exists()
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path, out: Path) -> None:
+    assert "No such file" in join("--config", tmp_path / "none.yaml", out=out).line()
+
+
+@pytest.mark.parametrize("experts", ["0,8", "9", "0", "1,1", "some"])
+def test_experts_that_the_model_does_not_have(tmp_path: Path, out: Path, experts: str) -> None:
+    line = join("--config", config(tmp_path / "run.yaml"), "--experts", experts, out=out).line()
+    assert line.startswith(f"experts: found '{experts}', expected ")
+    assert not out.exists()
+
+
+def test_metrics_that_cannot_be_written(out: Path) -> None:
+    (out / "metrics.jsonl").mkdir(parents=True)
+    assert "metrics.jsonl cannot be written: Is a directory" in join(out=out).line()
+
+
+# Before the swarm is reached.
+
+
+def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -> None:
+    closed, unroutable = (
+        f"/ip4/{where}/p2p/{identity(i).peer_id}" for i, where in enumerate(("127.0.0.1/tcp/1", "127.1.2.3/tcp/2"))
+    )
+    line = command("--initial-peers", closed, unroutable, "--bootstrap-timeout", 2, "--output-dir", out).line()
+    assert "none of the 2 initial peers answered within 2 s" in line
+    for maddr in (closed, unroutable):
+        assert maddr in line
+        reason = line.split(maddr)[1].split(";")[0]
+        assert "connection refused" in reason
+
+
+def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
+    out.mkdir()
+    run = RunConfig.from_dict(TINY_RUN, "test")
+    layout = layout_of(build_model(run.model.type, run.model.settings, 0, "meta", on_meta=True))
+    RunDirectory(out).remember(found_run(run, layout.digest, identity(0)))
+    line = join("--client-mode", out=out).line()
+    assert "no peer of the last session answers, and with --client-mode nobody could join this one" in line
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
+    from spes_swarm.data.tokenizer import train_bpe
+
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 280).save(tmp_path / "bpe")
+    changes = {"tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")}}
+    line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
+    assert "280 tokens" in line
+    assert "the model's vocabulary only 272" in line
+
+
+def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tmp_path: Path, out: Path) -> None:
+    width = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
+    changes = {"model": {"settings": width}, "tokenizer": {"name": str(tmp_path / "none.json")}}
+    line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
+    assert line.startswith("training 1 expert in batches of 2 needs ")
+    assert "GB of this machine's memory, and " in line
+    assert "use a machine with more memory, or found a run with a smaller model" in line
+
+
+@pytest.mark.parametrize("has_weights", [False, True], ids=["random", "initial weights"])
+def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weights: bool) -> None:
+    from spes_swarm.data.tokenizer import train_bpe
+
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "bpe")
+    changes = {
+        "tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")},
+        "model": {"settings": {"pad_token_id": 259}},
+    }
+    weights = ["--initial-weights", tmp_path] if has_weights else []
+    line = join("--config", config(tmp_path / "run.yaml", changes), *weights, out=out).line()
+    assert line.startswith("run.model.settings.pad_token_id: found 259, which is a token of tokenizer")
+
+
+def token_file(path: Path) -> Path:
+    with TokenWriter(path, ByteTokenizer()) as writer:
+        writer.append(np.arange(50_000) % 256, 1)
+    return path
+
+
+def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
+    path = tmp_path / "short.npy"
+    with TokenWriter(path, ByteTokenizer()) as writer:
+        writer.append(np.arange(10), 1)
+    join("--config", config(tmp_path / "run.yaml"), "--data", path, out=out).line()
+
+
+# With a live founder.
+
+
+@pytest.fixture(scope="module")
+def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeer]:
+    """One small run that goes on during all the tests that need one."""
+    with swarm(tmp_path_factory.mktemp("live")) as running:
+        running.launch = launch_slow(0.1)  # it leaves the processor to those who come and fail
+        peer = running.found("--experts", 8)
+        peer.wait_for("join")
+        yield peer
+
+
+def live_run_id(founder: LocalPeer) -> str:
+    return str(founder.wait_for("join")["run_id"])
+
+
+@pytest.mark.swarm
+def test_a_manifest_of_another_run_than_the_expected(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    line = join("--config", peer_only, "--initial-peers", founder.address(), "--run-id", "test-000", out=out).line()
+    assert f"describes run {live_run_id(founder)}, not test-000" in line
+
+
+@pytest.mark.swarm
+def test_an_output_directory_of_another_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    with swarm(tmp_path, name="other") as running:
+        other = running.start("out", "--config", running.config, "--max-rounds", 1)
+        assert other.wait() == 0
+        other_run = other.events("join")[0]["run_id"]
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    arguments = ["--config", peer_only, "--initial-peers", founder.address()]
+    for more in ([], ["--run-id", live_run_id(founder)]):
+        line = join(*arguments, *more, out=out).line()
+        assert f"output directory {out} belongs to run {other_run}" in line
+        assert "choose another --output-dir" in line
+    # Its own run is the other one, with which it can still go on.
+    line = join("--config", config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}}), out=out).line()
+    assert "differs from the given one" in line
+
+
+@pytest.mark.swarm
+def test_an_output_directory_of_a_live_peer(founder: LocalPeer) -> None:
+    assert "in use by another process" in command("--output-dir", founder.output_dir).line()
+
+
+@pytest.mark.swarm
+def test_a_joiner_cannot_change_the_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    changed = config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}})
+    line = join("--config", changed, "--initial-peers", founder.address(), out=out).line()
+    assert "leave the section out" in line
+
+
+@pytest.mark.swarm
+def test_a_joiners_experts_are_those_of_the_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    peer_only = config(tmp_path / "peer.yaml", run={})
+    line = join("--config", peer_only, "--initial-peers", founder.address(), "--experts", "8,", out=out).line()
+    assert "experts: found '8,', expected experts from 0 to 7" in line
+
+
+@pytest.mark.swarm
+def test_the_founder_is_unharmed(founder: LocalPeer) -> None:
+    """After all those who came and failed."""
+    now = max(founder.rounds(), default=0)
+    founder.wait_for_round(now + 2)
+    assert not founder.events("fault")
+
+
+# On a small disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that is quickly full: a few checkpoints of the small model."""
+    with mounted_disk(tmp_path / "disk", 8 << 20) as disk:
+        yield disk
+
+
+def fill(path: Path, leave: int) -> None:
+    """Uses up the disk but for `leave` bytes."""
+    status = os.statvfs(path.parent)
+    with suppress(OSError), path.open("wb", buffering=0) as file:  # somebody else may be faster
+        file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("leave", [100_000, 0], ids=["full for checkpoints", "full for everything"])
+def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> None:
+    out = small_disk / "out"
+    out.mkdir()
+    (out / "console.log").symlink_to(tmp_path / "console.log")  # what it says must not need room there
+    with Swarm(tmp_path) as running:
+        peer = running.start("disk/out", "--config", running.config, "--experts", 8)
+        peer.wait_for_round(2)
+        fill(small_disk / "filler", leave)
+        tree = peer.tree()
+        assert peer.wait() == 2
+        _, alive = psutil.wait_procs(tree, timeout=REASONABLE_S)
+        assert not alive
+        assert peer.text().splitlines()[-1].startswith("join: ")
+        assert "No space left on device" in peer.text().splitlines()[-1]
+        assert "Traceback" not in peer.text()
+        joined = peer.events("join")[0]
+    layout = layout_of(build_model("olmoe", TINY_RUN["model"]["settings"], 0, "cpu", on_meta=True))
+    found, complaints = load_newest(out / "checkpoints", joined["run_id"], joined["peer_id"], layout)
+    assert found is not None
+    assert found.meta.round >= 1
+    assert not complaints
+    (small_disk / "filler").unlink()
+    reference_N = np.empty(layout.num_elements, np.float32)
+    found.reference(layout, reference_N)
+    assert np.isfinite(reference_N).all()
+
+
+@pytest.mark.swarm
+def test_a_full_disk_is_said_in_one_line(small_disk: Path, tmp_path: Path) -> None:
+    """As much room as the start takes, and not enough for a checkpoint."""
+    fill(small_disk / "filler", leave=60_000)
+    line = join("--config", config(tmp_path / "run.yaml"), "--experts", 8, out=small_disk / "out").line()
+    assert "No space left on device" in line
+    assert "there is no earlier one" in line

@@ -1,0 +1,436 @@
+"""Which data count as those of a run, what is refused and how it is said, and what a start remembers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from spes_swarm.base.errors import ConfigError, DataError, LeftEarlyError
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.join_command import describe_data, join_command, join_note
+from spes_swarm.config.manifest import found_run, open_manifest
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import DataConfig, RunConfig
+from spes_swarm.data import content_check
+from spes_swarm.data.content_check import check_contents_once
+from spes_swarm.data.corpus_index import INDEX_FILE, membership
+from spes_swarm.data.sharding import write_shards
+from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.peer.run_data import PeerData, name_of, same_run_data
+from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.rounds import identity
+
+BYTES = ByteTokenizer()
+STDLIB = DataConfig(kind="stdlib", python_version=platform.python_version())
+OWN = DataConfig(kind="own")
+UNKNOWN = DataConfig()
+
+
+@pytest.fixture(autouse=True)
+def _cache(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+
+
+@pytest.fixture(scope="module")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests, so that the standard library is tokenised once; other sources have paths of their own."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def text_file(path: Path, words: str = "to be or not to be") -> Path:
+    path.write_text("\n".join(f"{words} {i}" for i in range(3000)), encoding="utf-8")
+    return path
+
+
+def shards(directory: Path, words: str = "to be or not to be") -> Path:
+    """A directory of at least four shards, with their index."""
+    source = directory.parent / f"{directory.name}-source"
+    source.mkdir()
+    texts = [text_file(source / f"{i}.txt", f"{words} {i}") for i in range(4)]
+    assert len(write_shards(texts, directory, BYTES, shard_tokens=1).shards) == 4
+    return directory
+
+
+def some_of(corpus: Path, target: Path, *numbers: int, with_index: bool = True) -> Path:
+    """A copy of some shards of a corpus."""
+    target.mkdir()
+    for number in numbers:
+        for path in corpus.glob(f"tokens-{number:05d}.npy*"):
+            shutil.copy(path, target)
+    if with_index:
+        shutil.copy(corpus / INDEX_FILE, target)
+    return target
+
+
+class Peer:
+    """A peer's data in an output directory of its own; `said` is what a person has been told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = RunDirectory(directory)
+        directory.mkdir(exist_ok=True)
+        self.said: list[str] = []
+
+    def data(self, source: object = None, *, differs: bool = False, stop: bool = False) -> PeerData:
+        told = threading.Event()
+        if stop:
+            told.set()
+        peer = PeerConfig(data=None if source is None else str(source), data_differs=differs)
+        return PeerData(peer, self.directory, self.said.append, told)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Peer:
+    return Peer(tmp_path / "out")
+
+
+def founded(source: object, peer: Peer, wanted: DataConfig = UNKNOWN) -> DataConfig:
+    return peer.data(source).found(wanted, BYTES)
+
+
+# ------------------------------------------------------------------------------------------------- founding
+
+
+def test_a_founder_describes_its_corpus_by_the_digest_of_the_tokens(tmp_path: Path, peer: Peer) -> None:
+    path = text_file(tmp_path / "ver ses.txt")
+    described = founded(path, peer)
+    # Derived here: tokens of the bytes tokenizer are the bytes and one end of text, stored as little-endian uint16.
+    tokens = np.array([*path.read_bytes(), 256], dtype="<u2")
+    line = f"{BYTES.digest} {blake3(tokens.tobytes()).hexdigest()} {len(tokens)}\n"
+    assert described == DataConfig(kind="corpus", name="ver-ses.txt", digest=blake3(line.encode()).hexdigest())
+
+
+def test_a_founder_without_data_takes_the_standard_library(peer: Peer) -> None:
+    assert founded(None, peer) == founded("stdlib", peer) == STDLIB
+
+
+def test_a_configuration_may_name_the_data(tmp_path: Path, peer: Peer) -> None:
+    path = text_file(tmp_path / "a.txt")
+    digest = founded(path, peer).digest
+    named = DataConfig(kind="corpus", name="hamlet", digest=digest)
+    assert founded(path, peer, named) == named
+    assert founded(path, peer, DataConfig(kind="corpus", name="hamlet")) == named
+    assert founded(path, peer, OWN) == OWN
+    assert same_run_data(DataConfig(kind="corpus"), named)
+    assert same_run_data(UNKNOWN, named)
+    assert not same_run_data(OWN, named)
+    assert same_run_data(dataclasses.replace(STDLIB, python_version="3.9.1"), STDLIB)  # it counts what was founded
+    for wanted in (dataclasses.replace(named, digest="0" * 64), DataConfig(kind="stdlib")):
+        with pytest.raises(DataError, match=r"the run trains on"):
+            founded(path, peer, wanted)
+        with pytest.raises(DataError, match="a founder needs the run's data"):
+            peer.data(path, differs=True).found(wanted, BYTES)
+    with pytest.raises(DataError, match="give --data PATH"):
+        founded(None, peer, named)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": "mine"},
+        {"name": "x"},
+        {"kind": "own", "digest": "0" * 64},
+        {"kind": "corpus", "name": "stdlib"},
+        {"kind": "corpus", "name": "-rf"},
+        {"kind": "corpus", "name": "a b"},
+        {"kind": "corpus", "python_version": "3.11.1"},
+    ],
+)
+def test_impossible_descriptions(values: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        DataConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("/a/my tokens/", "my-tokens"),
+        ("/a/größe.txt", "gr-e.txt"),
+        ("/texts/*.txt", "texts"),
+        ("/a/**/*.jsonl", "a"),
+        ("/a/.hidden", "hidden"),
+        ("/a/--data", "data"),
+        ("/a/stdlib", "corpus"),
+        ("/", "corpus"),
+        ("/" + "x" * 200, "x" * 64),
+    ],
+)
+def test_names_can_stand_in_a_command(source: str, name: str) -> None:
+    assert name_of(source) == name
+    DataConfig(kind="corpus", name=name)
+
+
+# -------------------------------------------------------------------------------------------------- joining
+
+
+def test_the_same_text_elsewhere_is_the_same_data(tmp_path: Path, peer: Peer) -> None:
+    run = founded(text_file(tmp_path / "a.txt"), peer)
+    (tmp_path / "there").mkdir()
+    opened = Peer(tmp_path / "joiner").data(text_file(tmp_path / "there" / "b.txt")).open(run, BYTES)
+    assert not opened.differs
+
+
+def test_shards_of_one_corpus_are_the_same_data(tmp_path: Path, peer: Peer) -> None:
+    corpus = shards(tmp_path / "tokens")
+    run = founded(corpus, peer)
+    assert run.name == "tokens"
+    joiner = Peer(tmp_path / "joiner")
+    some = some_of(corpus, tmp_path / "some", 1, 3)
+    for source, count in ((corpus, 4), (some, 2), (some / "tokens-00003.npy", 1)):
+        opened = joiner.data(source).open(run, BYTES)
+        assert (opened.differs, len(opened.files), opened.num_shards) == (False, count, 4)
+        assert opened.described.digest == run.digest
+    # A founder that has only some shards founds a run on the whole corpus.
+    assert founded(some, peer).digest == run.digest
+    # Nor does a missing index matter where all shards are there.
+    assert not joiner.data(some_of(corpus, tmp_path / "all", 0, 1, 2, 3, with_index=False)).open(run, BYTES).differs
+
+
+def test_shards_without_their_index_are_refused_with_what_to_do(tmp_path: Path, peer: Peer) -> None:
+    corpus = shards(tmp_path / "tokens")
+    run = founded(corpus, peer)
+    some = some_of(corpus, tmp_path / "some", 1, 3, with_index=False)
+    with pytest.raises(DataError, match=r"if these are shards of it, put its corpus\.json beside them"):
+        peer.data(some).open(run, BYTES)
+
+
+def test_an_index_cannot_vouch_for_other_shards(tmp_path: Path, peer: Peer) -> None:
+    corpus = shards(tmp_path / "tokens")
+    run = founded(corpus, peer)
+    other = shards(tmp_path / "other", "something else")
+    shutil.copy(corpus / INDEX_FILE, other)
+    with pytest.raises(DataError, match=r"tokens-00000\.npy is not a shard of the corpus"):
+        peer.data(other).open(run, BYTES)
+    # One that was named alone is a corpus of its own, and so another one.
+    with pytest.raises(DataError, match="the run trains on 'tokens'"):
+        peer.data(other / "tokens-00000.npy").open(run, BYTES)
+    # An index that lists one shard more is that of another corpus.
+    index = json.loads((corpus / INDEX_FILE).read_text())
+    index["shards"].append({"name": "x", "num_tokens": 5, "blake3": "0" * 64})
+    some = some_of(corpus, tmp_path / "some", 0)
+    (some / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(DataError, match="the run trains on 'tokens'"):
+        peer.data(some).open(run, BYTES)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [('{"format": "x"}', "format: "), ("{", "Invalid JSON"), ("[]", "Input should be"), ('{"shards": []}', "tok")],
+)
+def test_a_damaged_index(tmp_path: Path, damage: str, why: str) -> None:
+    corpus = shards(tmp_path / "tokens")
+    (corpus / INDEX_FILE).write_text(damage)
+    with pytest.raises(DataError, match=rf"corpus\.json is damaged \({why}"):
+        membership([TokenFile.open(corpus / "tokens-00000.npy")])
+
+
+def test_tokens_that_were_changed_are_not_the_same_data(tmp_path: Path, peer: Peer) -> None:
+    """A sidecar proves nothing about its tokens."""
+    corpus = shards(tmp_path / "tokens")
+    run = founded(corpus, peer)
+    copy = some_of(corpus, tmp_path / "copy", 0, 1)
+    content = bytearray((copy / "tokens-00001.npy").read_bytes())
+    content[-10] ^= 1
+    (copy / "tokens-00001.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokens-00001\.npy is corrupt"):
+        peer.data(copy).open(run, BYTES)
+
+
+def test_other_data_are_refused_in_one_line_that_names_both(tmp_path: Path, peer: Peer) -> None:
+    run = founded(text_file(tmp_path / "a.txt"), peer)
+    assert run.digest is not None
+    other = text_file(tmp_path / "b.txt", "it was the best of times")
+    with pytest.raises(DataError) as caught:
+        peer.data(other).open(run, BYTES)
+    for part in (f"'a.txt' (digest {run.digest[:12]})", "'b.txt' (digest ", "--data-differs"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    opened = peer.data(other, differs=True).open(run, BYTES)
+    assert opened.differs
+    assert opened.to_event()["differs"] is True
+    assert any("although the run trains on 'a.txt'" in line for line in peer.said)
+
+
+def test_what_is_plainly_other_data_is_refused_before_anything_is_opened(tmp_path: Path, peer: Peer) -> None:
+    run = DataConfig(kind="corpus", name="verses.txt", digest="ab" * 32)
+    with pytest.raises(DataError, match=r"trains on 'verses\.txt' \(digest abababababab\): give --data PATH"):
+        peer.data().choose(run)
+    with pytest.raises(DataError, match="this peer's data are the Python standard library"):
+        peer.data("stdlib").choose(run)
+    with pytest.raises(DataError, match=r"--data 'verses\.txt' does not exist here: give the path of your copy"):
+        peer.data("verses.txt").choose(run)
+    with pytest.raises(DataError, match=r"trains on the Python standard library, and this peer's data are 'b\.txt'"):
+        peer.data(text_file(tmp_path / "b.txt")).choose(STDLIB)
+    assert peer.data("stdlib", differs=True).choose(run) == ("stdlib", True)
+
+
+def test_the_standard_library_of_another_python_is_the_same_data(peer: Peer) -> None:
+    run = DataConfig(kind="stdlib", python_version="3.0.1")
+    opened = peer.data().open(run, BYTES)
+    assert not opened.differs
+    assert opened.described.python_version == platform.python_version()
+    assert any("Python 3.0.1" in line for line in peer.said)
+
+
+def test_everybody_may_bring_their_own(tmp_path: Path, peer: Peer) -> None:
+    with pytest.raises(DataError, match="name yours with --data"):
+        peer.data().choose(OWN)
+    for source in ("stdlib", text_file(tmp_path / "a.txt"), shards(tmp_path / "tokens")):
+        assert not peer.data(source).open(OWN, BYTES).differs
+
+
+def test_a_run_of_an_earlier_version_says_nothing_of_its_data(tmp_path: Path, peer: Peer) -> None:
+    assert peer.data().choose(UNKNOWN) == ("stdlib", False)
+    assert not peer.data(text_file(tmp_path / "a.txt")).open(UNKNOWN, BYTES).differs
+
+
+# ----------------------------------------------------------------------------------------------- the next start
+
+
+def test_the_next_start_has_the_same_data(tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    text_file(tmp_path / "a.txt")
+    monkeypatch.chdir(tmp_path)
+    run = founded("a.txt", peer)
+    data = peer.data("a.txt")
+    data.remember(data.open(run, BYTES))
+    monkeypatch.chdir("/")
+    opened = peer.data().open(run, BYTES)
+    assert (opened.source, opened.differs) == (str(tmp_path / "a.txt"), False)
+
+
+def test_the_next_start_remembers_that_the_data_differ_and_compares_others_anew(tmp_path: Path, peer: Peer) -> None:
+    run = founded(text_file(tmp_path / "a.txt"), peer)
+    other = text_file(tmp_path / "b.txt", "it was the best of times")
+    data = peer.data(other, differs=True)
+    data.remember(data.open(run, BYTES))
+    assert peer.data().open(run, BYTES).differs
+    with pytest.raises(DataError, match="--data-differs"):
+        peer.data(other).open(run, BYTES)
+    assert not peer.data(tmp_path / "a.txt").open(run, BYTES).differs
+
+
+def test_data_that_have_moved_are_not_replaced_by_others(tmp_path: Path, peer: Peer) -> None:
+    path = text_file(tmp_path / "a.txt")
+    run = founded(path, peer)
+    data = peer.data(path)
+    data.remember(data.open(run, BYTES))
+    path.unlink()
+    with pytest.raises(DataError, match=r"a\.txt' does not exist here"):
+        peer.data().choose(run)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": 3, "differs": true}', '{"source": "a", "differs": 1}'])
+def test_a_damaged_memory_is_none(peer: Peer, content: str) -> None:
+    (peer.directory.path / "data.json").write_text(content)
+    assert peer.directory.known_data() is None
+
+
+# ------------------------------------------------------------------------------------------- the cost of comparing
+
+
+def token_file(path: Path, num_tokens: int = 1000) -> TokenFile:
+    with TokenWriter(path, BYTES) as writer:
+        writer.append(np.arange(num_tokens) % 256, 1)
+    return TokenFile.open(path)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The token files that have been compared with their digests, in order."""
+    paths: list[Path] = []
+    check_content = TokenFile.check_content
+
+    def noted(file: TokenFile) -> None:
+        paths.append(file.path)
+        check_content(file)
+
+    monkeypatch.setattr(TokenFile, "check_content", noted)
+    return paths
+
+
+def test_contents_are_read_once_and_again_after_a_change(tmp_path: Path, reads: list[Path]) -> None:
+    file = token_file(tmp_path / "a.npy")
+    for _ in range(2):
+        check_contents_once([file], tmp_path / "c")
+    assert reads == [file.path]
+    status = file.path.stat()
+    content = bytearray(file.path.read_bytes())
+    content[-1] = 1
+    file.path.write_bytes(content)
+    os.utime(file.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    with pytest.raises(DataError, match=r"a\.npy is corrupt"):
+        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
+    with pytest.raises(DataError, match=r"a\.npy is corrupt"):  # what failed leaves no receipt
+        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
+
+
+def test_another_sidecar_needs_another_receipt(tmp_path: Path) -> None:
+    file = token_file(tmp_path / "a.npy")
+    check_contents_once([file], tmp_path / "c")
+    sidecar = Path(f"{file.path}.json")
+    sidecar.write_text(sidecar.read_text().replace(file.sidecar.blake3, "0" * 64))
+    with pytest.raises(DataError, match="corrupt"):
+        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
+
+
+def test_without_a_cache_contents_are_read_every_time(tmp_path: Path, reads: list[Path]) -> None:
+    (tmp_path / "c").write_text("a file where the directory should be")
+    file = token_file(tmp_path / "a.npy")
+    for _ in range(2):
+        check_contents_once([file], tmp_path / "c")
+    assert reads == [file.path] * 2
+
+
+def test_reading_for_long_is_announced_and_can_be_left(
+    tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_check, "_WORTH_SAYING_BYTES", 1000)
+    corpus = shards(tmp_path / "tokens")
+    with pytest.raises(LeftEarlyError):
+        peer.data(corpus, stop=True).open(UNKNOWN, BYTES)
+    assert any("tokens with their digests, once" in line for line in peer.said)
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def quickstart(data: DataConfig) -> RunConfig:
+    run = load_config(default_config_path()).run
+    assert run is not None
+    return dataclasses.replace(run, data=data)
+
+
+@pytest.mark.parametrize(
+    ("data", "end", "note"),
+    [
+        (STDLIB, "", None),
+        (UNKNOWN, "", None),
+        (OWN, " --data YOUR_DATA", "put the path of your own data after --data"),
+        (
+            DataConfig(kind="corpus", name="verses.txt", digest="ab" * 32),
+            " --data verses.txt",
+            "'verses.txt' (digest abababababab) is what the run trains on: put the path of your copy after --data",
+        ),
+    ],
+)
+def test_the_command_carries_what_a_joiner_needs(data: DataConfig, end: str, note: str | None) -> None:
+    manifest = found_run(quickstart(data), "layout", identity(0))
+    assert open_manifest(manifest.to_wire(), "peer").run.data == data
+    expected = f"python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/1/p2p/Qm --run-id {manifest.run_id}{end}"
+    assert join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
+    assert join_note(data) == note
+
+
+def test_descriptions() -> None:
+    assert describe_data(STDLIB) == "the Python standard library"
+    assert describe_data(DataConfig(kind="corpus")) == "a corpus"
+    assert describe_data(OWN) == "data of each peer's own"

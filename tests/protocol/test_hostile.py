@@ -1,0 +1,346 @@
+"""Hostile bytes are refused, named in the metrics, and change nothing that honest peers agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_swarm.base.bitmap import bitmap
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.consensus.codec import EXACT, get_codec
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
+from spes_swarm.protocol.rounds.round_state import RoundState
+from tests.helpers.rounds import UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
+
+HOSTILE = 2  # index of the hostile member among three
+CODEC = get_codec("fp16")
+Spoil = Callable[[Frame], Frame]
+
+
+def float_bytes(value: float, count: int) -> bytes:
+    return np.full(count, value, "<f4").tobytes()
+
+
+def halves(scale: float, value: float, frame: Frame) -> Frame:
+    """A payload of the fp16 codec: a scale and as many equal values as the frame had."""
+    count = (len(frame.payload) - 4) // 2
+    return dataclasses.replace(frame, payload=struct.pack("<f", scale) + np.full(count, value, "<f2").tobytes())
+
+
+# What a hostile contributor sends in place of a right frame, and how it is named.
+BAD_CONTRIBUTIONS: dict[str, tuple[Spoil, str]] = {
+    "no part of this round": (lambda f: dataclasses.replace(f, part=2**32 - 1), "part"),
+    "no payload": (lambda f: dataclasses.replace(f, payload=b""), "shape"),
+    "payload too short": (lambda f: dataclasses.replace(f, payload=f.payload[:-1]), "shape"),
+    "payload too long": (lambda f: dataclasses.replace(f, payload=f.payload + b"\0"), "shape"),
+    "dtype of another codec": (
+        lambda f: dataclasses.replace(f, payload=float_bytes(0.1, (len(f.payload) - 4) // 2)),
+        "shape",
+    ),
+    "full values instead of a difference": (lambda f: dataclasses.replace(f, form=Form.FULL), "form"),
+    "unknown form": (lambda f: dataclasses.replace(f, form=255), "form"),
+    "NaN": (lambda f: halves(1.0, math.nan, f), "nonfinite"),
+    "infinite": (lambda f: halves(1.0, math.inf, f), "nonfinite"),
+    "NaN scale": (lambda f: halves(math.nan, 1.0, f), "nonfinite"),
+    "negative scale": (lambda f: halves(-1.0, 1.0, f), "nonfinite"),
+    "overflow in decoding": (lambda f: halves(2.0**127, 60000.0, f), "nonfinite"),
+    "huge norm": (lambda f: halves(2.0**20, 1.0, f), "norm"),
+    "huge weight": (lambda f: dataclasses.replace(f, weight=1e300), "weight"),
+    "NaN weight": (lambda f: dataclasses.replace(f, weight=math.nan), "weight"),
+    "negative weight": (lambda f: dataclasses.replace(f, weight=-1.0), "weight"),
+    "infinite weight": (lambda f: dataclasses.replace(f, weight=math.inf), "weight"),
+}
+BAD_RESULTS: dict[str, tuple[Spoil, str]] = {
+    **{name: case for name, case in BAD_CONTRIBUTIONS.items() if "weight" not in name},
+    "full values instead of a difference": (
+        lambda f: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(1e38, (len(f.payload) - 4) // 2)),
+        "norm",
+    ),
+    "full values of the wrong length": (lambda f: dataclasses.replace(f, form=Form.FULL), "shape"),
+    "NaN as full values": (
+        lambda f: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(math.nan, (len(f.payload) - 4) // 2)),
+        "nonfinite",
+    ),
+    "no bitmap": (lambda f: dataclasses.replace(f, extra=b""), "malformed"),
+    "long bitmap": (lambda f: dataclasses.replace(f, extra=b"\xff" * 4096), "malformed"),
+}
+
+
+def three_peers() -> tuple[list[FakePeer], Plan, list[RoundState]]:
+    """Everybody has trained the shared block and an expert of its own; nothing has been exchanged yet."""
+    layout = small_layout(4, shared=400)
+    rng = np.random.default_rng(7)
+    start_N = rng.normal(0, 0.1, layout.num_elements).astype(np.float32)
+    peers = [peer(layout, start_N, [e], tokens=10 * (e + 1)) for e in range(3)]
+    for p in peers:
+        p.live_N += rng.normal(0, 0.01, p.live_N.size).astype(np.float32)
+    group = form(peers, 1)
+    plan = make_plan(group, layout, 64)
+    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
+    return peers, plan, states
+
+
+def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[int, Frame], None]) -> None:
+    """Ends the round for the honest members; the hostile one has had its say and is given up."""
+    honest = [s for s in states if s.me != HOSTILE]
+    for sender in honest:
+        for target in honest:
+            for part, contribution in plan.pushes(sender.me, target.me):
+                target.accept(sender.me, sender.push_frame(part, contribution))
+    for target in honest:
+        target.give_up(HOSTILE)
+        assert not target.awaited_contributors()
+    for receiver in honest:
+        for index, part in receiver.wanted.items():
+            frame = states[part.reducer].result_frame(index, receiver.me) if part.reducer != receiver.me else None
+            if frame is None:
+                continue
+            if part.reducer == HOSTILE:
+                hostile_results(receiver.me, frame)
+            else:
+                receiver.store_result(frame)
+    for receiver in honest:
+        receiver.commit()
+
+
+@lru_cache(maxsize=1)
+def expected_without_hostile() -> tuple[np.ndarray, set[int]]:
+    """Values after a round in which nothing came from the hostile member, and the parts that it would have reduced."""
+    peers, plan, _ = three_peers()
+    values_N = peers[0].reference.values_N.astype(np.float64)
+    lost = {part.index for part in plan.parts if part.reducer == HOSTILE}
+    for part in plan.parts:
+        where = slice(part.start, part.start + part.size)
+        voices = [c for c in plan.block_of(part).contributions if c.member != HOSTILE]
+        if part.index in lost or not voices:
+            continue
+        weights = [c.weight for c in voices]
+        live_VN = np.stack([peers[c.member].live_N[where].astype(np.float64) for c in voices])
+        values_N[where] = np.average(live_VN, axis=0, weights=weights)
+    return values_N, lost
+
+
+def assert_honest_outcome(peers: list[FakePeer]) -> None:
+    honest = [p for i, p in enumerate(peers) if i != HOSTILE]
+    expected_N, lost = expected_without_hostile()
+    assert lost
+    assert len({p.reference.digest for p in honest}) == 1
+    for p in honest:
+        np.testing.assert_allclose(p.reference.values_N, expected_N, rtol=0, atol=1e-4)
+        assert p.reference.round == 1
+        assert np.isfinite(p.live_N).all()
+        assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
+
+
+def drop(receiver: int, frame: Frame) -> None:
+    """The hostile member's results do not arrive."""
+
+
+@pytest.mark.parametrize("name", BAD_CONTRIBUTIONS)
+def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: str) -> None:
+    spoil, kind = BAD_CONTRIBUTIONS[name]
+    peers, plan, states = three_peers()
+    num_sent = 0
+    for target in states[:HOSTILE]:
+        for part, contribution in plan.pushes(HOSTILE, target.me):
+            with pytest.raises(ProtocolError) as caught:
+                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part, contribution)))
+            assert caught.value.kind == kind
+            num_sent += 1
+            if kind != "part":  # its word for this part is spent: the right frame comes too late
+                assert HOSTILE not in target._accumulators[part.index].outstanding
+                with pytest.raises(ProtocolError, match="duplicate"):
+                    target.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
+    assert num_sent
+    finish(plan, states, hostile_results=drop)
+    assert_honest_outcome(peers)
+    for state in states[:HOSTILE]:
+        assert not any(HOSTILE in result.included for result in state.results.values())
+
+
+def test_contributions_to_others_parts_or_experts_are_refused() -> None:
+    peers, plan, states = three_peers()
+    template = states[HOSTILE].push_frame(*plan.pushes(HOSTILE, 0)[0])
+    mine = {part.index for part, _ in plan.pushes(HOSTILE, 0)}
+    for part in plan.parts:
+        if part.index in mine:
+            continue
+        frame = dataclasses.replace(template, part=part.index)
+        if part.reducer == 0 and part.index in states[0].results:
+            states[0].accept(HOSTILE, frame)  # complete before it came: late, and without effect
+        else:
+            with pytest.raises(ProtocolError, match="part"):
+                states[0].accept(HOSTILE, frame)
+    finish(plan, states, hostile_results=drop)
+    assert_honest_outcome(peers)
+
+
+def test_a_contribution_counts_once() -> None:
+    _, plan, states = three_peers()
+    part, contribution = plan.pushes(HOSTILE, 0)[0]
+    frame = states[HOSTILE].push_frame(part, contribution)
+    states[0].accept(HOSTILE, frame)
+    with pytest.raises(ProtocolError, match="duplicate"):
+        states[0].accept(HOSTILE, frame)
+
+
+@pytest.mark.parametrize("name", BAD_RESULTS)
+def test_a_bad_result_is_refused_and_counts_as_missing(name: str) -> None:
+    spoil, kind = BAD_RESULTS[name]
+    peers, plan, states = three_peers()
+    refused = 0
+
+    def results(receiver: int, frame: Frame) -> None:
+        nonlocal refused
+        with pytest.raises(ProtocolError) as caught:
+            states[receiver].store_result(spoil(frame))
+        assert caught.value.kind == kind
+        assert frame.part in states[receiver].missing()
+        refused += 1
+
+    for sender in states[:HOSTILE]:  # the hostile reducer has averaged properly, and only then lies
+        for part, contribution in plan.pushes(sender.me, HOSTILE):
+            states[HOSTILE].accept(sender.me, sender.push_frame(part, contribution))
+    finish(plan, states, hostile_results=results)
+    assert refused
+    assert_honest_outcome(peers)
+
+
+def test_a_result_cannot_name_members_that_do_not_contribute() -> None:
+    _, plan, states = three_peers()
+    part = next(p for p in plan.parts if p.block == 1 + HOSTILE)
+    assert part.reducer == HOSTILE
+    frame = states[HOSTILE].result_frame(part.index, 0)
+    assert frame is not None
+    with pytest.raises(ProtocolError, match="malformed"):
+        states[0].store_result(dataclasses.replace(frame, extra=bitmap([0, HOSTILE], 3)))
+    states[0].store_result(frame)
+
+
+def test_a_peer_whose_own_weights_are_nan_spoils_nothing() -> None:
+    """A diverged peer is as harmful as a hostile one; as a reducer it must leave its own work out."""
+    peers, plan, _ = three_peers()
+    peers[HOSTILE].live_N[:] = math.nan
+    group = form(peers, 1)
+    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
+    assert {error.kind for error in states[HOSTILE].own_faults} == {"norm"}
+    for sender in states:
+        for target in states:
+            for part, contribution in plan.pushes(sender.me, target.me):
+                frame = sender.push_frame(part, contribution)
+                if sender.me != HOSTILE:
+                    target.accept(sender.me, frame)
+                else:
+                    with pytest.raises(ProtocolError, match="nonfinite"):
+                        target.accept(sender.me, frame)
+    for state in states:
+        for index, part in state.wanted.items():
+            result = states[part.reducer].result_frame(index, state.me) if part.reducer != state.me else None
+            if result is not None:
+                state.store_result(result)
+    for state in states:
+        state.commit()
+    assert len({p.reference.digest for p in peers}) == 1
+    assert np.isfinite(peers[0].reference.values_N).all()
+
+
+def test_different_results_for_different_members_heal_in_the_next_round() -> None:
+    """A reducer that equivocates is not noticed at once, but the digests differ and plurality decides."""
+    peers, plan, states = three_peers()
+
+    def results(receiver: int, frame: Frame) -> None:
+        lie_N = np.full(plan.parts[frame.part].size, 1e-3 * (receiver + 1), np.float32)
+        states[receiver].store_result(dataclasses.replace(frame, payload=CODEC.encode(lie_N)))
+
+    for sender in states[:HOSTILE]:
+        for part, contribution in plan.pushes(sender.me, HOSTILE):
+            states[HOSTILE].accept(sender.me, sender.push_frame(part, contribution))
+    finish(plan, states, hostile_results=results)
+    honest = peers[:HOSTILE]
+    assert len({p.reference.digest for p in honest}) == 2
+    hold_round(honest, 2, codec="fp16")
+    assert len({p.reference.digest for p in honest}) == 1
+    for p in honest:
+        assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
+
+
+frames = st.builds(
+    Frame,
+    kind=st.just(FrameKind.DATA),
+    form=st.integers(0, 255) | st.sampled_from([0, 1]),
+    part=st.integers(0, 40) | st.integers(0, 2**32 - 1),
+    weight=st.floats() | st.sampled_from([10.0, 20.0, 30.0]),
+    extra=st.binary(max_size=8),
+    payload=st.binary(max_size=300)
+    | st.sampled_from([4 + 2 * 64, 4 * 64]).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
+)
+
+
+@settings(max_examples=100)
+@given(st.lists(frames, max_size=12), st.lists(frames, max_size=12))
+def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame]) -> None:
+    """Whatever arrives: only ProtocolError, all honest members agree, and everything stays finite."""
+    peers, plan, states = three_peers()
+    for frame in pushes:
+        for state in states[:HOSTILE]:
+            try:
+                state.accept(HOSTILE, frame)
+            except ProtocolError:
+                continue
+    for frame in results:
+        wrong = [s for s in states[:HOSTILE] if frame.part not in s.wanted]
+        for state in wrong:
+            with pytest.raises(ProtocolError):
+                state.store_result(frame)
+    finish(plan, states, hostile_results=drop)
+    honest = peers[:HOSTILE]
+    assert len({p.reference.digest for p in honest}) == 1
+    for p in honest:
+        moved_N = p.reference.values_N - expected_without_hostile()[0]
+        assert np.isfinite(p.live_N).all()
+        assert np.sqrt(np.mean(np.square(moved_N))) <= UNBOUNDED.max_update_rms
+
+
+@settings(max_examples=100)
+@given(st.lists(frames, max_size=12))
+def test_arbitrary_results_are_refused_or_valid(results: list[Frame]) -> None:
+    _, _, states = three_peers()
+    state = states[0]
+    before_N = state.reference.values_N.copy()
+    for frame in results:
+        held = dict(state.results)
+        try:
+            state.store_result(frame)
+        except ProtocolError:
+            assert state.results == held
+    np.testing.assert_array_equal(state.reference.values_N, before_N)
+    state.commit()  # must not fail half-way, whatever has been accepted
+    assert np.isfinite(state.reference.values_N).all()
+    assert Reference(state.reference.layout, state.reference.values_N).digests == state.reference.digests
+
+
+def test_a_full_contribution_that_overflows_is_refused() -> None:
+    """A member whose base is as new as the swarm's, but another one, sends full values: the swarm had split."""
+    peers, _, _ = three_peers()
+    for p in peers:
+        p.reference.finish(1, [(0, 1)])
+    peers[HOSTILE].reference.values_N[0] += 1.0
+    peers[HOSTILE].reference.finish(1, [(0, 1)])
+    group = form(peers, 2)
+    plan = make_plan(group, peers[0].reference.layout, 64)
+    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, UNBOUNDED)
+    part, contribution = next((p, c) for p, c in plan.pushes(HOSTILE, 0) if c.form is Form.FULL)
+    state.reference.values_N[part.start : part.start + part.size] = -3e38
+    payload = EXACT.encode(np.full(part.size, 3e38, np.float32))
+    with pytest.raises(ProtocolError, match="norm"):
+        state.accept(HOSTILE, Frame(FrameKind.DATA, Form.FULL, part.index, contribution.weight, b"", payload))

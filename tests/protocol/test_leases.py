@@ -1,0 +1,223 @@
+"""One peer's experts: from the others' leases at the start, from the group's statements at each commit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.leases import Leases, Reassignment, reassign_group
+from spes_swarm.protocol.rounds.plan import Plan, make_plan
+from spes_swarm.protocol.rounds.statement import Group, Member
+from tests.helpers.rounds import small_layout
+from tests.protocol.test_plan import MAX_PART, ROUND, group, member
+
+LAYOUT = small_layout(4)
+
+
+def planned(*members: Member) -> tuple[Group, Plan]:
+    formed = group(members)
+    return formed, make_plan(formed, LAYOUT, MAX_PART)
+
+
+def decided(*members: Member, rules: Rules | None = None) -> dict[str, tuple[int, ...]]:
+    return reassign_group(*planned(*members), 4, rules or Rules())
+
+
+def leases(me: str = "me", held: tuple[int, ...] = (), rules: Rules | None = None) -> Leases:
+    made = Leases(me, 4, rules or Rules())
+    made.held = held
+    return made
+
+
+def others(**experts: list[int]) -> dict[str, Lease]:
+    return {peer: Lease(expires=1e9, experts=held, since_round=1) for peer, held in experts.items()}
+
+
+# At the start.
+
+
+def test_a_newcomer_has_nothing_and_no_user_who_named_anything() -> None:
+    fresh = Leases("me", 4, Rules())
+    assert (fresh.held, fresh.room, fresh.fixed) == ((), 0, False)
+    assert members_of(fresh.leased_bitmap, 4) == []
+
+
+def test_it_takes_what_the_others_do_not_hold_and_its_own_lease_does_not_count() -> None:
+    mine = leases()
+    mine.update(others(a=[0], b=[2], me=[1, 3]))
+    assert mine.choose(2) == (1, 3) == mine.held
+
+
+def test_it_chooses_by_the_runs_rules() -> None:
+    mine = leases(rules=Rules(replicas=1))
+    mine.update(others(a=[0, 1, 2]))
+    assert mine.choose(4) == (3,)
+    mine = leases(rules=Rules(most_each=2))
+    mine.update(others(a=[0, 1, 2]))
+    assert len(mine.choose(4)) == 2
+
+
+def test_only_the_newest_leases_count() -> None:
+    mine = leases()
+    mine.update(others(a=[0, 1]))
+    mine.update(others(a=[2]))
+    assert members_of(mine.leased_bitmap, 4) == [2]
+
+
+def test_it_gives_way_to_whoever_has_the_better_claim_and_says_whether_it_had_to() -> None:
+    mine, theirs = leases("me", (0,)), leases("a", (0,))
+    mine.update(others(a=[0]))
+    theirs.update(others(me=[0]))
+    stayed = [mine.settle(), theirs.settle()]
+    assert sorted(stayed) == [False, True]
+    assert (mine.held == (0,)) == stayed[0]
+    assert (theirs.held == (0,)) == stayed[1]
+
+
+def test_its_statement_says_what_others_leases_reserve() -> None:
+    mine = leases("me", (0,))
+    mine.update(others(a=[1], b=[3, 900], me=[0]))
+    assert mine.leased_bitmap == bitmap([1, 3], 4)
+    bounded = leases("me", (0,), Rules(most_each=1))
+    bounded.update(others(ghost=[0, 1, 2, 3]))
+    assert len(members_of(bounded.leased_bitmap, 4)) == 1
+
+
+def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says about its end."""
+    now = 100.0
+    monkeypatch.setattr("spes_swarm.protocol.ownership.leases.time", SimpleNamespace(monotonic=lambda: now))
+    mine = Leases("me", 4, Rules(), lease_s=60.0)
+
+    def seen(expires: float) -> list[int]:
+        mine.update({"a": Lease(expires=expires, experts=[2], since_round=1)})
+        return members_of(mine.leased_bitmap, 4)
+
+    assert seen(1e9) == [2]
+    now = 160.0
+    assert seen(1e9) == [2]
+    now = 160.5
+    assert seen(1e9) == []
+    assert seen(1e9 + 1) == [2]  # renewed
+    now = 220.5
+    assert seen(1e9 + 1) == [2]
+    now = 221.0
+    assert seen(1e9 + 1) == []
+
+
+# At a commit.
+
+
+def test_what_is_held_is_ascending_as_a_statement_wants_it() -> None:
+    layout = small_layout(17)
+    formed = group([member("a", layout, held=[1, 8, 16], room=3), member("b", layout, held=[0, 2], room=2)])
+    mine = Leases("a", 17, Rules())
+    mine.held = (1, 8, 16)
+    assert mine.after_commit(formed, make_plan(formed, layout, MAX_PART)).held == (1, 8, 16) == mine.held
+
+
+def test_what_one_gives_up_another_takes_over_and_both_know_whom_to_ask() -> None:
+    formed, plan = planned(
+        member("leaver", LAYOUT, held=[0, 1], leaving=True),
+        member("a", LAYOUT, held=[2], room=2),
+        member("b", LAYOUT, held=[3], room=2),
+    )
+    table = reassign_group(formed, plan, 4, Rules())
+    assert table.keys() == {"a", "b"}
+    (gained,) = set(table["a"]) - {2}
+    (other,) = set(table["b"]) - {3}
+    assert {gained, other} == {0, 1}
+    stays, goes = leases("a", (2,)), leases("leaver", (0, 1))
+    assert stays.after_commit(formed, plan) == Reassignment(table["a"], {gained: ("leaver",)}, {})
+    assert stays.held == table["a"]
+    assert goes.after_commit(formed, plan) == Reassignment((), {}, {gained: ("a",), other: ("b",)})
+    assert goes.held == ()
+
+
+def test_an_orphan_has_no_giver_and_a_replica_given_up_has_no_taker() -> None:
+    formed, plan = planned(member("a", LAYOUT, held=[0, 1], room=1), member("b", LAYOUT, held=[0, 1, 2], room=3))
+    mine = leases("a", (0, 1))
+    change = mine.after_commit(formed, plan)
+    assert len(change.held) == 1
+    assert set(change.lost.values()) <= {()}
+    formed, plan = planned(member("a", LAYOUT, held=[0], room=2), member("b", LAYOUT, held=[1, 2], room=2))
+    mine = leases("a", (0,))
+    assert mine.after_commit(formed, plan) == Reassignment((0, 3), {3: ()}, {})
+
+
+def test_whoever_keeps_an_expert_neither_gives_nor_takes_it() -> None:
+    """Expert 0 has three holders and 3 none: one of them moves, and those that stay are not asked for moments."""
+    formed, plan = planned(
+        *(member(name, LAYOUT, held=[0], room=1) for name in "abc"), member("d", LAYOUT, held=[1, 2])
+    )
+    table = reassign_group(formed, plan, 4, Rules())
+    (mover,) = (name for name in "abc" if table[name] != (0,))
+    assert leases(mover, (0,)).after_commit(formed, plan) == Reassignment((3,), {3: ()}, {0: ()})
+    for name in set("abc") - {mover}:
+        assert leases(name, (0,)).after_commit(formed, plan) == Reassignment((0,), {}, {})
+
+
+def test_absent_peers_experts_are_kept_for_them_by_half_of_the_members() -> None:
+    absent = bitmap([3], 4)
+    unseen = bitmap([], 4)
+    for seen_by, reserved in ((0, False), (1, False), (2, True), (3, True)):
+        members = [
+            member(f"p{i}", LAYOUT, held=[i], room=2, leased=absent if i < seen_by else unseen) for i in range(3)
+        ]
+        held = {e for experts in decided(*members).values() for e in experts}
+        assert (3 in held) != reserved
+
+
+def test_a_leavers_experts_are_not_reserved_by_its_lease() -> None:
+    leased = bitmap([0, 1, 2, 3], 4)
+    outcome = decided(
+        member("leaver", LAYOUT, held=[0, 1], leaving=True, leased=leased),
+        member("a", LAYOUT, held=[2, 3], room=4, leased=leased),
+    )
+    assert outcome == {"a": (0, 1, 2, 3)}
+
+
+def test_what_has_gone_untrained_for_longest_is_adopted_first() -> None:
+    """Expert 1 was trained in round 2 and 3 in round 4; in this round expert 0 has been."""
+    versions = {"versions": [5, 5, 2, 1, 4], "digests": [b"\5" * 32] * 5}
+    assert decided(member("a", LAYOUT, held=[0], room=2, **versions)) == {"a": (0, 2)}
+    # The last expert is served like any other, though the shared block has just changed.
+    versions = {"versions": [5, 5, 2, 4, 1], "digests": [b"\5" * 32] * 5}
+    assert decided(member("a", LAYOUT, held=[0], room=2, **versions)) == {"a": (0, 3)}
+    # Rotation goes by the same: 0 has been trained in this round, whatever its version was before.
+    versions = {"versions": [5, 0, 2, 1, 4], "digests": [b"\5" * 32] * 5}
+    outcome = decided(member("a", LAYOUT, held=[0], room=3, **versions), rules=Rules(rotate_every_rounds=ROUND))
+    assert outcome["a"] in {(0, 1, 2), (1, 2, 3), (0, 2, 3)}
+    assert 2 in outcome["a"]
+
+
+def test_of_two_equally_held_the_one_not_trained_in_this_round_is_kept() -> None:
+    """A member whose room has shrunk gives up what was trained last: here expert 0, in this round and by b."""
+    versions = {"versions": [5, 1, 2, 3, 4], "digests": [b"\5" * 32] * 5}
+    outcome = decided(
+        member("a", LAYOUT, held=[0, 1], tokens=0, room=1, **versions),
+        member("b", LAYOUT, held=[0, 2], **versions),
+        member("d", LAYOUT, held=[1, 3], tokens=0, **versions),
+    )
+    assert outcome == {"a": (1,), "b": (0, 2), "d": (1, 3)}
+
+
+def test_a_users_experts_stay_whatever_room_it_claims() -> None:
+    outcome = decided(member("a", LAYOUT, held=[0, 1], room=0, fixed=True), member("b", LAYOUT, held=[2, 3], room=2))
+    assert outcome == {"a": (0, 1), "b": (2, 3)}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_who_claims_more_than_the_limit_gets_no_more(fixed: bool) -> None:
+    """In each round anew: a statement may say what it wants."""
+    liar = member("liar", LAYOUT, held=[0, 1, 2, 3], room=1 << 20, fixed=fixed)
+    outcome = decided(
+        liar, member("a", LAYOUT, held=[0, 1]), member("b", LAYOUT, held=[2, 3]), rules=Rules(most_each=2)
+    )
+    assert len(outcome["liar"]) == 2
+    assert outcome["a"] == (0, 1)
+    assert outcome["b"] == (2, 3)

@@ -1,0 +1,450 @@
+"""The plan of a round: what must hold for any group, and the rules one by one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
+from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.rounds.plan import (
+    MIN_PART_ELEMENTS,
+    BlockPlan,
+    Contribution,
+    Form,
+    Plan,
+    common_lineage,
+    make_plan,
+)
+from spes_swarm.protocol.rounds.statement import Group, Member, Statement
+from tests.helpers.rounds import small_layout
+
+ROUND = 9
+# A plan looks only at what statements say, so the groups here are made of unsigned ones.
+MAX_PART = 64
+
+
+def member(name: str, layout: Layout, **changes: Any) -> Member:
+    held = changes.pop("held", [])
+    num_blocks = len(layout.blocks)
+    fields: dict[str, Any] = {
+        "round": ROUND,
+        "held": held,
+        "tokens": 100,
+        "routed": [10] * len(held),
+        "rms": [0.01] * (1 + len(held)),
+        "usual_rms": [0.0, 0.0],
+        "vouched": b"",
+        "bandwidth_mbps": 100.0,
+        "reachable": True,
+        "versions": [5] * num_blocks,
+        "digests": [b"\5" * 32] * num_blocks,
+        "commits": [],
+        "marks": b"",
+        "room": len(held),
+        "fixed": False,
+        "leaving": False,
+        "leased": bytes(num_bitmap_bytes(num_blocks - 1)),
+    }
+    return Member(name, Statement(**{**fields, **changes}))
+
+
+def group(members: Sequence[Member]) -> Group:
+    ordered = tuple(sorted(members, key=lambda m: m.peer_id))
+    return Group("run", ROUND, ordered, ())
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> tuple[Layout, Group]:
+    """Anything that passes the checks on statements: other bases, client mode, idle and absurdly busy members."""
+    num_experts = draw(st.integers(1, 4))
+    layout = small_layout(num_experts, draw(st.integers(2, 300)), draw(st.integers(3, 120)))
+    members = []
+    for number in range(draw(st.integers(1, 6))):
+        held = sorted(draw(st.sets(st.integers(0, num_experts - 1))))
+        base = draw(st.lists(st.sampled_from([4, 5, 5, 5, 6]), min_size=num_experts + 1, max_size=num_experts + 1))
+        forks = draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=num_experts + 1, max_size=num_experts + 1))
+        members.append(
+            member(
+                f"peer{number}",
+                layout,
+                held=held,
+                tokens=draw(st.sampled_from([0, 1, 100, 10**9])),
+                routed=[draw(st.sampled_from([0, 1, 50, 10**9])) for _ in held],
+                bandwidth_mbps=draw(st.sampled_from([1.0, 10.0, 1000.0])),
+                reachable=draw(st.booleans()),
+                versions=base,
+                digests=[bytes([version, fork]) * 16 for version, fork in zip(base, forks, strict=True)],
+            )
+        )
+    return layout, group(members)
+
+
+def contributors(plan: Plan, block: int) -> dict[int, Contribution]:
+    return {c.member: c for c in plan.blocks[block].contributions}
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_parts_cover_their_blocks_exactly_once(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    assert [part.index for part in plan.parts] == list(range(len(plan.parts)))
+    for block in layout.blocks:
+        covered = [
+            i for part in plan.parts if part.block == block.index for i in range(part.start, part.start + part.size)
+        ]
+        assert covered == (list(range(block.start, block.stop)) if block.index in plan.blocks else [])
+    assert all(0 < part.size <= MAX_PART for part in plan.parts)
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    for part in plan.parts:
+        statement = of.members[part.reducer].statement
+        block = plan.block_of(part)
+        assert statement.reachable
+        assert (statement.versions[part.block], statement.digests[part.block]) == (
+            block.base_version,
+            block.base_digest,
+        )
+        assert part.reducer in block.in_base
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_the_base_is_what_most_members_have_of_what_can_be_reached(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    for index, block in plan.blocks.items():
+        reported = [(m.statement.versions[index], m.statement.digests[index]) for m in of.members]
+        reachable = {base for base, m in zip(reported, of.members, strict=True) if m.statement.reachable}
+        base = (block.base_version, block.base_digest)
+        assert base in reachable
+        assert all(reported.count(base) >= reported.count(other) for other in reachable)
+        assert block.in_base == {i for i, theirs in enumerate(reported) if theirs == base}
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_only_those_contribute_who_have_trained(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    for index in plan.blocks:
+        for i, contribution in contributors(plan, index).items():
+            statement = of.members[i].statement
+            assert statement.tokens > 0
+            assert index == SHARED_BLOCK or index - 1 in statement.held
+            assert contribution.weight > 0
+    everybody_trains = {i for i, m in enumerate(of.members) if m.statement.tokens > 0}
+    if SHARED_BLOCK in plan.blocks:
+        assert contributors(plan, SHARED_BLOCK).keys() == everybody_trains
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduce_it(
+    given_group: tuple[Layout, Group],
+) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    nobody_reachable = not any(m.statement.reachable for m in of.members)
+    for block in layout.blocks:
+        bases = {(m.statement.versions[block.index], m.statement.digests[block.index]) for m in of.members}
+        trained = any(
+            m.statement.tokens > 0 and (block.expert is None or block.expert in m.statement.held) for m in of.members
+        )
+        assert (block.index in plan.blocks) == ((trained or len(bases) > 1) and not nobody_reachable)
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_pushes_and_results_are_what_the_parts_need(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    members = range(len(of.members))
+    pushed = {
+        (part.index, sender) for sender in members for reducer in members for part, _ in plan.pushes(sender, reducer)
+    }
+    needed = {(p.index, i) for p in plan.parts for i in contributors(plan, p.block) if i != p.reducer}
+    assert pushed == needed
+    for i in members:
+        # Everybody who does not have the new values already: all where something is trained, else who lags behind.
+        expected = [p for p in plan.parts if plan.block_of(p).contributions or i not in plan.block_of(p).in_base]
+        assert plan.wanted(i) == expected
+
+
+@settings(max_examples=100)
+@given(groups(), st.randoms(use_true_random=False))
+def test_every_member_makes_the_same_plan(given_group: tuple[Layout, Group], rng: random.Random) -> None:
+    layout, of = given_group
+    members = list(of.members)
+    rng.shuffle(members)
+    assert make_plan(group(members), layout, MAX_PART) == make_plan(of, layout, MAX_PART)
+
+
+@settings(max_examples=300)
+@given(groups())
+def test_an_expert_is_reduced_by_one_who_trains_it_where_that_is_possible(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    for part in plan.parts:
+        if part.block == SHARED_BLOCK:
+            continue
+        able = {i for i in contributors(plan, part.block) if i in plan.block_of(part).in_base}
+        able = {i for i in able if of.members[i].statement.reachable}
+        assert not able or part.reducer in able
+
+
+# The rules one by one.
+
+
+def plan_of(layout: Layout, *members: Member, max_part: int = MAX_PART) -> Plan:
+    return make_plan(group(members), layout, max_part)
+
+
+def reduced(plan: Plan, block: int | None = None) -> dict[int, int]:
+    """Elements that each member reduces."""
+    sums: dict[int, int] = {}
+    for part in plan.parts:
+        if block in (None, part.block):
+            sums[part.reducer] = sums.get(part.reducer, 0) + part.size
+    return sums
+
+
+def test_shares_of_the_reducing_follow_the_bandwidth() -> None:
+    layout = small_layout(1, shared=200_000)
+    speeds = (10.0, 20.0, 70.0)
+    plan = plan_of(layout, *(member(f"p{i}", layout, bandwidth_mbps=s) for i, s in enumerate(speeds)), max_part=500)
+    shares = reduced(plan, SHARED_BLOCK)
+    assert [shares[i] / 200_000 for i in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
+
+
+def test_shared_parts_make_up_for_uneven_experts() -> None:
+    layout = small_layout(4, shared=60_000, expert=6_000)
+    plan = plan_of(layout, member("a", layout, held=[0, 1, 2, 3]), member("b", layout), max_part=500)
+    assert reduced(plan)[0] == pytest.approx(42_000, rel=0.03)
+    assert reduced(plan)[1] == pytest.approx(42_000, rel=0.03)
+    assert reduced(plan, SHARED_BLOCK)[1] == reduced(plan)[1]
+
+
+def test_a_client_reduces_nothing_not_even_its_own_experts() -> None:
+    layout = small_layout(2)
+    plan = plan_of(layout, member("a", layout, held=[0], reachable=False), member("b", layout, held=[1]))
+    assert {part.reducer for part in plan.parts} == {1}
+    assert contributors(plan, 1).keys() == {0}
+
+
+def test_nothing_happens_among_clients_alone() -> None:
+    layout = small_layout(2)
+    plan = plan_of(layout, *(member(name, layout, held=[0], reachable=False) for name in "ab"))
+    assert plan.parts == ()
+    assert plan.blocks == {}
+
+
+def test_idle_members_that_agree_need_no_round() -> None:
+    layout = small_layout(2)
+    assert plan_of(layout, member("a", layout, tokens=0), member("b", layout, tokens=0)).parts == ()
+
+
+def test_small_parts_are_not_worth_their_headers() -> None:
+    layout = small_layout(1, shared=50_000)
+    plan = plan_of(layout, *(member(f"p{i}", layout) for i in range(6)), max_part=1 << 16)
+    sizes = [part.size for part in plan.parts if part.block == SHARED_BLOCK]
+    assert set(sizes[:-1]) == {MIN_PART_ELEMENTS}
+
+
+def forms(layout: Layout, *members: Member) -> tuple[BlockPlan, list[Form]]:
+    """The shared block's plan, and in which form each member contributes to it."""
+    block = plan_of(layout, *members).blocks[SHARED_BLOCK]
+    return block, [c.form for c in block.contributions]
+
+
+def at(layout: Layout, version: int, fork: int = 0) -> dict[str, Any]:
+    num_blocks = len(layout.blocks)
+    return {"versions": [version] * num_blocks, "digests": [bytes([version, fork]) * 16] * num_blocks}
+
+
+def test_who_has_an_older_base_sends_its_work_and_gets_the_values() -> None:
+    layout = small_layout(1)
+    block, sent = forms(
+        layout,
+        member("a", layout, **at(layout, 5)),
+        member("b", layout, **at(layout, 5)),
+        member("c", layout, **at(layout, 3)),
+    )
+    assert block.base_version == 5
+    assert block.in_base == {0, 1}
+    assert sent == [Form.DELTA, Form.DELTA, Form.DELTA]
+    assert [block.result_form(i) for i in range(3)] == [Form.DELTA, Form.DELTA, Form.FULL]
+
+
+@pytest.mark.parametrize("version", [5, 7])
+def test_who_went_another_way_sends_its_values(version: int) -> None:
+    layout = small_layout(1)
+    a, b, c = (
+        member("a", layout, **at(layout, 5)),
+        member("b", layout, **at(layout, 5)),
+        member("c", layout, **at(layout, version, fork=1)),
+    )
+    block, sent = forms(layout, a, b, c)
+    assert block.in_base == {0, 1}
+    assert sent == [Form.DELTA, Form.DELTA, Form.FULL]
+    assert block.result_form(2) is Form.FULL
+
+
+def test_the_majority_decides_even_when_it_is_older() -> None:
+    layout = small_layout(1)
+    block, _ = forms(
+        layout,
+        member("a", layout, **at(layout, 4)),
+        member("b", layout, **at(layout, 4)),
+        member("c", layout, **at(layout, 8)),
+    )
+    assert block.base_version == 4
+
+
+def test_of_two_equal_camps_the_newer_base_wins() -> None:
+    layout = small_layout(1)
+    block, sent = forms(layout, member("a", layout, **at(layout, 4)), member("b", layout, **at(layout, 8)))
+    assert block.base_version == 8
+    assert block.in_base == {1}
+    assert sent == [Form.DELTA, Form.DELTA]
+
+
+def test_a_base_that_only_clients_have_cannot_be_used() -> None:
+    layout = small_layout(1)
+    block, sent = forms(
+        layout,
+        member("a", layout, reachable=False, **at(layout, 8)),
+        member("b", layout, reachable=False, **at(layout, 8)),
+        member("c", layout, **at(layout, 4)),
+    )
+    assert block.base_version == 4
+    assert block.in_base == {2}
+    assert sent == [Form.FULL, Form.FULL, Form.DELTA]
+
+
+def test_a_member_that_lags_behind_is_healed_where_nobody_trains() -> None:
+    layout = small_layout(1)
+    plan = plan_of(
+        layout, member("a", layout, tokens=0, **at(layout, 8)), member("b", layout, tokens=0, **at(layout, 4))
+    )
+    for block in plan.blocks.values():
+        assert block.contributions == ()
+        assert block.new_version(ROUND) == 8  # nothing was trained: the version stays
+        assert not block.receives(0)
+        assert block.receives(1)
+    assert plan.wanted(0) == []
+    assert plan.wanted(1) == list(plan.parts)
+
+
+def test_what_was_trained_gets_the_rounds_number() -> None:
+    layout = small_layout(2)
+    plan = plan_of(layout, member("a", layout, held=[0]))
+    assert {index: block.new_version(ROUND) for index, block in plan.blocks.items()} == {0: ROUND, 1: ROUND}
+
+
+# Weights.
+
+
+def weights(plan: Plan, block: int) -> list[float]:
+    return [c.weight for c in plan.blocks[block].contributions]
+
+
+def test_shared_weights_are_tokens_and_expert_weights_are_routed_tokens() -> None:
+    layout = small_layout(2)
+    plan = plan_of(
+        layout,
+        member("a", layout, tokens=150, held=[0], routed=[50]),
+        member("b", layout, tokens=100, held=[0, 1], routed=[30, 5]),
+    )
+    assert weights(plan, 0) == [150.0, 100.0]
+    assert weights(plan, 1) == [50.0, 30.0]
+    assert weights(plan, 2) == [5.0]
+
+
+def test_an_absurd_claim_weighs_at_most_a_fixed_multiple_of_the_median() -> None:
+    layout = small_layout(1)
+    tokens = [90, 100, 110, 10**12]
+    plan = plan_of(layout, *(member(f"p{i}", layout, tokens=t) for i, t in enumerate(tokens)))
+    limit = MAX_WEIGHT_RATIO * 100  # the lower median
+    assert weights(plan, 0) == [90.0, 100.0, 110.0, limit]
+
+
+def test_a_holder_to_which_nothing_was_routed_leaves_the_expert_to_the_others() -> None:
+    layout = small_layout(1)
+    plan = plan_of(layout, member("a", layout, held=[0], routed=[0]), member("b", layout, held=[0], routed=[8]))
+    assert contributors(plan, 1) == {1: Contribution(1, 8.0, Form.DELTA, stated_rms=0.01)}
+
+
+def test_an_expert_without_any_tokens_still_follows_its_holders() -> None:
+    """Weight decay and merges have changed it."""
+    layout = small_layout(1)
+    plan = plan_of(layout, member("a", layout, held=[0], routed=[0]), member("b", layout, held=[0], routed=[0]))
+    assert weights(plan, 1) == [1.0, 1.0]
+
+
+def test_a_side_that_has_committed_fewer_rounds_since_the_split_sends_its_values_too() -> None:
+    layout = small_layout()
+    before = Lineage({4: b"4" * 8})
+    ours, theirs = before.after(5, b"ours ours"), before.after(5, b"theirs theirs").after(6, b"theirs 6.")
+    late = ours
+
+    def on(lineage: Lineage, version: int, digest: bytes) -> dict[str, Any]:
+        commits, marks = lineage.to_lists()
+        blocks = len(layout.blocks)
+        return {"commits": commits, "marks": marks, "versions": [version] * blocks, "digests": [digest * 32] * blocks}
+
+    split = make_plan(
+        group(
+            [
+                member("a", layout, **on(theirs, 6, b"t")),
+                member("b", layout, **on(theirs, 6, b"t")),
+                member("c", layout, **on(ours, 5, b"o")),
+            ]
+        ),
+        layout,
+        MAX_PART,
+    )
+    assert contributors(split, SHARED_BLOCK)[2].form is Form.FULL
+    further = ours.after(6, b"ours six")
+    late_only = make_plan(
+        group(
+            [
+                member("a", layout, **on(further, 6, b"t")),
+                member("b", layout, **on(further, 6, b"t")),
+                member("c", layout, **on(late, 5, b"o")),
+            ]
+        ),
+        layout,
+        MAX_PART,
+    )
+    assert contributors(late_only, SHARED_BLOCK)[2].form is Form.DELTA
+
+
+def test_the_common_lineage_is_that_of_most_members() -> None:
+    layout = small_layout()
+    one, other = Lineage({3: b"a" * 8}), Lineage({7: b"b" * 8})
+
+    def having(lineage: Lineage) -> dict[str, Any]:
+        commits, marks = lineage.to_lists()
+        return {"commits": commits, "marks": marks}
+
+    members = [member(f"{i}", layout, **having(one)) for i in range(3)]
+    members += [member(f"{i}", layout, **having(other)) for i in range(3, 5)]
+    assert common_lineage(members) == one
+    assert common_lineage(members, among=[2, 3, 4]) == other
+    # A member that claims the same newest commit with another past does not rewrite it.
+    liar = member("x", layout, **having(Lineage({1: b"c" * 8, 3: b"a" * 8})))
+    assert common_lineage([*members, liar]) == one

@@ -1,0 +1,154 @@
+"""The monitor as its users start it, beside real peers that come, die, leave and come back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jsonschema
+import pytest
+
+from spes_swarm.monitor.state import STATE_SCHEMA
+from spes_swarm.testing.local_peer import PATIENCE_S
+from tests.helpers.swarm import Swarm, swarm
+
+pytestmark = pytest.mark.swarm
+
+State = dict[str, Any]
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "spes_swarm.monitor", *map(str, arguments)]
+
+
+class Monitor:
+    """A monitor that writes a line of JSON for each look."""
+
+    def __init__(self, directory: Path, *arguments: object) -> None:
+        self._output = directory / "states.jsonl"
+        self._log = directory / "monitor.log"
+        with self._output.open("wb") as output, self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command("--json", "--refresh", 0.5, *arguments), stdout=output, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    def states(self) -> list[State]:
+        lines = self._output.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_for(self, what: str, condition: Callable[[State], bool], since: int = 0) -> int:
+        """Waits for a state that satisfies `condition`; returns how many there were until then."""
+        deadline = time.monotonic() + PATIENCE_S
+        seen = since
+        while time.monotonic() < deadline:
+            states = self.states()
+            for state in states[seen:]:
+                seen += 1
+                if condition(state):
+                    return seen
+            ended = self.process.poll()
+            assert ended is None, f"{what}: the monitor ended with {ended}\n{self.log()}"
+            time.sleep(0.1)
+        last = self.states()[-1:]
+        raise AssertionError(f"{what}: not within {PATIENCE_S:.0f} s; last {last}\n{self.log()}")
+
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+
+def by_name(state: State) -> dict[str, State]:
+    return {peer["name"]: peer for peer in state["peers"]}
+
+
+def trained_together(state: State) -> bool:
+    """Three peers, all in the same round with the same reference, and everything about it told."""
+    peers = state["peers"]
+    return (
+        len(peers) == 3
+        and len({peer["round"] for peer in peers}) == 1
+        and state["round"] >= 3
+        and state["consensus"]["agree"] == 3
+        and all(
+            peer["train_loss"] and peer["eval_loss"] and peer["bytes_sent"] and peer["round_seconds"] for peer in peers
+        )
+    )
+
+
+def start_three(running: Swarm) -> None:
+    running.found("--wait-for-peers", 3, "--name", "<b>founder")
+    for name in ("second", "third"):
+        running.join("--wait-for-peers", 3, "--name", name)
+
+
+def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Path) -> None:
+    history = tmp_path / "run.sqlite"
+    with swarm(tmp_path) as running:
+        start_three(running)
+        founder, second, third = running.peers
+        address = founder.address()
+        with Monitor(tmp_path, "--initial-peers", address, "--history", history) as monitor:
+            seen = monitor.wait_for("three peers", trained_together)
+            state = monitor.states()[seen - 1]
+            assert set(by_name(state)) == {"‹b›founder", "second", "third"}
+            assert state["experts_covered"] == 6
+            assert state["refused"] == {}
+            assert state["join_command"].startswith("python -m spes_swarm.join --initial-peers /ip4/127.0.0.1/tcp/")
+            digests = {peer.rounds()[state["round"]]["digest"] for peer in running.peers}
+            assert digests == {state["consensus"]["digest"]}
+
+            for process in third.kill():
+                process.wait(PATIENCE_S)
+            seen = monitor.wait_for("late", lambda s: by_name(s).get("third", {}).get("state") == "late", seen)
+            seen = monitor.wait_for("gone", lambda s: set(by_name(s)) == {"‹b›founder", "second"}, seen)
+
+            for peer in (founder, second):
+                peer.process.send_signal(signal.SIGTERM)
+            seen = monitor.wait_for("no peers", lambda s: s["status"] == "no_peers", seen)
+            alone = monitor.states()[seen - 1]
+            assert alone["peers"] == []
+            assert alone["silent_s"] > 0
+            assert alone["tokens_total"] > 0
+            assert alone["round"] >= state["round"]
+            assert alone["train_loss"] is not None
+            for peer in (founder, second):
+                peer.wait()
+
+            running.start("peer0", "--name", "founder-again")
+            seen = monitor.wait_for("back", lambda s: "founder-again" in by_name(s), seen)
+            seen = monitor.wait_for("training on", lambda s: s["round"] > alone["round"], seen)
+
+            once = subprocess.run(
+                command("--initial-peers", address, "--once", "--json"),
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+            )
+            assert once.returncode == 0, once.stderr
+            assert set(by_name(json.loads(once.stdout))) == {"founder-again"}
+
+            monitor.process.send_signal(signal.SIGTERM)
+            assert monitor.process.wait(PATIENCE_S) == 0, monitor.log()
+            states = monitor.states()
+        for state in [*states[::25], json.loads(once.stdout)]:
+            jsonschema.validate(state, STATE_SCHEMA)
+        replayed = subprocess.run(
+            command("--replay", history, "--once", "--json"), capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert json.loads(replayed.stdout)["round"] == states[-1]["round"]
+        picture = tmp_path / "run.png"
+        subprocess.run(command("--replay", history, "--plot", picture), check=True, timeout=PATIENCE_S)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert monitor.log() == ""

@@ -1,0 +1,139 @@
+"""A swarm outlives its peers: experts, moments and rounds when somebody leaves, dies or stops. Real processes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_swarm.network.round.rendezvous import rank
+from spes_swarm.testing.local_peer import LocalPeer
+from tests.helpers.slow_join import launch_slower_than
+from tests.helpers.swarm import equal_digests, swarm
+
+pytestmark = pytest.mark.swarm
+
+
+# With one holder for each expert every peer has room to spare, and somebody's experts are nobody else's.
+SPREAD: dict[str, Any] = {"ownership": {"replicas": 1}, "experts_per_peer": 8}
+
+
+def is_about(expert: int, event: dict[str, Any]) -> bool:
+    return bool(event["expert"] == expert)
+
+
+def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path) -> None:
+    with swarm(tmp_path, **SPREAD) as running:
+        *stay, leaver = running.start_all(3)
+        leaver.wait_for_round(3)
+        assert leaver.terminate() == 0
+        last = max(leaver.rounds())
+        # Its last round is one with the others, so its last steps are in their reference.
+        assert leaver.rounds()[last]["peers"] == 3
+        assert leaver.rounds()[last]["parts_missing"] == 0
+        for peer in stay:
+            peer.wait_for_round(last + 2)
+            assert peer.rounds()[last + 1]["experts_covered"] == 8
+        equal_digests([*stay, leaver], last)
+        equal_digests(stay, last + 2)
+        lost = set(leaver.rounds()[last]["experts_held"])
+        given = {int(e): digest for e, digest in leaver.events("lease")[-1]["moments_given"].items()}
+        adopted = {e: peer for peer in stay for e in peer.rounds()[last + 1]["experts_held"] if e in lost}
+        assert set(given) == set(adopted) == lost != set()
+        for expert, peer in adopted.items():
+            arrived = peer.wait_for("moments", partial(is_about, expert))
+            assert arrived["digest"] == given[expert]  # of what is in the optimiser now: equal to the last bit
+
+
+def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_path: Path) -> None:
+    lease_s = 12.0
+    with swarm(tmp_path, round={"lease_s": lease_s}, **SPREAD) as running:
+        *stay, victim = running.start_all(3)
+        for peer in running.peers:
+            peer.wait_for_round(2)
+        victim.kill()
+        expired = time.time() + lease_s  # at the latest
+        last = max(victim.rounds())
+        lost = set(victim.rounds()[last]["experts_held"])
+        assert lost
+        # The first round of which the rendezvous began after that; the others' records are read once a second.
+        first = stay[0].wait_for(
+            "round", lambda e: e["time"] - e["group_seconds"] - e["exchange_seconds"] > expired + 2.0
+        )
+        for peer in stay:
+            peer.wait_for_round(first["round"] + 2)
+            assert peer.rounds()[first["round"] + 1]["experts_covered"] == 8
+        adopted = {e for peer in stay for e in peer.rounds()[first["round"] + 1]["experts_held"]}
+        assert adopted == set(range(8))
+        # Until the lease expired, the place was kept for the dead one, which might have come back.
+        changes = [e for peer in stay for e in peer.events("lease") if e.get("round", 0) > last]
+        gains = [e for e in changes if lost & set(e["gained"])]
+        assert gains
+        assert all(event["time"] > expired - 2 * lease_s / 3 for event in gains)
+        equal_digests(stay, first["round"] + 1)
+
+
+def places(peer: LocalPeer, first: int, last: int) -> dict[int, list[int]]:
+    return {number: event["experts_held"] for number, event in peer.rounds().items() if first <= number <= last}
+
+
+def test_a_lone_peer_trains_all_experts_in_turn(tmp_path: Path) -> None:
+    with swarm(tmp_path, ownership={"rotate_every_rounds": 2}, experts_per_peer=3) as running:
+        peer = running.found("--max-rounds", 14)
+        assert peer.wait() == 0
+        trained = places(peer, 1, 14)
+        for start in range(1, 7):
+            window = {expert for number in range(start, start + 8) for expert in trained[number]}
+            assert window == set(range(8)), trained
+        assert all(len(experts) == 3 for experts in trained.values())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_round_begins_in_time_when_its_leader_is_gone(tmp_path: Path, how: signal.Signals) -> None:
+    with swarm(tmp_path) as running:
+        peers = running.start_all(4)
+        run_id = peers[0].wait_for("join")["run_id"]
+        ids = {peer.wait_for("join")["peer_id"]: peer for peer in peers}
+        for peer in peers:
+            peer.wait_for_round(2)
+        number = max(max(peer.rounds()) for peer in peers) + 2
+        leader = ids[min(ids, key=lambda peer_id: rank(run_id, number, peer_id))]
+        others = [peer for peer in peers if peer is not leader]
+        leader.wait_for_round(number - 1)
+        # It dies before the round is due or while it gathers, whichever comes first on this machine.
+        leader.signal_tree(how)
+        try:
+            for peer in others:
+                event = peer.wait_for_round(number)
+                assert event["group_seconds"] < 8.0 + 5.0, event
+            equal_digests(others, max(set.intersection(*(set(p.rounds()) for p in others))))
+        finally:
+            leader.signal_tree(signal.SIGCONT)
+
+
+def test_a_peer_ten_times_slower_contributes_what_it_has(tmp_path: Path) -> None:
+    with swarm(tmp_path, round={"inner_steps": 12}) as running:
+        fast = tuple(running.start_all(2))
+        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--initial-peers", fast[0].address()]
+        slow = LocalPeer(tmp_path / "slow", common, launch_slower_than(fast[0].output_dir / "metrics.jsonl", 10))
+        running.peers.append(slow)
+        first = slow.wait_for("round", lambda event: event["peers"] == 3)["round"] + 1
+        last = first + 4
+        for peer in running.peers:
+            peer.wait_for_round(last)
+        steps = {
+            peer: [sum(event["round"] == number for event in peer.events("step")) for number in range(first, last)]
+            for peer in running.peers
+        }
+        for number in range(first, last + 1):
+            equal_digests(running.peers, number)
+            assert all(peer.rounds()[number]["peers"] == 3 for peer in running.peers)
+            assert all(peer.rounds()[number]["parts_missing"] == 0 for peer in running.peers)
+        # It has worked in every round, and nobody has waited for it to do its twelve steps.
+        assert all(count >= 1 for count in steps[slow])
+        assert sum(steps[slow]) < 12 * (last - first) / 2, steps
+        assert all(sum(steps[peer]) > 12 * (last - first) for peer in fast), steps

@@ -1,0 +1,158 @@
+"""Peers publish while they train: one dies at it, another takes over; the run goes on from what was published."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
+from tests.helpers.hub_server import TOKEN, HubServer
+from tests.helpers.slow_join import launch_slow
+from tests.helpers.swarm import TINY_RUN, merged
+
+pytestmark = pytest.mark.swarm
+REPOSITORY = "user/model"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer(tmp_path / "hub") as server:
+        yield server
+
+
+def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProcess]:
+    """Starts `join` as a user of this Hub would: the library finds the Hub when it is imported."""
+
+    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "spes_swarm.join", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**hub.environment(), "OMP_NUM_THREADS": "1"},
+            )
+
+    return launch
+
+
+def start(hub: HubServer, directory: Path, *arguments: object) -> LocalPeer:
+    common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
+    # Who only publishes does it in a process of its own, whose environment is all that matters. It has the lowest
+    # priority: peers that train as fast as they can would leave it nothing of a busy machine.
+    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.05, hub.environment())
+    return LocalPeer(directory, [*common, *map(str, arguments)], launch)
+
+
+def publisher_of(peer: LocalPeer) -> psutil.Process | None:
+    """The process with which a peer publishes, if it is at it."""
+    for process in peer.tree():
+        try:
+            if "spes_swarm.publish" in process.cmdline():
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
+def published(hub: HubServer) -> dict[str, Any] | None:
+    """What the repository says of itself; every file that it names must be there with the hash that it says."""
+    tree = hub.tree(REPOSITORY)
+    if "spes_swarm.json" not in tree:
+        return None
+    manifest: dict[str, Any] = json.loads(hub.files(REPOSITORY)["spes_swarm.json"])
+    assert {file["name"]: file["sha256"] for file in manifest["files"]}.items() <= tree.items()
+    return manifest
+
+
+def test_a_dead_publisher_is_replaced_and_the_run_goes_on_from_the_hub(tmp_path: Path, hub: HubServer) -> None:
+    config = tmp_path / "run.yaml"
+    # With leases of 20 s whoever is left soon has all experts, so that the curve can be compared.
+    changes = {"round": {"progress_ttl_s": 6.0, "lease_s": 20.0}, "experts_per_peer": 8}
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes)}), "utf-8")
+    hub.fail_next("hold", match="/_lfs/", times=1, fraction=0.5)
+    volunteer = ["--publish-to", REPOSITORY, "--publish-every", 5, "--wait-for-peers", 2]
+    with ExitStack() as stack:
+        a = stack.enter_context(start(hub, tmp_path / "a", "--config", config, *volunteer))
+        b = stack.enter_context(start(hub, tmp_path / "b", "--initial-peers", a.address(), *volunteer))
+        hub.wait_held()
+        peers = {peer: process for peer in (a, b) if (process := publisher_of(peer)) is not None}
+        assert len(peers) == 1, "only the first in line publishes"
+        (victim, process), survivor = *peers.items(), b if a in peers else a
+        assert published(hub) is None
+        victim.kill()
+        process.wait(PATIENCE_S)  # it does not outlive its peer
+        hub.release()
+        event = survivor.wait_for("publish")
+        manifest = published(hub)
+        assert manifest is not None
+        assert (manifest["round"], manifest["digest"]) == (event["round"], event["digest"])
+        rounds = survivor.rounds()
+        assert rounds[event["round"]]["digest"] == event["digest"]
+        assert manifest["tokens"] > 0
+        assert survivor.terminate() == 0
+        outputs = [peer.output_dir for peer in (a, b)]
+    # Nobody is there any more.
+    with start(hub, tmp_path / "c", "--from-hub", f"{REPOSITORY}@round-{event['round']:06}", "--max-rounds", 3) as c:
+        assert c.wait() == 0
+        assert c.events("from_hub")[0]["digest"] == event["digest"]
+        outputs.append(c.output_dir)
+        first = c.rounds()[event["round"] + 1]
+        assert first["eval_loss"] == pytest.approx(rounds[event["round"]]["eval_loss"], abs=0.15)
+        assert first["eval_loss"] < rounds[1]["eval_loss"] - 0.15
+    for name in ("metrics.jsonl", "console.log"):
+        for text in (output / name for output in outputs):
+            assert not text.exists() or TOKEN not in text.read_text(errors="replace"), text
+    card = hub.files(REPOSITORY)["README.md"].decode()
+    assert TOKEN not in card
+    assert str(tmp_path) not in card
+
+
+def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, hub: HubServer) -> None:
+    """Only half of the experts are trained, so the blocks of the others stay as they were published."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"run": TINY_RUN}), "utf-8")
+    volunteer = ["--experts", "0,1,2,3", "--publish-to", REPOSITORY, "--publish-every", 5]
+    with start(hub, tmp_path / "a", "--config", config, *volunteer) as a:
+        a.wait_for("publish")
+        a.wait_for_round(max(a.rounds()) + 1)
+        joining = ["--initial-peers", a.address(), "--from-hub", REPOSITORY, "--experts", "4,5,6,7"]
+        with start(hub, tmp_path / "b", *joining) as b:
+            event = b.wait_for("round", lambda e: e["peers"] == 2)
+            (from_hub,) = b.events("hub_blocks")
+            sync = b.events("sync")[0]
+            assert {5, 6, 7, 8} <= set(from_hub["blocks"])
+            assert 0 not in from_hub["blocks"]
+            assert sync["resumed_bytes"] == from_hub["payload_bytes"]
+            assert sync["payload_bytes"] > 0
+            assert not b.events("from_hub")
+            assert not (b.output_dir / "reference.partial").exists()
+            a.wait_for_round(event["round"])
+            assert a.rounds()[event["round"]]["digest"] == event["digest"]
+
+
+def test_a_hub_that_refuses_costs_no_round(tmp_path: Path, hub: HubServer) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"experts_per_peer": 8})}), "utf-8")
+    hub.fail_next("status", match="whoami", times=-1, status=401)
+    with start(
+        hub, tmp_path / "a", "--config", config, "--publish-to", REPOSITORY, "--publish-every", 1, "--max-rounds", 400
+    ) as peer:
+        fault = peer.wait_for("fault", lambda event: event["kind"] == "publish")
+        assert TOKEN not in fault["detail"]
+        assert str(tmp_path) not in fault["detail"]
+        after = max(peer.rounds())
+        peer.wait_for_round(after + 5)
+        assert peer.terminate() == 0
+    with pytest.raises(LocalPeerError):
+        peer.wait_for("publish", timeout_s=0)
+    assert published(hub) is None

@@ -1,0 +1,98 @@
+"""Memory that is not there: one line, exit code 2, and a swarm that was left in order."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spes_swarm.base.errors import CapacityError
+from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
+from tests.helpers.repository import ROOT
+from tests.helpers.swarm import swarm
+
+TOO_MUCH = 1 << 60
+
+
+def test_failed_allocations_of_all_kinds_are_recognised() -> None:
+    for allocate in (lambda: bytearray(TOO_MUCH), lambda: np.ones(TOO_MUCH // 16), lambda: torch.ones(TOO_MUCH // 16)):
+        with pytest.raises((MemoryError, RuntimeError)) as raised:
+            allocate()
+        assert is_out_of_memory(raised.value), raised.value
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(OSError("No space left on device"))
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="shapes differ"), as_user_error("here"):
+        raise RuntimeError("shapes differ")
+
+
+def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    told: list[str] = []
+    memory = StepMemory(
+        "on cpu in a step", lambda kind, text: told.append(f"{kind}: {text}"), lambda: told.append("stop")
+    )
+    memory.raise_if_exhausted()
+    with memory.guard(torch.optim.SGD([weight])):
+        bytearray(TOO_MUCH)
+    line = "out of memory on cpu in a step: MemoryError; choose a smaller --batch-size, or fewer --experts"
+    assert told == [f"memory: {line}", "stop"]
+    assert all(parameter.grad is None for parameter in (weight,))
+    with pytest.raises(CapacityError, match=line):
+        memory.raise_if_exhausted()
+
+
+def test_a_parameter_whose_state_was_half_allocated_begins_with_none() -> None:
+    """AdamW takes a state that has a step count for whole, and the next step would fail for want of its moments."""
+    known, new = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimiser = torch.optim.AdamW([known, new])
+    known.grad = torch.ones(2)
+    optimiser.step()
+    memory = StepMemory("in a step", lambda kind, text: None, lambda: None)
+    with memory.guard(optimiser):
+        optimiser.state[new]["step"] = torch.tensor(0.0)
+        bytearray(TOO_MUCH)
+    assert list(optimiser.state) == [known]
+    known.grad, new.grad = torch.ones(2), torch.ones(2)
+    optimiser.step()
+
+
+def launch_starved(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.helpers.starved_join", "25", *arguments]
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
+
+
+@pytest.mark.swarm
+def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None:
+    """Its last work is committed, its experts go to the other, and the other goes on."""
+    with swarm(tmp_path) as running:
+        founder = running.found("--experts", 8, "--wait-for-peers", 2)
+        arguments = ["--initial-peers", founder.address(), "--experts", "2", "--wait-for-peers", "2"]
+        arguments += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
+        with LocalPeer(tmp_path / "starved", arguments, launch_starved) as peer:
+            assert peer.wait() == 2
+            last = peer.text().splitlines()[-1]
+            assert last.startswith(
+                "join: out of memory on cpu in a step: CUDA out of memory. Tried to allocate 2.00 GiB."
+            )
+            assert "choose a smaller --batch-size, or fewer --experts" in last
+            assert "Traceback" not in peer.text()
+            assert [event["kind"] for event in peer.events("fault") if event["kind"] == "memory"] == ["memory"]
+            (left,) = peer.events("leave")
+            # 24 steps at 10 steps a round: the work of the last ones is in a round that was held for leaving.
+            assert left["round"] == max(peer.rounds())
+            assert peer.events("step")[-1]["round"] < left["round"]
+            assert list((tmp_path / "starved" / "checkpoints").iterdir())
+            assert founder.wait_for_round(left["round"] + 2)["experts_held"] == list(range(8))
+        assert founder.process.poll() is None
