@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
-from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.layout import Block, Layout
 
 FORMAT = 2
 _BROKEN = "broken-"
@@ -66,11 +66,11 @@ class Checkpoint:
 
     def reference(self, layout: Layout, out_N: FloatArray) -> None:
         """Reads the reference into a flat vector."""
-        _read_blocks(self.path / _REFERENCE, layout, range(len(layout.blocks)), out_N)
+        _read_blocks(self.path / _REFERENCE, layout.blocks, out_N)
 
     def live(self, layout: Layout, out_N: FloatArray) -> None:
         """Reads the live weights of the shared and held blocks into a flat vector."""
-        _read_blocks(self.path / _LIVE, layout, [0, *(1 + e for e in self.meta.held)], out_N)
+        _read_blocks(self.path / _LIVE, layout.trained_blocks(self.meta.held), out_N)
 
     def optimiser(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         """Reads the optimiser state by name."""
@@ -95,12 +95,12 @@ def save_checkpoint(
     if final.exists():
         return final  # nothing has happened since it was written
     temporary = directory / f".{final.name}.{os.getpid()}"
-    trained = [0, *(1 + e for e in meta.held)]
+    trained = layout.trained_blocks(meta.held)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file(_blocks(layout, range(len(layout.blocks)), reference_N), temporary / _REFERENCE)
-        save_file(_blocks(layout, trained, live_N), temporary / _LIVE)
+        save_file(_blocks(layout.blocks, reference_N), temporary / _REFERENCE)
+        save_file(_blocks(trained, live_N), temporary / _LIVE)
         save_file(dict(optimiser), temporary / _OPTIMISER)
         files = {name: _file_digest(temporary / name) for name in (_REFERENCE, _LIVE, _OPTIMISER)}
         content = {"format": FORMAT, "files": files, **asdict(meta)}
@@ -199,14 +199,13 @@ def _file_digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3().hexdigest()
 
 
-def _blocks(layout: Layout, indices: Any, values_N: FloatArray) -> dict[str, FloatArray]:
-    return {layout.blocks[i].name: values_N[layout.blocks[i].start : layout.blocks[i].stop] for i in indices}
+def _blocks(blocks: Sequence[Block], values_N: FloatArray) -> dict[str, FloatArray]:
+    return {block.name: values_N[block.start : block.stop] for block in blocks}
 
 
-def _read_blocks(path: Path, layout: Layout, indices: Any, out_N: FloatArray) -> None:
+def _read_blocks(path: Path, blocks: Sequence[Block], out_N: FloatArray) -> None:
     arrays = load_file(path)
-    for i in indices:
-        block = layout.blocks[i]
+    for block in blocks:
         out_N[block.start : block.stop] = arrays[block.name]
 
 

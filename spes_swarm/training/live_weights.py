@@ -41,7 +41,7 @@ class LiveWeights:
     @property
     def trained_blocks(self) -> list[int]:
         """Shared layers and held experts."""
-        return [0, *(1 + expert for expert in self._model.held)]
+        return [block.index for block in self._model.layout.trained_blocks(self._model.held)]
 
     def read_trained(self, out_N: FloatArray) -> None:
         """Copies the trained blocks to their places in a vector of the whole model."""

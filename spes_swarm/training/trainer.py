@@ -23,6 +23,7 @@ from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.storage.checkpoint import Checkpoint
 from spes_swarm.training.divergence import DivergenceGuard
@@ -109,12 +110,12 @@ class Trainer:
         live_N = self._setup.contribution_N
         checkpoint.live(layout, live_N)
         behind = table.digest.hex() != meta.reference_digest
-        for index in (0, *(1 + expert for expert in held if expert in meta.held)):
-            block = layout.blocks[index]
+        for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
             # Shared weights move in every round, so the saved ones are only of use if no round was missed.
             # An expert that nobody else has trained meanwhile is still this peer's to continue.
-            if not behind or (index != 0 and table.versions[index] == meta.versions[index]):
-                self._model.write_block(index, live_N[block.start : block.stop])
+            unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
+            if not behind or unchanged:
+                self._model.write_block(block.index, live_N[block.start : block.stop])
         if late:
             self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
         # The saved optimiser is of the experts held then; those that are held again keep their moments.

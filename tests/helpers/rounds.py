@@ -130,7 +130,7 @@ def hold_round(
         p.lineage = lineage
     # What the trainer does after a commit: trained blocks are what the contribution has become, the rest follows.
     for p in peers:
-        trained = {0, *(1 + e for e in p.held)}
+        trained = {block.index for block in layout.trained_blocks(p.held)}
         for block in layout.blocks:
             if block.index not in trained:
                 p.live_N[block.start : block.stop] = p.reference.values_N[block.start : block.stop]

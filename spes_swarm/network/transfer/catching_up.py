@@ -134,7 +134,7 @@ class CatchingUp:
     async def _replace_reference(self, keep_difference: bool) -> int:
         """Downloads; what this peer trains keeps its difference to the reference, or its values. Returns the bytes."""
         before, reference = self._reference.round, self._reference
-        blocks = [reference.layout.blocks[index] for index in (0, *(1 + e for e in self._leases.held))]
+        blocks = reference.layout.trained_blocks(self._leases.held)
         trained = [slice(block.start, block.stop) for block in blocks if keep_difference]
         for part in trained:
             self._contribution_N[part] -= reference.values_N[part]

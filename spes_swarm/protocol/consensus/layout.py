@@ -8,7 +8,7 @@ parameters' names and shapes, so all peers of a run derive the same one; its dig
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -102,6 +102,10 @@ class Layout:
     def expert_block(self, expert: int) -> Block:
         """The block of one expert."""
         return self.blocks[1 + expert]
+
+    def trained_blocks(self, held: Iterable[int]) -> list[Block]:
+        """What a peer with these experts trains: the shared block, then theirs in the same order."""
+        return [self.blocks[SHARED_BLOCK], *map(self.expert_block, held)]
 
     @cached_property
     def digest(self) -> str:

@@ -426,8 +426,8 @@ class RoundState:
 
     def commit(self) -> CommitReport:
         """Moves the reference, and what the live weights have to be, to the outcome of the round."""
-        statement = self.group.members[self.me].statement
-        trained = {0, *(1 + e for e in statement.held)}
+        held = self.group.members[self.me].statement.held
+        trained = {block.index for block in self.reference.layout.trained_blocks(held)}
         incomplete: set[int] = set()
         changed: set[int] = set()
         for part in self.wanted.values():

@@ -71,8 +71,7 @@ def difference_rms(reference: Reference, contribution_N: FloatArray, held: Seque
 
     Values that are not finite give 0: what cannot be contributed has not moved.
     """
-    layout, base_N = reference.layout, reference.values_N
-    blocks = [layout.blocks[0], *(layout.expert_block(expert) for expert in held)]
+    base_N, blocks = reference.values_N, reference.layout.trained_blocks(held)
     return [_rms(contribution_N[block.start : block.stop], base_N[block.start : block.stop]) for block in blocks]
 
 
