@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
 from spes_swarm.base.address import best_first, peer_id_of
@@ -25,12 +24,11 @@ from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.network.link.acquaintances import Acquaintances, checked_maddrs
-from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon, bootstrap
-from spes_swarm.network.link.dht import join_dht
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.run_records import record_key, search
 from spes_swarm.protocol.members.records import Lease, Progress
 
@@ -69,8 +67,8 @@ class Watcher:
         self._rpc = rpc
         self._initial_peers = tuple(maddrs)
         self._is_entry = is_entry
-        self._timekeeper = Timekeeper(rpc, manifest.run_id, daemon.peer_id, _ignore)
-        self.now = self._timekeeper.clock.now
+        self._dht = RunDht(daemon, rpc, manifest, _ignore)
+        self.now = self._dht.now
         round_config = manifest.run.round
         self.verifier = Verifier(
             manifest.run_id,
@@ -83,21 +81,16 @@ class Watcher:
         self._acquaintances = Acquaintances(maddrs)
         self._told = set(map(peer_id_of, maddrs))
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))
-        self._own_maddrs: list[str] = []
-        self._node: DHTNode | None = None
         self._clock_task: asyncio.Task[None] | None = None
         self._dialled_at = -math.inf
         self.live: dict[str, bool] = {}  # peers with a record, and whether they are reachable; set by the owner
 
     async def start(self) -> None:
         """Takes the swarm's time and joins the DHT."""
-        give_to_hivemind(self.now)
-        connected = await self._connected()
-        await self._timekeeper.settle(connected & self._told or connected)
-        self._node = await join_dht(
-            self._daemon.p2p,
+        await self._dht.join(
             self._initial_peers,
             self.verifier,
+            self._trusted,
             client_mode=not self._is_entry,
             # Nothing is kept for later or handed on: what is shown is what the nodes say now.
             cache_locally=False,
@@ -105,10 +98,8 @@ class Watcher:
             cache_on_store=False,
             cache_refresh_before_expiry=0,
         )
-        self._own_maddrs = await self._daemon.maddrs()
         if self._is_entry:
-            await self._timekeeper.serve()
-            await self._rpc.serve("manifest", self._serve_manifest)
+            await self._dht.serve()
             await self._rpc.serve("ping", self._serve_ping)
             await ReachService(self._daemon, self._rpc).start()
         self._clock_task = asyncio.create_task(self._keep_time())
@@ -117,29 +108,21 @@ class Watcher:
         """Leaves the DHT and ends the daemon."""
         if self._clock_task is not None:
             self._clock_task.cancel()
-        if self._node is not None:
-            await self._node.shutdown()
+        await self._dht.leave()
         await self._daemon.stop()
-
-    async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del peer_id, request
-        return dict(self.manifest.to_wire())
 
     async def _serve_ping(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
-        return {"maddrs": self._own_maddrs}
+        return {"maddrs": self._dht.own_maddrs}
+
+    def _trusted(self, connected: set[str]) -> set[str]:
+        """Whose word on the time counts: peers that this monitor was told of, while there are any."""
+        return connected & self._told or connected
 
     async def _keep_time(self) -> None:
         while True:
-            await asyncio.sleep(self._timekeeper.until_check_s())
             with suppress(OSError, ProtocolError):
-                known = await self._connected() | self.live.keys()
-                step_s = await self._timekeeper.check(known & self._told or known)
-                if step_s < 0 and self._node is not None:
-                    self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
-
-    async def _connected(self) -> set[str]:
-        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._daemon.peer_id}
+                await self._dht.check_time(lambda connected: self._trusted(connected | self.live.keys()))
 
     # Looking.
 
@@ -161,10 +144,9 @@ class Watcher:
         )
 
     async def _read(self, kind: str) -> dict[str, Any]:
-        assert self._node is not None
         key = record_key(self.manifest.run_id, kind)
         try:
-            entries = await asyncio.wait_for(search(self._node, key), _READ_TIMEOUT_S)
+            entries = await asyncio.wait_for(search(self._dht.node, key), _READ_TIMEOUT_S)
         except TimeoutError:
             return {}
         records: dict[str, Any] = {}
@@ -196,16 +178,15 @@ class Watcher:
             self._met.popitem(last=False)
 
     async def _redial(self) -> None:
-        assert self._node is not None
         given = [peer_id_of(maddr) for maddr in self._initial_peers]
         turn = [peer for peer in self._met if peer not in given][:_DIALS_AT_A_TIME]
         for peer in turn:
             self._met.move_to_end(peer)  # the others have their turn next time
-        answering = set(await self._acquaintances.dial(self._daemon, [*given, *turn])) | await self._connected()
+        answering = set(await self._acquaintances.dial(self._daemon, [*given, *turn])) | await self._dht.connected()
         if answering:
-            self._node.blacklist.clear()
+            self._dht.node.blacklist.clear()
             # With this both nodes know each other in the DHT again.
-            await asyncio.gather(*(self._node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
+            await asyncio.gather(*(self._dht.node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
 
     # What others can use.
 
@@ -217,7 +198,7 @@ class Watcher:
 
     def join_command(self) -> str | None:
         """What a newcomer types; None when there is no address to offer."""
-        offers = best_first(self._own_maddrs) if self._is_entry else []
+        offers = best_first(self._dht.own_maddrs) if self._is_entry else []
         reachable = [peer for peer, is_reachable in self.live.items() if is_reachable]
         given = [maddr for maddr in self._initial_peers if peer_id_of(maddr) in reachable]
         offers += best_first([*given, *self._acquaintances.of(reachable)]) or list(self._initial_peers[:1])

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-from hivemind.dht import DHTNode
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.shared_vector import attach_from
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.acquaintances import Acquaintances
-from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon
-from spes_swarm.network.link.dht import join_dht
 from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.run_records import Records, RunRecordValidator
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
@@ -67,13 +64,11 @@ class RunServices(RunCommands):
         self._daemon = daemon
         self._rpc = rpc
         rpc.on_contact = state.roster.standing.note_answer
-        self._timekeeper = Timekeeper(rpc, state.run_id, identity.peer_id, self._on_fault)
-        self._now = self._timekeeper.clock.now
-        self._faults = RecentFaults(self._now)
+        self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
+        self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that others gather for, when it is beyond our next one
         self._volunteers: dict[str, Volunteer] = {}
         self._acquaintances = Acquaintances(settings.initial_peers)
-        self._own_maddrs: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
         self._greetings = Greetings(rpc, state.roster, self._acquaintances, self._told_maddrs)
@@ -103,7 +98,7 @@ class RunServices(RunCommands):
             on_called=lambda round_number: listener.tell(Called(round_number)),
             on_ahead=self._on_ahead,
         )
-        self._announcer = Announcer(state, self._faults, self._now, lambda: self.reachable, self._on_fault)
+        self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
@@ -112,26 +107,17 @@ class RunServices(RunCommands):
             state, self._rendezvous, self._exchange, self._transfer, self._moments, self._announcer, listener
         )
         self._records: Records | None = None
-        self._node: DHTNode | None = None
 
     async def start(self) -> None:
         """Takes the swarm's time, joins the DHT and registers the services."""
-        give_to_hivemind(self._now)
-        known = self._state.told or await self._connected()
-        await self._timekeeper.settle(known)
-        self._node = await join_dht(
-            self._daemon.p2p,
-            self._state.settings.initial_peers,
-            RunRecordValidator(self._state.run_id, self._now),
-            client_mode=self._state.settings.client_mode,
+        settings, run_id, told = self._state.settings, self._state.run_id, self._state.told
+        validator = RunRecordValidator(run_id, self._dht.now)
+        await self._dht.join(
+            settings.initial_peers, validator, lambda connected: told or connected, client_mode=settings.client_mode
         )
-        self._own_maddrs = await self._daemon.maddrs()
-        self._records = Records(self._node, self._state.identity, self._state.run_id, self._now)
+        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now)
         self._announcer.open(self._records)
-        if not self._state.told and (more := await self._connected() - known):  # the DHT has found them
-            await self._timekeeper.settle(known | more)
-        await self._timekeeper.serve()
-        await self._rpc.serve("manifest", self._serve_manifest)
+        await self._dht.serve()
         await self._greetings.start()
         await self._token_count.start()
         await self._exchange.start()
@@ -158,7 +144,7 @@ class RunServices(RunCommands):
 
     def _told_maddrs(self) -> list[str]:
         """Addresses that others are told."""
-        return self._own_maddrs if self.reachable else []
+        return self._dht.own_maddrs if self.reachable else []
 
     @property
     def reachable(self) -> bool:
@@ -171,8 +157,8 @@ class RunServices(RunCommands):
             self._rendezvous.reachable = reachable
             self._announcer.announce_soon()
         maddr = f"{address}/p2p/{self._state.identity.peer_id}"
-        if address is not None and maddr not in self._own_maddrs:
-            self._own_maddrs.append(maddr)
+        if address is not None and maddr not in self._dht.own_maddrs:
+            self._dht.own_maddrs.append(maddr)
 
     def neighbours(self) -> list[Neighbour]:
         """The other live peers."""
@@ -193,10 +179,6 @@ class RunServices(RunCommands):
             except Exception as exc:  # whatever it is: a peer that stops publishing or reading would split the swarm
                 self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
             await asyncio.sleep(pause_s)
-
-    async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del peer_id, request
-        return dict(self._state.settings.manifest.to_wire())
 
     async def count_tokens(self) -> TokenCounts:
         """See RunCommands."""
@@ -248,23 +230,17 @@ class RunServices(RunCommands):
         self._listener.tell(self._view())
 
     async def _reunite(self) -> None:
-        assert self._node is not None
         live = {self._state.identity.peer_id, *(view.peer_id for view in self._state.roster.present())}
-        await self._acquaintances.reunite(live, self._daemon, self._node)
+        await self._acquaintances.reunite(live, self._daemon, self._dht.node)
 
     async def _keep_time(self) -> None:
-        await asyncio.sleep(self._timekeeper.until_check_s())
-        live = {view.peer_id for view in self._state.roster.present()}
-        # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
-        voices = self._state.roster.standing.clock_voices(live | await self._connected(), time.monotonic())
-        step_s = await self._timekeeper.check(voices)
-        if step_s > 0:
+        if await self._dht.check_time(self._clock_voices) > 0:
             self._announcer.announce_soon()  # to those who were ahead, this peer's records had expired
-        elif step_s < 0 and self._node is not None:
-            self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
 
-    async def _connected(self) -> set[str]:
-        return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._state.identity.peer_id}
+    def _clock_voices(self, connected: set[str]) -> Collection[str]:
+        # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
+        live = {view.peer_id for view in self._state.roster.present()}
+        return self._state.roster.standing.clock_voices(live | connected, time.monotonic())
 
     async def _refresh_quietly(self) -> None:
         with suppress(OSError, ProtocolError):
@@ -434,5 +410,4 @@ class RunServices(RunCommands):
         for task in self._tasks:
             task.cancel()
         await self._announcer.say_goodbye()
-        if self._node is not None:
-            await self._node.shutdown()
+        await self._dht.leave()
