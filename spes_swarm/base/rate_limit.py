@@ -78,7 +78,7 @@ class TransferLimit(RateLimit):
 
     @property
     def yields(self) -> bool:
-        """Whether a round's exchange is under way here."""
+        """True if a round's exchange is under way here."""
         return self._num_rounds > 0
 
     @contextmanager

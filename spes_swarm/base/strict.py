@@ -33,7 +33,7 @@ class Range:
     open_low: bool = False  # low itself is excluded
 
     def holds(self, value: float) -> bool:
-        """Whether the field accepts `value`."""
+        """Returns True if the field accepts `value`."""
         return (value > self.low if self.open_low else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Pattern:
     meaning: str  # completes "expected ..."
 
     def holds(self, value: str) -> bool:
-        """Whether the field accepts `value`."""
+        """Returns True if the field accepts `value`."""
         return re.fullmatch(self.regex, value) is not None
 
     def __str__(self) -> str:

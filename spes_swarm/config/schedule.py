@@ -46,7 +46,7 @@ class ScheduleEnd:
         return self.round if self._training.at_end == "stop" else None
 
     def ends_run(self, round_number: int) -> bool:
-        """Whether the run is over once this round is committed."""
+        """Returns True if the run is over once this round is committed."""
         return self.last_round is not None and round_number >= self.last_round
 
     def tell_if_reached(self, round_number: int, write: Callable[..., None], say: Callable[[str], None]) -> None:

@@ -102,7 +102,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the logits are the same up to the rounding of fp32."""
+        """True if the logits are the same up to the rounding of fp32."""
         return self.max_difference <= 1e-5 * max(1.0, self.max_logit)
 
 

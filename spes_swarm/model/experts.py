@@ -34,7 +34,7 @@ SUPPORTED_FLAGS = {
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Whether a module stacks the matrices of several experts (by structure: a three-dimensional down
+    """Returns True if a module stacks the matrices of several experts (by structure: a three-dimensional down
     projection).
     """
     down = getattr(module, "down_proj", None)

@@ -121,7 +121,7 @@ class WeightDirectory:
         return tensor
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same shape and values; only a few rows of each are in memory at a time."""
+        """Returns True if two tensors have the same shape and values. Reads a few rows at a time."""
         if (shape := self.shape(name)) != self.shape(other):
             return False
         one, two = self._file_of[name].get_slice(name), self._file_of[other].get_slice(other)

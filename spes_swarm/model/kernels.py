@@ -45,7 +45,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def grouped_mm_applies(x_TD: Tensor, w_GFD: Tensor) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` can serve forward *and* backward of this product.
+    """Returns True if `torch.nn.functional.grouped_mm` can serve forward *and* backward of this product.
 
     Measured on torch 2.13 (CPU): it raises "strides should be multiple of 16 bytes" unless rows of x, w and
     of the output's gradient are aligned, that is D * itemsize and F * itemsize are multiples of 16; torch

@@ -36,7 +36,7 @@ def merge_alpha(step: int, alpha: float, merge_steps: int) -> float:
 
 
 def merge_due(previous_step: int, step: int, interval: int) -> bool:
-    """Whether a multiple of `interval` (local steps; 0 is never) lies in (previous_step, step]."""
+    """Returns True if a multiple of `interval` (local steps; 0 is never) lies in (previous_step, step]."""
     return interval > 0 and step // interval > previous_step // interval
 
 

@@ -54,7 +54,7 @@ class _Sighting:
 
     @property
     def is_member(self) -> bool:
-        """Whether it takes part in rounds, or will when others have come: its reference should be everybody's."""
+        """True if it takes part in rounds, or will when others have come: its reference should be everybody's."""
         return self.progress.state in ("training", "waiting")
 
     def age_s(self, at: float) -> float:

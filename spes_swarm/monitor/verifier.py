@@ -65,7 +65,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         return dict(sorted(self._refused.items()))
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether a record may be used; called by hivemind for everything that comes from other nodes."""
+        """Returns True if a record may be used; called by hivemind for everything that comes from other nodes."""
         return not isinstance(self._verdict(record), str)
 
     def open(self, kind: str, owner: object, sealed: object, expires: float) -> Record | None:

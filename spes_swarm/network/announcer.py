@@ -142,7 +142,7 @@ class Announcer:
             bytes_received=self.traffic[1],
             in_round=self.in_round,
             total_tokens=presence.total_tokens,
-            swarm_tokens=self._run.swarm_tokens.told,
+            swarm_tokens=self._run.swarm_tokens.published_count,
             train_loss=losses.train_loss if losses else None,
             eval_loss=losses.eval_loss if losses else None,
             eval_loss_stderr=losses.eval_loss_stderr if losses else None,

@@ -148,7 +148,7 @@ class RunServices(RunCommands):
 
     @property
     def reachable(self) -> bool:
-        """Whether this peer tells others that it can be reached."""
+        """True if this peer tells others that it can be reached."""
         return self._rendezvous.reachable
 
     def set_reach(self, reachable: bool, address: str | None) -> None:
@@ -376,7 +376,7 @@ class RunServices(RunCommands):
 
     @property
     def in_round(self) -> bool:
-        """Whether a round is under way."""
+        """True if a round is under way."""
         return self._announcer.in_round
 
     async def cancel_round(self) -> None:

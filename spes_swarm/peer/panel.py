@@ -36,7 +36,7 @@ class PeerConsole:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a live panel can be shown."""
+        """True if a live panel can be shown."""
         return self._console.is_terminal
 
     def live(self, status: TrainingStatus, title: str) -> LivePanel:

@@ -171,7 +171,7 @@ class PeerData:
 
 
 def same_run_data(given: DataConfig, run: DataConfig) -> bool:
-    """Whether a configuration file describes a run's data; the founder has completed it.
+    """Returns True if a configuration file describes a run's data; the founder has completed it.
 
     The Python version does not count: the founder wrote down its own.
     """

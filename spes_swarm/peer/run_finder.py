@@ -155,7 +155,7 @@ class RunFinder:
 
 
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
-    """Whether a configuration file describes this run; the founder has filled in digests."""
+    """Returns True if a configuration file describes this run; the founder has filled in digests."""
     if given is None:
         return True
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)

@@ -294,7 +294,7 @@ class StartingPoint:
             raise UserError(f"{filled.origin} does not have the digest that it was written with")
 
     def download(self, *, if_newer: bool) -> bool:
-        """Fetches the reference from the others, with `if_newer` only one that is newer; whether there was one."""
+        """Fetches the reference from the others, with `if_newer` only a newer one. Returns False if there is none."""
         started = time.monotonic()
         # Who has something to compare with has a start; only a newcomer would have to begin anew.
         partial = None if if_newer else self._directory.partial_reference
@@ -327,7 +327,7 @@ class StartingPoint:
 
 
 def _has(kept: PartialReference, block: Block, table: ReferenceTable) -> bool:
-    """Whether an earlier attempt has left a whole block as the swarm has it."""
+    """Returns True if an earlier attempt has left a whole block as the swarm has it."""
     for chunk, digest in zip(chunks_of(block), table.chunk_digests[block.index], strict=True):
         values_N = kept.read(chunk)
         if values_N is None or chunk_digest(values_N) != digest:

@@ -118,7 +118,7 @@ def endpoint() -> str:
 
 
 def uses_xet() -> bool:
-    """Whether weights travel by Xet, and are not counted."""
+    """Returns True if weights travel by Xet, and are not counted."""
     from huggingface_hub.utils._runtime import is_xet_available
 
     return bool(is_xet_available())

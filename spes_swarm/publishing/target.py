@@ -116,7 +116,7 @@ def round_of(revision: str) -> int | None:
 
 
 def is_there(current: Publication | None, run_id: str, round_number: int, digest: str, label: str) -> bool:
-    """Whether what is published is what is to be published; False: it is older.
+    """Returns True if what is published is what is to be published; False: it is older.
 
     Args:
         current: the newest publication.

@@ -161,7 +161,7 @@ def load_newest(
 
 
 def has_broken(directory: Path) -> bool:
-    """Whether checkpoints lie there that were set aside."""
+    """Returns True if checkpoints lie there that were set aside."""
     return any(directory.glob(f"{_BROKEN}*"))
 
 

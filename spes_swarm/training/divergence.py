@@ -25,7 +25,7 @@ class DivergenceGuard:
         """Notes a step that went well."""
         self._steps = 0
 
-    def hopeless_after_another(self) -> bool:
+    def record_bad_step(self) -> bool:
         """Notes a step that did not; whether the peer should begin again from the reference.
 
         Raises:
@@ -41,7 +41,7 @@ class DivergenceGuard:
         """Notes that the live weights cannot be used.
 
         Raises:
-            DivergenceError: as `hopeless_after_another`.
+            DivergenceError: as `record_bad_step`.
         """
         self._steps = 0
         self._restarts += 1

@@ -64,7 +64,7 @@ class HeldOutText:
         self._autocast = autocast
 
     def due(self, round_number: int, *, first: bool, last: bool) -> bool:
-        """Whether the model is measured after a commit.
+        """Returns True if the model is measured after a commit.
 
         Args:
             round_number: of the commit; all peers measure the same rounds.

@@ -50,7 +50,7 @@ class LiveWeights:
             self._model.read_block(index, out_N[block.start : block.stop])
 
     def contribute(self) -> bool:
-        """Copies the trained blocks into the contribution; whether all their values are finite."""
+        """Copies the trained blocks into the contribution. Returns True if all values are finite."""
         self.read_trained(self._contribution_N)
         finite = True
         for index in self.trained_blocks:

@@ -188,7 +188,7 @@ class Trainer:
 
     @property
     def run_is_over(self) -> bool:
-        """Whether the run has ended with the last commit; see schedule_end.py."""
+        """True if the run has ended with the last commit; see schedule_end.py."""
         return self._schedule_end.ends_run(self.round)
 
     def _await_latecomers(self) -> None:
@@ -249,7 +249,7 @@ class Trainer:
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
             self._note_fault("nonfinite", "a step without a finite loss or gradient was left out")
-            if self._divergence.hopeless_after_another():
+            if self._divergence.record_bad_step():
                 self._begin_again()
             self._announce("training")
             return
@@ -277,7 +277,7 @@ class Trainer:
         if self._pending is not None:
             self._put_back()  # the commit may save a checkpoint
             self._await_round()
-        self._warn("diverged", f"the loss is no number any more: beginning again from round {self.round}'s reference")
+        self._warn("diverged", f"the loss is NaN or infinite: restarting from round {self.round}'s reference")
         self._put_back()
         self._handover.warm_up.start(self._model.held)
         self._work.discard()
@@ -301,7 +301,7 @@ class Trainer:
         return contextlib.nullcontext()
 
     def _due(self) -> bool:
-        """Whether the swarm has together done its inner steps since the last commit, or somebody says so."""
+        """Returns True if the swarm has together done its inner steps since the last commit, or somebody says so."""
         if time.monotonic() < self._retry_at or self._work.steps == 0:
             return False
         if self._network.called_round > self.round:
@@ -313,7 +313,7 @@ class Trainer:
     # Rounds.
 
     def _begin_round(self) -> bool:
-        """Hands the live weights over to the next round; whether they are fit for one."""
+        """Hands the live weights over to the next round. Returns False if they are not finite."""
         self._pace.begin()
         self._setup.status.phase = "synchronising"
         if not self._live.contribute():

@@ -19,16 +19,16 @@ from tests.helpers.swarm import equal_digests, swarm
 def test_single_overflows_are_passed_over() -> None:
     guard = DivergenceGuard()
     for _ in range(100):
-        assert not any(guard.hopeless_after_another() for _ in range(4))
+        assert not any(guard.record_bad_step() for _ in range(4))
         guard.stepped()
 
 
 def test_after_five_in_a_row_the_peer_begins_again_and_after_three_beginnings_it_gives_up() -> None:
     guard = DivergenceGuard()
     restarts = [5, 10, 15]
-    assert [step for step in range(1, 20) if guard.hopeless_after_another()] == restarts
+    assert [step for step in range(1, 20) if guard.record_bad_step()] == restarts
     with pytest.raises(DivergenceError, match="learning_rate"):
-        guard.hopeless_after_another()
+        guard.record_bad_step()
 
 
 def test_a_round_without_a_new_beginning_forgives_what_was() -> None:

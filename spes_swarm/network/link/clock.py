@@ -128,7 +128,7 @@ class SwarmClock:
         return step_s
 
     def _is_near(self, offset: float) -> bool:
-        """Whether it is not far from where this peer began, or else from its wall clock: its machine may have slept."""
+        """Returns True if it is near where this peer began, or near its wall clock (the machine may have slept)."""
         return min(abs(offset - self._settled), abs(offset - self.wall_offset)) <= MAX_TOTAL_S
 
 

@@ -32,7 +32,7 @@ class Members(Protocol):
 
     @property
     def reachable(self) -> bool:
-        """Whether this peer tells others that it can be reached."""
+        """True if this peer tells others that it can be reached."""
 
     def set_reach(self, reachable: bool, address: str | None) -> None:
         """Changes that. `address`: where others got through, None where they did not."""

@@ -112,7 +112,7 @@ class Daemon:
 
     @property
     def is_alive(self) -> bool:
-        """Whether p2pd still runs and its answers are still read."""
+        """True if p2pd still runs and its answers are still read."""
         return self._process.poll() is None and not self.p2p._client.control._read_task.done()
 
     async def maddrs(self) -> list[str]:
@@ -247,7 +247,7 @@ def _dial_reason(message: str) -> str:
 
 
 def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
-    """Whether nobody listens on the TCP port of a host address; waits a little for it to become free.
+    """Returns True if nobody listens on the TCP port of a host address; waits a little for it to become free.
 
     p2pd shares its ports (SO_REUSEPORT): on one that another p2pd uses it would start, and get half of its connections.
     """

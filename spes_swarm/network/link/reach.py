@@ -33,7 +33,7 @@ _MAX_REMEMBERED = 4096
 
 
 async def greets(host: str, port: int, timeout_s: float) -> bool:
-    """Whether a libp2p peer listens on that port: opens a connection and reads its greeting."""
+    """Returns True if a libp2p peer listens on that port: opens a connection and reads its greeting."""
     writer = None
     try:
         async with asyncio.timeout(timeout_s):

@@ -135,7 +135,7 @@ class _RefusedError(Exception):
 
 
 def is_circuit(maddr: str) -> bool:
-    """Whether a connection with this address at its other end goes through a relay."""
+    """Returns True if a connection with this address at its other end goes through a relay."""
     return CIRCUIT in maddr
 
 

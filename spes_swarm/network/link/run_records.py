@@ -76,7 +76,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether a record may be stored or used; called for everything that comes from other nodes."""
+        """Returns True if a record may be stored or used; called for everything that comes from other nodes."""
         try:
             self.open(record)
         except ProtocolError:

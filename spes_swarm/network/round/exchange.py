@@ -228,7 +228,7 @@ class Exchange:
                 probe.cancel()
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
-        """Whether nobody listens any more where a silent member was, so that waiting for it is of no use.
+        """Returns True if nobody listens any more where a silent member was, so that waiting for it is of no use.
 
         A frozen process still takes connections, and a cut line swallows the question: neither is known to be gone.
         """

@@ -284,7 +284,7 @@ class Rendezvous:
         return {n.peer_id for n in self._live_peers() if n.has_voice or defers}
 
     def _is_most(self, peers: Iterable[str]) -> bool:
-        """Whether these peers would move the median of the records; see the head of this file."""
+        """Returns True if these peers would move the median of the records; see the head of this file."""
         voices = self._voices()
         return len(voices.intersection(peers)) > len(voices) // 2
 

@@ -97,7 +97,7 @@ class CatchingUp:
         )
 
     def _run_has_ended(self) -> bool:
-        """Whether at least half of the peers have committed the run's last round, and this one has not.
+        """Returns True if at least half of the peers have committed the run's last round, and this one has not.
 
         This one counts among them. Peers that have committed that round only wait, and the roster's median counts only
         peers that train.

@@ -32,7 +32,7 @@ class ChunkQueue:
 
     @property
     def finished(self) -> bool:
-        """Whether all chunks have come."""
+        """True if all chunks have come."""
         return not self._pending and not self._asked
 
     @property
@@ -88,7 +88,7 @@ class ChunkQueue:
         self._pace_s[donor] = _PACE_WEIGHT * past_s + (1 - _PACE_WEIGHT) * seconds
 
     def done(self, number: int) -> bool:
-        """Notes that a chunk has come; whether it was still wanted."""
+        """Notes that a chunk has come. Returns True if it was still wanted."""
         was_wanted = number in self._pending or number in self._asked
         self._pending.pop(number, None)
         self._asked.pop(number, None)

@@ -107,7 +107,7 @@ class Electorate:
         return time.monotonic() >= self._failed.get(donor, 0.0)
 
     def has_recovered(self, donor: str) -> bool:
-        """Whether a donor has failed, but so long ago that it may be tried again."""
+        """Returns True if a donor has failed, but so long ago that it may be tried again."""
         return donor in self._failed and self._is_rested(donor)
 
     def note_failure(self, donor: str, error: ProtocolError | None) -> None:

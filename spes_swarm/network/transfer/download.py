@@ -286,7 +286,7 @@ class Download:
             report.refetched_bytes += num_received - num_kept
 
     def _keep(self, donor: str, number: int, values_N: FloatArray) -> bool:
-        """Takes over a verified chunk; whether it was still wanted."""
+        """Takes over a verified chunk. Returns True if it was still wanted."""
         if not self._queue.done(number):
             return False
         chunk = self._chunks[number]

@@ -76,7 +76,7 @@ class Moments:
             self._changed.notify()
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
-        """Waits until everybody who is due has come; whether that was so before the deadline."""
+        """Waits until everybody who is due has come. Returns False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._due:

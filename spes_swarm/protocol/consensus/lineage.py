@@ -56,7 +56,7 @@ class Lineage:
         return Lineage(kept)
 
     def leads_to(self, other: Lineage) -> bool:
-        """Whether `other` goes on from this one (or is the same): whoever has this one is late, not elsewhere.
+        """Returns True if `other` goes on from this one (or is the same): whoever has this one is late, not elsewhere.
 
         Where the other one has thinned out the rounds around this one's newest commit, a split there passes as late.
         """

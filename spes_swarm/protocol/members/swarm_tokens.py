@@ -19,7 +19,7 @@ class SwarmTokens:
         self.complete = True
 
     @property
-    def told(self) -> int:
+    def published_count(self) -> int:
         """What others may believe: 0 where it is not all."""
         return self.count if self.complete else 0
 

@@ -64,7 +64,7 @@ class Leases:
         return self.held
 
     def settle(self) -> bool:
-        """Gives way where others chose the same at the same time; whether nothing had to change."""
+        """Gives way where others chose the same at the same time. Returns True if unchanged."""
         before, self.held = (
             self.held,
             ownership.settle({**self._others, self._me: self.held}, self._me, self._num_experts),

@@ -148,7 +148,7 @@ class EnergyBudget:
     used: float = 0.0
 
     def allows_part(self, energy: float, elements: int) -> bool:
-        """Whether one part alone is within bounds."""
+        """Returns True if one part alone is within bounds."""
         return energy <= (TOLERANCE * self.rms) ** 2 * min(MAX_PART_RATIO**2 * elements, self.block_elements)
 
     def spend(self, energy: float) -> bool:

@@ -91,7 +91,7 @@ class BlockPlan:
         return max(1.0, USUAL_SHARE * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
 
     def receives(self, member: int) -> bool:
-        """Whether a member wants this block's results: when it changes, or when the member has another base."""
+        """Returns True if a member wants this block's results: when it changes, or when the member has another base."""
         return bool(self.contributions) or member not in self.in_base
 
     def result_form(self, member: int) -> Form:

@@ -165,7 +165,7 @@ class RoundState:
         self._accumulators[part.index].add(contribution.member, contribution.weight, difference_N)
 
     def _owes(self, member: int) -> bool:
-        """Whether a member will pull results that are reduced here."""
+        """Returns True if a member will pull results that are reduced here."""
         return any(part.reducer == self.me and self.plan.block_of(part).receives(member) for part in self.plan.parts)
 
     def served(self, member: int) -> None:

@@ -80,7 +80,7 @@ class TrackRecords:
         self._agreement[peer_id] = self.agreement(peer_id, left)
 
     def is_new(self, peer_id: str) -> bool:
-        """Whether a peer may still be finding its pace."""
+        """Returns True if a peer may still be finding its pace."""
         return self._commits.get(peer_id, 0) < NUM_FIRST_COMMITS
 
     def rounds_since(self, peer_id: str, round_number: int) -> int | None:

@@ -16,7 +16,7 @@ _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
 
 def accuses(fault: Event) -> bool:
-    """Whether a `fault` event names a liar or a laggard."""
+    """Returns True if a `fault` event names a liar or a laggard."""
     return fault["kind"] in _LIES or "too slow" in fault["detail"]
 
 
@@ -60,7 +60,7 @@ class ChaosPeer:
 
     @property
     def alive(self) -> bool:
-        """Whether its main process is there."""
+        """True if its main process is there."""
         return self.process.process.poll() is None
 
     @property
@@ -134,7 +134,7 @@ class ChaosPeer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its processes have been started."""
+        """True if all of its processes have been started."""
         return len(self.processes()) >= _NUM_PROCESSES
 
     def signal(self, number: int) -> None:

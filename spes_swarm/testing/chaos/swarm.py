@@ -304,7 +304,7 @@ class ChaosSwarm:
 
     @staticmethod
     def _next_group(peers: list[ChaosPeer]) -> Callable[[], bool]:
-        """Whether a group has formed for a round for which there was none when this was called."""
+        """Returns True if a group has formed for a round for which there was none when this was called."""
         known = max((number for peer in peers for number in peer.groups), default=0)
         return lambda: any(max(peer.groups, default=0) > known for peer in peers)
 
@@ -456,7 +456,7 @@ class ChaosSwarm:
         return totals(self.outcomes, self.reports, self.pace)
 
     def _is_excused(self, sockets: Path) -> bool:
-        """Whether they belong to a peer that was killed after the last start: the next one will remove them."""
+        """Returns True if they belong to a peer that was killed after the last start: the next one will remove them."""
         return int(sockets.name.split("-")[1]) in self._killed
 
 
@@ -466,7 +466,7 @@ def _in_step_with(one: ChaosPeer, peers: list[ChaosPeer]) -> list[ChaosPeer]:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it runs: one that only waits for its parent to take note has ended."""
+    """Returns True if it runs: one that only waits for its parent to take note has ended."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

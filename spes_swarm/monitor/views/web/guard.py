@@ -80,7 +80,7 @@ class Guard:
 
 
 def names_loopback(authority: str) -> bool:
-    """Whether a Host header names this machine's loopback; any port, since tunnels (ssh -L) change it."""
+    """Returns True if a Host header names this machine's loopback; any port, since tunnels (ssh -L) change it."""
     name, port = authority, ""
     if authority.startswith("["):
         name, _, rest = authority[1:].partition("]")
