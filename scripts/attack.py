@@ -1,13 +1,13 @@
-"""What attackers cost four honest peers: eval loss, pace, recovery, and whether somebody is named.
+"""Measures the cost of attackers for four honest peers: eval loss, pace, recovery, and which peers are named.
 
     .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
 
-Noise comes from a fifth member from the first round on (see tests/helpers/noise_peer.py), and so do claims of all
-experts (`claimant`, otherwise honest; `fifth` is wholly honest, and shows what a fifth process on the same cores
-costs). Strangers who never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of
-all four. The attacker is killed after round --rounds, and the honest ones go on for two rounds more. One run without an
-attacker is the measure, with each seed. All peers are real processes on this machine. Prints a line for each run and
-the means over the seeds, and writes JSON.
+A fifth member contributes noise from the first round on (see tests/helpers/noise_peer.py), or claims all experts
+(`claimant`, otherwise honest); `fifth` is honest, and shows the cost of a fifth process on the same cores. Strangers
+that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all four. The
+attacker is killed after round --rounds, and the honest peers train for two more rounds. The baseline of each seed is a
+run without an attacker. All peers are real processes on this machine. Prints a line for each run and the means over
+the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run."""
 
     kind: str
     seed: int
     losses: tuple[float, float]  # eval loss in the last round of the attack, and RECOVERY_ROUNDS later
     seconds_per_round: float  # median
-    group_seconds: float  # of that, until the group was complete; median
-    steps: float  # of an honest peer until the attack ended, on average
-    named_by: dict[str, int]  # honest peers' `fault` events about the attacker, by kind
-    accused: dict[str, int]  # and about honest peers, as liars or laggards
+    group_seconds: float  # of these, until the group was complete; median
+    steps: float  # of an honest peer until the end of the attack, on average
+    named_by: dict[str, int]  # `fault` events of honest peers about the attacker, by kind
+    accused: dict[str, int]  # the same about honest peers, as liars or laggards
     parts_missing: int
 
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
-    """Four honest peers, and an attacker unless `kind` is "none"."""
+    """Runs four honest peers, and an attacker unless `kind` is "none"."""
     is_member = kind in (*NOISE, *EXPERTS)
     common = [*LOOPBACK, "--wait-for-peers", str(NUM_HONEST + is_member)]
     last = options.rounds + RECOVERY_ROUNDS
@@ -98,7 +98,7 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
                     named[fault["kind"]] = named.get(fault["kind"], 0) + 1
                 elif fault["peer"] in honest and accuses(fault):
                     accused[fault["kind"]] = accused.get(fault["kind"], 0) + 1
-        # Rounds before strangers have come say nothing about them.
+        # Rounds before the strangers came are not affected by them.
         counted = [event for event in events if begun < event["round"] <= options.rounds]
         times = [event["time"] for event in counted]
         return Outcome(
@@ -115,7 +115,7 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
 
 
 def start_attacker(directory: Path, kind: str, addresses: list[str], size: float) -> subprocess.Popen[bytes]:
-    """Starts the process that does the harm."""
+    """Starts the attacking process."""
     module = [sys.executable, "-m"]
     if kind in NOISE:
         command = [
@@ -144,10 +144,8 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
-    parser.add_argument(
-        "--size", type=float, default=3.0, help="length of the noise over that of the last round's move"
-    )
-    parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all begin with the same weights")
+    parser.add_argument("--size", type=float, default=3.0, help="length of the noise relative to the last round's move")
+    parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all start from the same weights")
     parser.add_argument("--sequences", type=int, default=128, help="held-out sequences of an evaluation")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds")
     parser.add_argument("--experts-per-peer", type=int, help="override the configuration's")
@@ -178,21 +176,21 @@ def main() -> int:
 
 
 def describe(outcome: Outcome, honest: Outcome) -> str:
-    """One line."""
+    """One line about a run, compared with the honest one."""
     loss, recovered = outcome.losses
     change, after = (loss / base - 1 for loss, base in zip(outcome.losses, honest.losses, strict=True))
     pace = outcome.seconds_per_round / honest.seconds_per_round
     return (
         f"seed {outcome.seed}, {outcome.kind}: eval loss {loss:.3f} ({change:+.1%}), two rounds after the "
         f"attack {recovered:.3f} ({after:+.1%}), {outcome.seconds_per_round:.1f} s a round ({pace:.2f} x), "
-        f"of these {outcome.group_seconds:.1f} s to meet, "
+        f"of these {outcome.group_seconds:.1f} s in the rendezvous, "
         f"{outcome.steps:.0f} steps a peer, named {outcome.named_by or 'never'}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
     )
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Means over the seeds, with the least and the largest."""
+    """A table of means over the seeds, with minimum and maximum."""
 
     def spread(values: list[float], form: str) -> str:
         return f"{statistics.fmean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
@@ -211,7 +209,7 @@ def table(outcomes: list[Outcome]) -> str:
         f"{statistics.fmean(o.steps for o in of(kind)):.0f} |"
         for kind in dict.fromkeys(outcome.kind for outcome in outcomes)
     ]
-    head = "| attack | eval loss | beside the honest mean | two rounds after | pace | steps a peer |"
+    head = "| attack | eval loss | change from the honest mean | two rounds after | pace | steps a peer |"
     return "\n".join(["", head, "|" + "---|" * 6, *lines])
 
 

@@ -1,12 +1,12 @@
-"""What the bounds of a round cost an honest swarm: the same training with and without them.
+"""Measures the cost of the bounds of a round for an honest swarm: the same training with and without them.
 
     .venv/bin/python scripts/bench_bounds.py --rounds 60 --seeds 3
 
-Real swarms of one seed differ by a few per cent, because rounds come at different steps each time. Here four peers
-train in turn in one process, with the quickstart's model, schedule and data, and hold their rounds through the real
-statements, plan and bookkeeping. How many steps each does before a round is drawn with the seed: about the inner steps,
-and in every tenth round, as in one that is called early, three peers have only begun while one has done three times its
-share. Both runs of a seed are given the same steps on the same data. Prints a table and writes JSON.
+Real swarms with the same seed differ by a few per cent, because rounds come at different steps each time. Here four
+peers train in turn in one process, with the quickstart's model, schedule and data, and hold their rounds with the real
+statements, plan and bookkeeping. The seed determines how many steps each peer does before a round: about the inner
+steps; in every tenth round, as in one that is called early, three peers have only begun and one has done three times
+its share. Both runs of a seed have the same steps on the same data. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ EVALUATION_BATCH = 16
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run."""
+    """The result of a run."""
 
     seed: int
     bounded: bool
     eval_loss: float
-    shortened: int  # contributions of a member to a round of which less than 0.99 was left, by length or direction
-    named: int  # faults
+    shortened: int  # contributions of a member to a round scaled below 0.99, by length or direction
+    named: int  # faults that name a member
 
 
 class Peer:
@@ -68,7 +68,7 @@ class Peer:
         self.run, self.identity = run, identity
         module = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
         experts = run.model.num_experts
-        held = range(number * experts // NUM_PEERS, (number + 1) * experts // NUM_PEERS + 1)  # neighbours share some
+        held = range(number * experts // NUM_PEERS, (number + 1) * experts // NUM_PEERS + 1)  # neighbours share one
         self.held = tuple(sorted({expert % experts for expert in held}))
         self.model = SparseModel(module, ())
         self.reference = Reference(self.model.layout, np.zeros(self.model.layout.num_elements, np.float32))
@@ -100,7 +100,7 @@ class Peer:
         self.tokens, self.routed_E = 0, np.zeros(experts, dtype=np.int64)
 
     def train(self, steps: int) -> None:
-        """Local steps since the last commit."""
+        """Does local steps after the last commit."""
         training, inner_steps = self.run.training, self.run.round.inner_steps
         self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = dict(self.model.trainable_parameters())
@@ -122,7 +122,7 @@ class Peer:
         self.live.contribute()
 
     def sealed_statement(self, number: int) -> bytes:
-        """For the round of that number."""
+        """The statement for a round, signed."""
         commits, marks = self.lineage.to_lists()
         statement = Statement(
             round=number,
@@ -147,7 +147,7 @@ class Peer:
 
 
 def hold_round(peers: list[Peer], number: int) -> tuple[int, int]:
-    """A round without losses; returns how many contributions were shortened, and how many faults there were."""
+    """Holds a round without packet loss; returns (contributions shortened, faults)."""
     config, layout = peers[0].run.round, peers[0].model.layout
     group = form_group(RUN_ID, number, [p.sealed_statement(number) for p in peers], len(layout.blocks))
     plan = make_plan(group, layout, config.part_elements, clip=config.clip)
@@ -184,7 +184,7 @@ def hold_round(peers: list[Peer], number: int) -> tuple[int, int]:
 
 
 def steps_of_round(number: int, inner_steps: int, rng: np.random.Generator) -> list[int]:
-    """How many steps each peer does before a round."""
+    """Draws how many steps each peer does before a round."""
     if number % EARLY_EVERY == 0:
         steps = rng.integers(1, 4, NUM_PEERS)
         steps[rng.integers(NUM_PEERS)] = 3 * inner_steps
@@ -194,7 +194,7 @@ def steps_of_round(number: int, inner_steps: int, rng: np.random.Generator) -> l
 
 
 def train(run: RunConfig, rounds: int, stream: TokenStream, identities: list[Identity]) -> Outcome:
-    """One run."""
+    """Trains one run and returns its result."""
     rng = np.random.default_rng(run.training.seed)
     peers = [Peer(run, i, stream, identity) for i, identity in enumerate(identities)]
     shortened = named = 0

@@ -1,19 +1,19 @@
-"""What an export and an upcycling cost in time and memory, and how exactly an upcycled model says the same.
+"""Measures time and memory of exports and upcyclings, and how exactly an upcycled model reproduces the logits.
 
     .venv/bin/python scripts/bench_export.py --size-mb 400 --json runs/bench_export.json
 
 Export: `python -m spes_swarm.export` on the checkpoint of a peer that holds half of the experts of an OLMoE of about
-this size, in files as large as by default and in small ones. Its time includes verifying the checkpoint (which lies in
-the page cache) and hashing what was written, not the start of Python. Both with fsync, it is compared with the mean of
-two plain writes of as many bytes to the same disk, one right before and one right after it. Medians of --repeats.
+this size, in files of the default size and in small ones. Its time includes verifying the checkpoint (in the page
+cache) and hashing the output, but not the start of Python. It is compared with the mean of two plain writes of as many
+bytes to the same disk, one right before and one right after it; all include fsync. Medians of --repeats.
 
 Upcycling: random dense models become mixtures of 8 experts, top 2, as in `scripts/upcycle.py DENSE OUT --check`, once
-with exact copies and once with the paper's noise. The bound on its memory is 1.5 times the largest file of the output
-and the largest tensor of the input. Exit code 1 if it needs more, or if exact copies change a logit beyond rounding.
+with exact copies and once with the paper's noise. Its memory is bounded by 1.5 times the largest file of the output
+plus the largest tensor of the input. Exit code 1 if it needs more, or if exact copies change a logit beyond rounding.
 
-Every measurement has a fresh process, which does the same with a tiny model first. "private" is the largest amount of
-anonymous memory (RssAnon, looked at every millisecond) above that at the start: pages of mapped files, which the system
-can drop at any moment, are not in it. "resident" is the peak with them (VmHWM), which the kernel records exactly.
+Every measurement runs in a fresh process, which does the same with a tiny model first. "private" is the peak of
+anonymous memory (RssAnon, sampled every millisecond) above that at the start: it excludes pages of mapped files, which
+the system can drop at any time. "resident" is the peak that includes them (VmHWM), which the kernel records exactly.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Figures = dict[str, Any]
 
 
 def status_bytes(process_id: int | str, key: str) -> int:
-    """A figure of /proc/PID/status; 0 when the process has ended."""
+    """A value of /proc/PID/status in bytes; 0 for a process that has ended."""
     text = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
     match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
     return 1024 * int(match[1]) if match else 0
@@ -77,9 +77,9 @@ def status_bytes(process_id: int | str, key: str) -> int:
 
 @contextlib.contextmanager
 def observed(pipe: Connection) -> Iterator[None]:
-    """What is done inside is measured, by this process and by the one at the other end."""
+    """Measures the code inside, together with the process at the other end of the pipe."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew: proc_pid_clear_refs(5)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc_pid_clear_refs(5)
     before = status_bytes("self", "VmRSS")
     pipe.send(None)
     pipe.recv()
@@ -90,7 +90,7 @@ def observed(pipe: Connection) -> Iterator[None]:
 
 
 def measured(task: Callable[..., None], *arguments: Any) -> Figures:
-    """Runs a task in a fresh process: what it reports, and its peak of private memory."""
+    """Runs a task in a fresh process; returns what it reports, and its peak of private memory."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=task, args=(there, *arguments))
@@ -115,7 +115,7 @@ def measured(task: Callable[..., None], *arguments: Any) -> Figures:
 
 
 def make_checkpoint(output_dir: Path, geometry: dict[str, int], size_bytes: int) -> None:
-    """The output directory of a peer, with random weights of about this size."""
+    """Creates a peer's output directory, with random weights of about this size."""
     run = load_config(default_config_path()).run
     assert run is not None
     content = run.to_dict()
@@ -144,7 +144,7 @@ def make_checkpoint(output_dir: Path, geometry: dict[str, int], size_bytes: int)
 
 
 def run_export(pipe: Connection, tiny: Path, output_dir: Path, destination: Path, shard_size: str) -> None:
-    """The process that exports."""
+    """Exports, in a process of its own."""
     with contextlib.redirect_stdout(io.StringIO()):
         code = export.main([str(tiny), str(destination.with_name("warm-up"))])
         with observed(pipe):
@@ -159,7 +159,7 @@ def run_export(pipe: Connection, tiny: Path, output_dir: Path, destination: Path
 
 
 def write_seconds(path: Path, num_bytes: int) -> float:
-    """How long it takes to write so many bytes until they are on the disk. The file is removed."""
+    """Time to write this many bytes to a file, fsync included. The file is removed."""
     piece = np.random.default_rng(0).bytes(_PIECE_BYTES)
     started = time.perf_counter()
     with path.open("wb") as file:
@@ -173,11 +173,11 @@ def write_seconds(path: Path, num_bytes: int) -> float:
 
 
 def measure_export(tiny: Path, output_dir: Path, shard_size: str, repeats: int) -> Figures:
-    """Exports of one checkpoint, each between two plain files of its size."""
+    """Measures exports of one checkpoint, each between two plain writes of as many bytes."""
     rows: list[Figures] = []
     (reference,) = output_dir.glob("checkpoints/*/reference.safetensors")
     plain, num_bytes = output_dir.with_name("plain"), reference.stat().st_size
-    write_seconds(plain, num_bytes)  # not counted: a virtual machine may have to get the memory first
+    write_seconds(plain, num_bytes)  # not counted: a virtual machine may have to allocate the memory first
     for _ in range(repeats):
         before_s = write_seconds(plain, num_bytes)
         with tempfile.TemporaryDirectory(dir=output_dir.parent) as name:
@@ -200,7 +200,7 @@ def measure_export(tiny: Path, output_dir: Path, shard_size: str, repeats: int) 
 
 @torch.no_grad()
 def save_dense(directory: Path, kind: str, geometry: dict[str, int]) -> int:
-    """A dense model whose random matrices keep the size of what they multiply; bytes of its largest tensor."""
+    """Saves a dense model with random, scale-preserving matrices; returns the bytes of its largest tensor."""
     common = {"vocab_size": 1024, "num_hidden_layers": 2, "max_position_embeddings": 64, "head_dim": 64}
     config = CONFIG_MAPPING[kind](**common, **geometry, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     model = AutoModelForCausalLM.from_config(config)
@@ -213,7 +213,7 @@ def save_dense(directory: Path, kind: str, geometry: dict[str, int]) -> int:
 
 
 def run_upcycling(pipe: Connection, directory: Path, kind: str, noise_std: float) -> None:
-    """The process that upcycles."""
+    """Upcycles, in a process of its own."""
     disable_progress_bar()
     save_dense(directory / "tiny", kind, _TINY)
     options = UpcyclingOptions(experts=8, top_k=2, noise_std=noise_std, max_shard_size="50MB", source_name="dense")
@@ -225,7 +225,7 @@ def run_upcycling(pipe: Connection, directory: Path, kind: str, noise_std: float
 
 
 def measure_upcycling(root: Path, kind: str, noise_std: float) -> Figures:
-    """One upcycling, and the memory that the issue allows it."""
+    """Measures one upcycling against the bound on its memory."""
     with tempfile.TemporaryDirectory(dir=root) as name:
         largest_tensor_bytes = save_dense(Path(name) / kind, kind, _DENSE)
         row = measured(run_upcycling, Path(name), kind, noise_std)
@@ -249,10 +249,10 @@ def table_of(title: str, rows: list[Figures]) -> Table:
 def main() -> int:
     """Command line entry point; exit code 1 if upcycling is not exact or needs too much memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-mb", type=int, default=400, metavar="MB", help="of the exported weights, about")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each export")
-    parser.add_argument("--directory", type=Path, metavar="DIR", help="on the disk that is written to")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--size-mb", type=int, default=400, metavar="MB", help="approximate size of the weights")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="measurements of each export")
+    parser.add_argument("--directory", type=Path, metavar="DIR", help="directory on the disk to measure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error("--repeats: expected at least 1")

@@ -1,10 +1,9 @@
-"""How far the loss that a peer reports is from that on all held-out text, and what measuring it costs.
+"""Measures how far a peer's reported eval loss is from that on all held-out text, and the cost of evaluating.
 
     .venv/bin/python scripts/bench_held_out.py --rounds 60
 
-One quickstart peer trains all experts; its export is then measured on every held-out sequence, and samples as a peer
-takes them (one sequence from each of as many equal parts) are drawn again and again with other seeds. Prints a table
-and writes JSON.
+One quickstart peer trains all experts, and its export is evaluated on every held-out sequence. Then samples are drawn
+repeatedly as a peer draws them: one sequence from each of as many equal parts. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ BATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class Row:
-    """A size of the sample."""
+    """The result for one sample size."""
 
     sequences: int
-    scatter: float  # standard deviation of the samples' means around that of all, nats per token
-    stderr: float  # that a peer would report, on average
+    scatter: float  # RMS deviation of the samples' means from the mean of all, nats per token
+    stderr: float  # standard error that a peer would report, on average
     cpu_seconds: float
 
 
 def trained_export(directory: Path, rounds: int, config: Path) -> Path:
-    """A lone peer's model after so many rounds."""
+    """Trains a lone peer for `rounds` rounds and exports its model."""
     arguments = ["--config", str(config), "--experts", "8", "--max-rounds", str(rounds), "--num-threads", "1"]
     with LocalPeer(directory / "peer", [*arguments, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]) as peer:
         if peer.wait(3600) != 0:
@@ -59,11 +58,11 @@ def trained_export(directory: Path, rounds: int, config: Path) -> Path:
 
 
 def main() -> int:
-    """Trains, exports, measures."""
+    """Trains, exports and measures."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--samples", type=int, nargs="+", default=[32, 128], help="sizes in sequences")
+    parser.add_argument("--samples", type=int, nargs="+", default=[32, 128], help="sample sizes in sequences")
     parser.add_argument("--json", type=Path, default=Path("runs/held_out.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,10 +86,10 @@ def main() -> int:
     cpu_s = (time.process_time() - begun) / len(losses)
     whole = held_out_loss(losses)
     apart = statistics.stdev(losses)
-    print(f"{len(losses)} sequences: {whole.mean:.3f} +- {whole.stderr:.3f}; they differ by {apart:.3f}")
+    print(f"{len(losses)} sequences: {whole.mean:.3f} +- {whole.stderr:.3f}; standard deviation {apart:.3f}")
     rng = np.random.default_rng(0)
     rows: list[Row] = []
-    print(f"{'sequences':>9} {'scatter':>8} {'told':>6} {'CPU-s':>6}")
+    print(f"{'sequences':>9} {'scatter':>8} {'stderr':>6} {'CPU-s':>6}")
     for count in options.samples:
         edges = [index * len(losses) // count for index in range(count + 1)]
         drawn = [held_out_loss([losses[rng.integers(a, b)] for a, b in pairwise(edges)]) for _ in range(DRAWS)]

@@ -1,10 +1,10 @@
-"""What a peer's memory comes to, beside what is counted before it starts (spes_swarm/peer/capacity.py).
+"""Measures a peer's memory against the estimate made before it starts (spes_swarm/peer/capacity.py).
 
     .venv/bin/python scripts/bench_memory.py --experts 8 1
 
-A lone peer trains OLMoE of 54.8 M weights on the CPU for two rounds, once with each number of experts. The largest sum
-of its processes' proportional set sizes is taken, less that of a peer with a model of width 32: what Python, torch and
-hivemind need themselves. Prints a table and writes JSON.
+A lone peer trains OLMoE of 54.8 M weights on the CPU for two rounds, once with each number of experts. The result is
+the largest sum of its processes' proportional set sizes, less that of a peer with a model of width 32, which is what
+Python, torch and hivemind need. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ SAMPLE_S = 0.4
 
 @dataclass(frozen=True)
 class Reading:
-    """One peer."""
+    """The memory of one peer."""
 
     experts: int
     counted_bytes: int
-    measured_bytes: int  # beyond those of a peer with hardly a model
+    measured_bytes: int  # beyond those of a peer with a tiny model
 
 
 def run_section(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
-    """A run of OLMoE on bytes."""
+    """The `run` section for an OLMoE on bytes."""
     run = tiny_run(
         "memory",
         hidden_size=hidden_size,
@@ -60,7 +60,7 @@ def run_section(hidden_size: int, intermediate_size: int, num_layers: int, num_h
 
 
 def largest_bytes(directory: Path, run: dict[str, Any], experts: int) -> int:
-    """The largest sum of proportional set sizes that was sampled while the peer trained."""
+    """The largest sampled sum of proportional set sizes while a peer trains."""
     directory.mkdir()
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
@@ -94,7 +94,7 @@ def main() -> int:
     readings: list[Reading] = []
     with tempfile.TemporaryDirectory(prefix="memory-") as name:
         bare = largest_bytes(Path(name) / "bare", run_section(32, 32, 2, 2), 8)
-        print(f"{workload.layout.num_elements / 1e6:.1f} M weights; {bare / 1e6:,.0f} MB without a model to speak of")
+        print(f"{workload.layout.num_elements / 1e6:.1f} M weights; {bare / 1e6:,.0f} MB with a tiny model")
         print(f"{'experts':>7} {'counted, MB':>12} {'measured, MB':>13} {'ratio':>6}")
         for experts in options.experts:
             measured = largest_bytes(Path(name) / str(experts), run, experts) - bare

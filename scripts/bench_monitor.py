@@ -1,12 +1,12 @@
-"""How long a look at a large swarm takes the monitor, and how much memory.
+"""Measures the monitor's time per refresh and its memory for a large swarm.
 
     .venv/bin/python scripts/bench_monitor.py --peers 10 100 1000 --json monitor.json
 
-Synthetic peers: each has a key of its own and signs a progress and a lease record. A process beside the monitor is the
-DHT node that has them all, and gives out a third of the progress records anew between two looks (peers renew them
-every 6 seconds). What is measured is the monitor's real path: p2pd, hivemind's DHT, signatures, ledger, JSON, history.
+The peers are synthetic: each has its own key and signs a progress and a lease record. A process beside the monitor is
+the DHT node that stores all records, and renews a third of the progress records between two refreshes (peers renew
+them every 6 seconds). The measured path is the real one: p2pd, hivemind's DHT, signatures, ledger, JSON, history.
 
-Making a thousand RSA keys takes minutes; --keys DIR keeps them for the next time.
+Creating a thousand RSA keys takes minutes; --keys DIR keeps them for later runs.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ Row = dict[str, Any]
 
 
 def ignore(peer_id: str, error: ProtocolError) -> None:
-    """Faults are of no interest here."""
+    """Ignores faults."""
     del peer_id, error
 
 
 def load_identities(directory: Path, count: int) -> list[Identity]:
-    """Keys from a directory; those that it lacks are made."""
+    """Loads keys from a directory, and creates those that are missing."""
     return [Identity.load_or_create(directory / f"{number}.key") for number in range(count)]
 
 
 def make_keys(arguments: tuple[Path, int]) -> None:
-    """Makes one key, in a process of a pool."""
+    """Creates one key, in a process of a pool."""
     directory, number = arguments
     Identity.load_or_create(directory / f"{number}.key")
 
@@ -111,20 +111,20 @@ class SyntheticSwarm:
         self._node.protocol.storage.store(key, value, record.expires, subkey=owner.peer_id)
 
     def begin(self) -> None:
-        """Everybody's first records. They live long, so that none runs out while others are being signed."""
+        """Stores the first records of all peers. They live long, so that none expires while others are being signed."""
         for number, owner in enumerate(self._identities):
             self._put("progress", owner, progress_of(number, 1, time.time() + 600))
             self._put("leases", owner, Lease(expires=time.time() + 600, experts=[number % 64], since_round=1))
 
     def renew(self, turn: int) -> None:
-        """A third of the peers tells news, and gets a round further."""
+        """Renews the records of a third of the peers, one round further."""
         for number in range(turn % _SHARE_RENEWED, len(self._identities), _SHARE_RENEWED):
             expires = time.time() + 600 + turn
             self._put("progress", self._identities[number], progress_of(number, 1 + turn // _SHARE_RENEWED, expires))
 
 
 async def serve_swarm(pipe: Connection, manifest: Manifest, identities: list[Identity]) -> None:
-    """The process beside the monitor: answers until it is told to end."""
+    """Serves the swarm, in the process beside the monitor, until None arrives on the pipe."""
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     daemon = await Daemon.start(identities[0].path, ["/ip4/127.0.0.1/tcp/0"])
     rpc = Rpc(daemon.p2p, ignore)
@@ -143,20 +143,20 @@ async def serve_swarm(pipe: Connection, manifest: Manifest, identities: list[Ide
     (maddr,) = [maddr for maddr in await daemon.maddrs() if "/127.0.0.1/" in maddr]
     pipe.send((maddr, swarm.record_bytes))
     while (turn := await asyncio.to_thread(pipe.recv)) is not None:
-        swarm.renew(turn)  # between two looks: nobody waits for this node meanwhile
+        swarm.renew(turn)  # between two refreshes: the monitor does not wait for this node
         pipe.send(True)
     await node.shutdown()
     await daemon.stop()
 
 
 def swarm_process(pipe: Connection, keys: Path, count: int) -> None:
-    """Entry point of that process."""
+    """Entry point of the process beside the monitor."""
     identities = load_identities(keys, count)
     asyncio.run(serve_swarm(pipe, manifest_of(identities[0]), identities))
 
 
 def manifest_of(founder: Identity) -> Manifest:
-    """A run that nobody trains."""
+    """The manifest of a run without any training."""
     run = load_config(default_config_path()).run
     assert run is not None
     return found_run(run, "00" * 32, founder)
@@ -170,7 +170,7 @@ def seconds_of(action: Any) -> float:
 
 
 async def measure(directory: Path, keys: Path, count: int, looks: int) -> Row:
-    """One swarm, watched for a while."""
+    """Watches one swarm for a number of refreshes."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=swarm_process, args=(there, keys, count), daemon=True)
@@ -225,12 +225,12 @@ async def measure(directory: Path, keys: Path, count: int, looks: int) -> Row:
 
 
 def main() -> int:
-    """Command line entry point; exit code 1 if a look took too long."""
+    """Command line entry point; exit code 1 if a refresh took too long or missed peers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--looks", type=int, default=10)
+    parser.add_argument("--looks", type=int, default=10, help="refreshes for each swarm")
     parser.add_argument("--keys", type=Path, help="directory that keeps the peers' keys")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="spes-bench-") as name:
@@ -250,7 +250,7 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     slow = [row for row in rows if row["look_longest_s"] > _LIMIT_S or row["peers_seen"] < row["peers"]]
     if slow:
-        print(f"a look took longer than {_LIMIT_S} s, or missed peers", file=sys.stderr)
+        print(f"bench_monitor: a refresh took longer than {_LIMIT_S} s, or missed peers", file=sys.stderr)
     return 1 if slow else 0
 
 

@@ -1,16 +1,16 @@
-"""What publishing costs the rounds of the peer that publishes, and of those who train with it, on slow lines.
+"""Measures how much publishing slows down the rounds of the publishing peer and of its swarm, on slow lines.
 
     sudo .venv/bin/python scripts/bench_publish.py --mbps 20
 
-Three real peers (`python -m spes_swarm.join`) train in network namespaces, each behind a line of so many Mbit/s in both
-directions. In every other phase the first of them publishes its newest round again and again, with the very command
-that `--publish-to` runs beside the training, to a server that speaks the Hub's protocol on a fourth host. Compared are
-the times from commit to commit, and those of the exchanges, in phases with and without uploads, for
+Three real peers (`python -m spes_swarm.join`) train in network namespaces, each behind a line of --mbps in both
+directions. In every other phase the first of them publishes its newest round repeatedly, with the command that
+`--publish-to` runs beside the training, to a server with the Hub's protocol on a fourth host. The benchmark compares
+the times from commit to commit and of the exchanges, in phases with and without uploads, for two kinds of uploads:
 
-  shipped    the upload may take a tenth of the line, as where it was declared with `--upload-mbps`
-  no limit   it takes what it gets
+  shipped    the upload may use a tenth of the line, as if declared with `--upload-mbps`
+  no limit   the upload uses all available bandwidth
 
-Prints a table and writes JSON. The processors are shared by all.
+Prints a table and writes JSON. All processes share the processors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOKEN = "hf_test_owner"
 
 @dataclass(frozen=True)
 class Times:
-    """Of the rounds of one phase, in seconds."""
+    """Times of the rounds of one phase, in seconds."""
 
     rounds: list[float]  # from commit to commit
     exchanges: list[float]
@@ -51,7 +51,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kind of uploads; medians over rounds and peers, in seconds."""
+    """The result for one kind of uploads; medians over rounds and peers, in seconds."""
 
     kind: str
     round_without: float
@@ -62,17 +62,17 @@ class Outcome:
 
     @property
     def round_ratio(self) -> float:
-        """How many times as long a round takes while a peer uploads."""
+        """Time of a round with uploads relative to that without."""
         return self.round_with / self.round_without
 
     @property
     def exchange_ratio(self) -> float:
-        """The same for the exchange alone."""
+        """The same for the exchange only."""
         return self.exchange_with / self.exchange_without
 
 
 def start_hub(stack: ExitStack, network: LocalNetwork, directory: Path) -> str:
-    """Starts the server on the host after the peers'; returns its address."""
+    """Starts the server on the host after those of the peers; returns its URL."""
     (directory / "data").mkdir(parents=True)
     log = directory / "log"
     command = ["-m", "tests.helpers.hub_routes", str(directory / "data"), str(1 << 20), network.address(NUM_DONORS)]
@@ -80,7 +80,7 @@ def start_hub(stack: ExitStack, network: LocalNetwork, directory: Path) -> str:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command],
-            stdin=subprocess.PIPE,  # it ends when that is closed
+            stdin=subprocess.PIPE,  # it exits when this is closed
             stdout=output,
             stderr=subprocess.STDOUT,
             preexec_fn=lambda: enter_namespace(name),
@@ -99,7 +99,7 @@ def start_hub(stack: ExitStack, network: LocalNetwork, directory: Path) -> str:
 def uploads(
     network: LocalNetwork, peer: LocalPeer, endpoint: str, limit_mbps: float | None, repo: str
 ) -> Iterator[None]:
-    """Publishes again and again for as long as this is open."""
+    """Publishes repeatedly in the background while the context is open."""
     stop = threading.Event()
     name, parent = network.namespace(0), os.getpid()
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
@@ -131,7 +131,7 @@ def uploads(
 
 
 def bytes_received(network: LocalNetwork, endpoint: str) -> int:
-    """What the server has received of large files so far."""
+    """Bytes of large files that the server has received so far."""
     answers: list[int] = []
 
     def ask() -> None:
@@ -146,7 +146,7 @@ def bytes_received(network: LocalNetwork, endpoint: str) -> int:
 
 
 def times(peers: Sequence[LocalPeer], num_rounds: int) -> Times:
-    """Waits for so many rounds, from the one after the next on."""
+    """Waits for this many rounds, starting after the next one, and returns their times."""
     first = max(max(peer.rounds(), default=0) for peer in peers) + 2
     for peer in peers:
         peer.wait_for_round(first + num_rounds, (num_rounds + 2) * ROUND_S)
@@ -161,7 +161,7 @@ def times(peers: Sequence[LocalPeer], num_rounds: int) -> Times:
 
 
 def measure(kind: str, mbps: float, rounds: int, phases: int, directory: Path) -> Outcome:
-    """One swarm, in alternating phases with and without uploads."""
+    """Runs one swarm, in alternating phases with and without uploads."""
     without, during = Times([], []), Times([], [])
     num_bytes, seconds = 0, 0.0
     limit = DURING_ROUNDS_SHARE * mbps if kind == "shipped" else None
@@ -198,8 +198,8 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbps", type=float, default=20.0, help="speed of a peer's line")
-    parser.add_argument("--rounds", type=int, default=8, help="in each phase")
-    parser.add_argument("--phases", type=int, default=2, help="of each sort")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds in each phase")
+    parser.add_argument("--phases", type=int, default=2, help="phases with and phases without uploads")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--output", type=Path, default=Path("runs/bench_publish.json"))
     arguments = parser.parse_args()

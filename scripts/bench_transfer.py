@@ -1,16 +1,16 @@
-"""What newcomers' downloads cost the rounds of those whom they download from, on lines of limited speed.
+"""Measures how much downloads by newcomers slow down the rounds of their donors, on lines of limited speed.
 
     sudo .venv/bin/python scripts/bench_transfer.py --mbps 20 --newcomers 4
 
-Three real peers (`python -m spes_swarm.join`) train in network namespaces, each behind a line of so many Mbit/s in both
-directions. In every other phase newcomers on a fourth host, which has no limit, download their reference again and
-again. Compared are the times of the exchanges in phases with and without downloads, for three kinds of donors:
+Three real peers (`python -m spes_swarm.join`) train in network namespaces, each behind a line of --mbps in both
+directions. In every other phase newcomers on a fourth host, which has no limit, download the peers' reference
+repeatedly. The benchmark compares exchange times in phases with and without downloads, for three kinds of donors:
 
   declared   as shipped, with `upload_mbps` in the configuration
-  silent     as shipped, nothing declared: transfers are limited during rounds only
-  no limit   transfers take what they get
+  silent     as shipped, without `upload_mbps`: transfers are limited during rounds only
+  no limit   transfers use all available bandwidth
 
-Prints a table and writes JSON. The processors are shared by all: while peers train, exchanges do not run.
+Prints a table and writes JSON. All processes share the processors, but exchanges do not run while peers train.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NUM_DONORS = 3
 KINDS = ("declared", "silent", "no limit")
 START_S = 300.0
 ROUND_S = 120.0
-# About 13 MB of reference; with fp16 differences an exchange moves some 5 MB in and out of every peer.
+# The reference has about 13 MB; with fp16 differences an exchange moves some 5 MB in and out of each peer.
 RUN = tiny_run(
     "bench",
     hidden_size=128,
@@ -63,27 +63,27 @@ RUN = tiny_run(
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kind of donors."""
+    """The result for one kind of donors."""
 
     kind: str
-    exchanges_without: int  # of all donors; fewer than expected where one has missed a round
+    exchanges_without: int  # of all donors; fewer than expected if one has missed a round
     exchanges_with: int
     exchange_s_without: float  # median over rounds and peers
     exchange_s_with: float
     downloads: int
-    download_mbps: float  # that all newcomers together received, over all phases with downloads
+    download_mbps: float  # received by all newcomers together, over all phases with downloads
 
     @property
     def ratio(self) -> float:
-        """How many times as long an exchange takes while somebody downloads."""
+        """Exchange time with downloads relative to that without."""
         return self.exchange_s_with / self.exchange_s_without
 
 
-# The processes of the experiment: this script again, in another role.
+# Processes of the experiment: this script in another role.
 
 
 def take_part(arguments: list[str]) -> int:
-    """A peer whose transfers know no limit."""
+    """Runs a peer whose transfers have no limit."""
     from spes_swarm.base import rate_limit
     from spes_swarm.join import main as join
 
@@ -92,7 +92,7 @@ def take_part(arguments: list[str]) -> int:
 
 
 async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[str]) -> None:
-    """A newcomer that never joins; prints a line for each download, and about once a second the bytes so far."""
+    """Runs a newcomer that never joins; prints a line for each download, and the bytes so far about once a second."""
     import numpy as np
 
     from spes_swarm.base.errors import ProtocolError, RoundError
@@ -161,7 +161,7 @@ def in_namespace(network: LocalNetwork, host: int, command: Sequence[str], log: 
 
 
 def launcher(network: LocalNetwork, host: int, kind: str) -> Callable[[Sequence[str], Path], PeerProcess]:
-    """What LocalPeer starts a donor with."""
+    """The `launch` argument of LocalPeer for a donor."""
     command = [__file__, "--take-part"] if kind == "no limit" else ["-m", "spes_swarm.join"]
 
     def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
@@ -171,7 +171,7 @@ def launcher(network: LocalNetwork, host: int, kind: str) -> Callable[[Sequence[
 
 
 def start_donors(stack: ExitStack, network: LocalNetwork, directory: Path, kind: str, mbps: float) -> list[LocalPeer]:
-    """Three peers that train together."""
+    """Starts three peers that train together."""
     peer = {"upload_mbps": mbps} if kind == "declared" else {}
     donors: list[LocalPeer] = []
     for host in range(NUM_DONORS):
@@ -190,7 +190,7 @@ def start_donors(stack: ExitStack, network: LocalNetwork, directory: Path, kind:
 def newcomers(
     network: LocalNetwork, directory: Path, donors: Sequence[LocalPeer], count: int
 ) -> Iterator[Callable[[], list[list[dict[str, Any]]]]]:
-    """Downloads for as long as this is open; yields what tells the newcomers' reports so far."""
+    """Runs newcomers that download; yields a function that returns their reports so far."""
     maddrs = [donor.address(START_S, network.address(host)) for host, donor in enumerate(donors)]
     places = [directory / f"newcomer{number}" for number in range(count)]
     with ExitStack() as stack:
@@ -211,14 +211,14 @@ def newcomers(
         deadline = time.monotonic() + START_S
         while not all(reports()):
             if time.monotonic() > deadline:
-                raise SystemExit("the newcomers did not begin")
+                raise SystemExit("the newcomers did not start to download")
             time.sleep(0.1)
         yield reports
 
 
 def exchange_times(donors: Sequence[LocalPeer], num_rounds: int) -> list[float]:
-    """Waits for so many rounds, from the next one on; the times of the exchanges in which all donors took part."""
-    first = max(max(donor.rounds(), default=0) for donor in donors) + 2  # the next one may be under way
+    """Waits for this many rounds from now on; returns the times of the exchanges in which all donors took part."""
+    first = max(max(donor.rounds(), default=0) for donor in donors) + 2  # the next one may be in progress
     for donor in donors:
         donor.wait_for_round(first + num_rounds - 1, num_rounds * ROUND_S)
     held = [donor.rounds().get(number) for donor in donors for number in range(first, first + num_rounds)]
@@ -226,7 +226,7 @@ def exchange_times(donors: Sequence[LocalPeer], num_rounds: int) -> list[float]:
 
 
 def measure(kind: str, mbps: float, count: int, rounds: int, phases: int, directory: Path) -> Outcome:
-    """One swarm, in alternating phases with and without downloads."""
+    """Runs one swarm, in alternating phases with and without downloads."""
     without: list[float] = []
     with_downloads: list[float] = []
     num_downloads, rates = 0, []
@@ -265,9 +265,9 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbps", type=float, default=20.0, help="speed of a donor's line")
-    parser.add_argument("--newcomers", type=int, default=4, help="that download at the same time")
-    parser.add_argument("--rounds", type=int, default=6, help="in each phase")
-    parser.add_argument("--phases", type=int, default=2, help="of each sort")
+    parser.add_argument("--newcomers", type=int, default=4, help="newcomers that download at the same time")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds in each phase")
+    parser.add_argument("--phases", type=int, default=2, help="phases with and phases without downloads")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--output", type=Path, default=Path("runs/bench_transfer.json"))
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Chaos: a seeded script of joins, kills, stops, cuts and returns against real peers, and what it cost the others.
+"""Chaos: a seeded schedule of joins, kills, stops, cuts and returns against real peers, and its cost for the others.
 
     .venv/bin/python scripts/chaos.py --seed 1 --faults 200 --peers 4 --max-peers 6 --cuts
 
-Every peer is what `python -m spes_swarm.join` starts, on this machine; with --cuts they live in network namespaces (as
-root). Prints a line for each fault and tables, writes JSON, and ends with code 1 if anything happened that must not
-happen: a hang, a crash of a peer that nobody touched, digests that differ and do not heal at the next commit, a process
-that outlives its peer, or a fault that costs a round or more (median).
+Every peer is a `python -m spes_swarm.join` on this machine; with --cuts they run in network namespaces (needs root).
+Prints a line for each fault and tables, writes JSON, and exits with code 1 after any failure: a hang, a crash of an
+undisturbed peer, digests that differ and do not heal at the next commit, a process that outlives its peer, or a median
+cost of a round or more per fault.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
 from spes_swarm.testing.local_peer import LocalPeerError
 from spes_swarm.testing.tiny_run import tiny_run
 
-_MAX_HANGS = 3  # then the experiment ends
+_MAX_HANGS = 3  # after so many the experiment ends
 
 # Small enough for six peers on two cores, wide enough that an exchange lasts some tenths of a second. Deadlines are
-# about those of the quickstart: what a stopped peer costs the others is mostly these.
+# about those of the quickstart: they make up most of the cost of a stopped peer.
 RUN = tiny_run(
     "chaos",
     hidden_size=64,
@@ -60,18 +60,18 @@ RUN = tiny_run(
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--peers", type=int, default=4, help="at first")
+    parser.add_argument("--peers", type=int, default=4, help="at the start")
     parser.add_argument("--max-peers", type=int, default=6)
-    parser.add_argument("--cuts", action="store_true", help="cut the network, too (network namespaces; needs root)")
-    parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="draw only from these")
+    parser.add_argument("--cuts", action="store_true", help="also cut the network (uses namespaces; needs root)")
+    parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="only these faults")
     parser.add_argument("--inner-steps", type=int, default=RUN["round"]["inner_steps"], help="sets a round's length")
-    parser.add_argument("--hang-s", type=float, default=90.0, help="what takes longer is a hang")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), help="an earlier run is removed")
+    parser.add_argument("--hang-s", type=float, default=90.0, help="a longer wait is a hang")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), help="earlier results are removed")
     parser.add_argument("--json", type=Path, help="default: OUTPUT_DIR/chaos.json")
     options = parser.parse_args()
     if not MIN_PEERS <= options.peers <= options.max_peers:
@@ -87,7 +87,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def main() -> int:
     """Runs the experiment; exit code 0 only if all criteria are met."""
     options = parse_arguments()
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has set them to be ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # also if a shell has set them to be ignored
         signal.signal(number, _on_signal)
     kinds = set(options.only or Kind)
     no_cuts = unavailable_reason() if options.cuts else "--cuts is not given"
@@ -109,7 +109,7 @@ def main() -> int:
         try:
             swarm.found(options.peers)
         except (HangError, LocalPeerError) as exc:
-            print(f"chaos: {options.peers} peers that nobody disturbed did not begin: {exc}", file=sys.stderr)
+            print(f"chaos: {options.peers} undisturbed peers did not start training: {exc}", file=sys.stderr)
             return 1
         print(f"{options.peers} peers commit a round in {swarm.pace.interval(options.peers):.1f} s", flush=True)
         hangs = 0
@@ -122,12 +122,12 @@ def main() -> int:
                     print(f"given up after {hangs} hangs, with {len(swarm.running())} peers running")
                     break
         except KeyboardInterrupt as exc:
-            print(f"told to stop ({exc}); this is what there is", flush=True)
+            print(f"stopped by {exc}; partial results follow", flush=True)
         result = swarm.end()
     pace, seconds = swarm.pace, time.monotonic() - started
     failures = result.failures()
     if result.faults < options.faults:
-        failures.append(f"only {result.faults} of {options.faults} faults were done")
+        failures.append(f"only {result.faults} of {options.faults} faults were injected")
     print(f"\nseed {options.seed}, {seconds:.0f} s\n")
     print(fault_table(swarm.outcomes, pace), end="\n\n")
     print(totals_table(result), end="\n\n")
@@ -160,5 +160,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt as exc:
-        print(f"chaos: ended by {exc}; all peers are ended, too", file=sys.stderr)
+        print(f"chaos: stopped by {exc}; all peers have been killed", file=sys.stderr)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""What joining a swarm buys: eval loss of a swarm, of one lone peer, and of one process on the same total tokens.
+"""Compares the eval loss of a swarm, of one lone peer, and of one process on the same total number of tokens.
 
     .venv/bin/python scripts/compare.py --rounds 30 --seeds 3
 
@@ -31,7 +31,7 @@ LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """The result of a run."""
 
     eval_loss: float  # after the last round
     tokens: int  # processed by all peers together, as counted in their metrics
@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 def finish(peers: list[LocalPeer], rounds: int) -> Outcome:
-    """Waits until all peers have done their rounds."""
+    """Waits until all peers have done their rounds; returns the result."""
     for peer in peers:
         if peer.wait(3600) != 0:
             raise SystemExit(peer.tail())
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--merge-alpha", type=float, help="override the configuration's")
     parser.add_argument("--codec", help="override the configuration's")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds on contributions")
-    parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only one of the three")
+    parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only this one")
     parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
     options = parser.parse_args()
     content = yaml.safe_load(options.config.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Three volunteers train on the standard library's source; one is killed, another one joins; the model is exported.
 
-Every peer is an ordinary `python -m spes_swarm.join` on this machine; nothing here talks to the swarm in another way
-than its users do. Run it with `bash scripts/demo.sh`.
+Every peer is an ordinary `python -m spes_swarm.join` on this machine; the demo uses only what any user can use. Run it
+with `bash scripts/demo.sh`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def show_round(peers: dict[str, LocalPeer], number: int) -> None:
-    """One line about a round, with what every live peer says about it."""
+    """Prints a line about a round, with the digests of all live peers."""
     events = {name: peer.rounds()[number] for name, peer in peers.items() if number in peer.rounds()}
     if not events:
         return
@@ -65,7 +65,7 @@ def show_round(peers: dict[str, LocalPeer], number: int) -> None:
 
 
 def follow(peers: dict[str, LocalPeer], start: int, stop: int, timeout_s: float) -> int:
-    """Shows every fifth round until `stop` is committed by all; returns the last one."""
+    """Shows every fifth round until all peers have committed `stop`; returns the last one."""
     for number in range(start, stop + 1):
         for peer in peers.values():
             peer.wait_for_round(number, timeout_s)
@@ -75,7 +75,7 @@ def follow(peers: dict[str, LocalPeer], start: int, stop: int, timeout_s: float)
 
 
 def common_digests(peers: list[LocalPeer]) -> tuple[int, int]:
-    """(rounds that at least two peers committed, those of them whose digests are equal)."""
+    """(number of rounds that at least two peers committed, number of those with equal digests)."""
     seen: dict[int, set[str]] = {}
     counts: dict[int, int] = {}
     for peer in peers:
@@ -88,7 +88,7 @@ def common_digests(peers: list[LocalPeer]) -> tuple[int, int]:
 
 @contextmanager
 def monitor(directory: Path, address: str) -> Iterator[str]:
-    """A monitor of the run, started as anyone would; gives the address of its page."""
+    """Runs a monitor, as any user would; yields the URL of its page."""
     command = [sys.executable, "-m", "spes_swarm.monitor", "--initial-peers", address, "--web", "127.0.0.1:0"]
     log = directory / "monitor.log"
     with log.open("wb") as output:
@@ -108,14 +108,14 @@ def monitor(directory: Path, address: str) -> Iterator[str]:
 
 
 def watched(page: str) -> dict[str, Any]:
-    """What the monitor knows now."""
+    """The monitor's current state."""
     with urllib.request.urlopen(f"{page}api/state", timeout=10) as answer:
         state: dict[str, Any] = json.load(answer)
     return state
 
 
 def generate(directory: Path) -> str:
-    """A sample from the exported model, with nothing but transformers."""
+    """Draws a sample from the exported model with plain transformers."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -129,15 +129,15 @@ def generate(directory: Path) -> str:
 
 
 def main() -> int:
-    """Runs the demonstration; exit code 0 only if everything that it shows is true."""
+    """Runs the demo; exit code 0 only if all of its checks pass."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--output",
         type=Path,
         default=Path("runs/demo"),
-        help="directory for everything; an earlier demonstration in it is removed (default: %(default)s)",
+        help="output directory; an earlier demo in it is removed (default: %(default)s)",
     )
-    parser.add_argument("--rounds", type=int, default=120, help="rounds in all (at least 30)")
+    parser.add_argument("--rounds", type=int, default=120, help="total number of rounds (at least 30)")
     options = parser.parse_args()
     rounds = max(30, options.rounds)
     output: Path = options.output
@@ -157,7 +157,7 @@ def main() -> int:
         def start(name: str, *arguments: str) -> LocalPeer:
             return stack.enter_context(LocalPeer(output / name, [*common, *arguments, "--name", name]))
 
-        say("Ada founds a run; Ben and Cleo join with the command that she sees")
+        say("Ada founds a run; Ben and Cleo join with the command that Ada's peer prints")
         ada = start("ada", "3")
         address = ada.address()
         console.print(f"  python -m spes_swarm.join --initial-peers {address}", soft_wrap=True)
@@ -168,7 +168,7 @@ def main() -> int:
             joined = peer.wait_for("join", timeout_s=120)
             console.print(f"  {name} trains experts {experts_text(tuple(joined['experts']))}")
         page = stack.enter_context(monitor(output, address))
-        console.print(f"  anyone may watch: {page} (a monitor that only reads the DHT)", soft_wrap=True)
+        console.print(f"  anyone can watch: {page} (a monitor that only reads the DHT)", soft_wrap=True)
         last = follow(peers, 1, rounds // 3, 120)
 
         say(f"Cleo's process is killed (SIGKILL) after round {last}")
@@ -191,7 +191,7 @@ def main() -> int:
         last = follow(peers, first, max(rounds, first + 5), 300)
 
         seen = watched(page)
-        say("Everybody leaves (SIGTERM); Ada's checkpoint is exported")
+        say("All peers leave (SIGTERM); Ada's checkpoint is exported")
         for peer in peers.values():
             peer.process.send_signal(signal.SIGTERM)
         codes = [peer.process.wait(60) for peer in peers.values()]
@@ -201,12 +201,12 @@ def main() -> int:
     export = output / "model"
     subprocess.run([sys.executable, "-m", "spes_swarm.export", str(output / "ada"), str(export)], check=True)
     sample = generate(export)
-    say("A sample from the export, by AutoModelForCausalLM:")
+    say("A sample from the export, loaded with AutoModelForCausalLM:")
     console.print("  " + sample.replace("\n", "\n  "), markup=False)
 
     start_loss = ada.rounds()[1]["eval_loss"]
     traffic = sum((e["payload_bytes_sent"] or 0) for peer in everyone for e in peer.rounds().values())
-    table = Table(title="What happened", show_header=False)
+    table = Table(title="Summary", show_header=False)
     for label, value in (
         ("eval loss after round 1", f"{start_loss:.3f} nats per byte"),
         (
@@ -215,12 +215,12 @@ def main() -> int:
         ),
         ("unigram entropy of the corpus", f"{entropy:.3f} nats per byte"),
         ("rounds compared between peers", str(shared)),
-        ("of those with equal digests", str(equal)),
+        ("of these with equal digests", str(equal)),
         ("rounds after the kill", str(max(ada.rounds()) - before_kill)),
-        ("the monitor's last look", f"round {seen['round']}, {len(seen['peers'])} peers, {seen['status']}"),
+        ("last state in the monitor", f"round {seen['round']}, {len(seen['peers'])} peers, {seen['status']}"),
         ("Dora's donors", str(len(sync["donors"]))),
-        ("payload sent in all", f"{traffic / 1e6:.1f} MB"),
-        ("exit codes of those who left", str(codes)),
+        ("payload sent in total", f"{traffic / 1e6:.1f} MB"),
+        ("exit codes of the peers that left", str(codes)),
         ("time", f"{time.monotonic() - started:.0f} s"),
     ):
         table.add_row(label, value)
@@ -231,7 +231,7 @@ def main() -> int:
     watching = abs(seen["round"] - last) <= 2 and {"ada", "ben", "dora"} <= {peer["name"] for peer in seen["peers"]}
     learnt = final["eval_loss"] < 0.75 * entropy
     succeeded = learnt and shared == equal and codes == [0, 0, 0] and bool(sample) and watching
-    say("Done." if succeeded else "Something above is not as it should be.")
+    say("Done." if succeeded else "Failed: see the summary above.")
     return 0 if succeeded else 1
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs, then starts three volunteers on real text, shows them learn, survive a kill, and exports the model.
+# Installs, then runs three volunteers on real text: they learn, one is killed, and the model is exported.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

@@ -1,8 +1,8 @@
-"""Does a long-lived peer grow while others come and go?
+"""Measures whether the memory of a long-lived peer grows while others come and go.
 
-One peer stays; others join it one after another, train with it, and leave or are killed in turn. After each of them the
-memory of the one that stays is read: of its trainer, its network process and p2pd, what each has for itself (USS), and
-what they share (the reference). At the end nothing may be left of the others: no process, no socket directory.
+One peer stays. Others join it one after another, train with it, and in turn leave or are killed. After each of them the
+private memory (USS) of the trainer, the network process and p2pd of the first peer is read. At the end nothing of the
+others may be left: no process, no socket directory.
 
     python scripts/endurance.py --cycles 60 --json endurance.json
 """
@@ -28,7 +28,7 @@ from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.testing.tiny_run import tiny_run
 
-_WARM_UP = 12  # cycles until caches, pools and tables have their size
+_WARM_UP = 12  # cycles until caches, pools and tables have reached their size
 _WINDOW = 5  # cycles whose median is compared, so that one reading does not decide
 _LIMIT = 0.05
 _TIDY_S = 30.0
@@ -50,7 +50,7 @@ _RUN = tiny_run(
 
 
 def memory(peer: LocalPeer) -> dict[str, float]:
-    """MiB of each process of a peer by what it is."""
+    """Private memory of each kind of process of a peer in MiB."""
     sizes: dict[str, float] = {}
     for process in peer.tree():
         kind = "p2pd" if process.name() == "p2pd" else "trainer" if process.pid == peer.process.pid else "network"
@@ -59,7 +59,7 @@ def memory(peer: LocalPeer) -> dict[str, float]:
 
 
 def cycle(number: int, directory: Path, founder: LocalPeer, common: list[str]) -> list[psutil.Process]:
-    """One peer joins, trains and goes; returns what it consisted of."""
+    """Lets one peer join, train and go; returns its processes."""
     arguments = [*common, "--initial-peers", founder.address()]
     with LocalPeer(directory / f"guest{number}", arguments, ForkServer()) as guest:
         first = guest.wait_for("round", lambda event: event["peers"] >= 2, 120)["round"]
@@ -73,7 +73,7 @@ def cycle(number: int, directory: Path, founder: LocalPeer, common: list[str]) -
 
 
 def main() -> int:
-    """Command line entry point; exit code 1 when memory has grown too much or something was left behind."""
+    """Command line entry point; exit code 1 if memory has grown too much or anything is left behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=60)
     parser.add_argument("--json", type=Path)
@@ -83,7 +83,7 @@ def main() -> int:
     guests: list[psutil.Process] = []
     with tempfile.TemporaryDirectory(prefix="endurance-") as name:
         directory = Path(name)
-        os.environ["TMPDIR"] = name  # what peers leave in their temporary directory is theirs, and nobody else's
+        os.environ["TMPDIR"] = name  # what is left in this temporary directory comes from these peers only
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump({"run": _RUN}), encoding="utf-8")
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
@@ -97,7 +97,7 @@ def main() -> int:
             own = {f"spes_swarm-{process.pid}-" for process in founder.tree()}
             psutil.wait_procs(guests, timeout=10)
             orphans = [process.pid for process in guests if process.is_running()]
-            # The directories of killed peers are removed by any other peer on the machine, within some seconds.
+            # Any other peer on the machine removes the directories of killed peers within some seconds.
             deadline = time.monotonic() + _TIDY_S
             while (left := foreign_sockets(directory, own)) and time.monotonic() < deadline:
                 time.sleep(0.5)
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def foreign_sockets(directory: Path, own: set[str]) -> list[str]:
-    """Socket directories that do not begin with any of these names."""
+    """Socket directories whose names begin with none of these prefixes."""
     names = [path.name for path in directory.glob("spes_swarm-*")]
     return [name for name in names if not any(name.startswith(prefix) for prefix in own)]
 

@@ -1,7 +1,7 @@
 """Evaluates an export with lm-evaluation-harness: python scripts/evaluate.py EXPORT_DIR
 
-By default it runs the tasks in configs/tasks, whose data is in the repository. Other tasks go by the names of the
-harness, or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain code.
+By default it runs the tasks in configs/tasks, whose data is in the repository. Other tasks are given by their name in
+the harness or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain code.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("export", type=Path, metavar="EXPORT_DIR", help="written by spes_swarm.export, or any model")
-    parser.add_argument("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="names, or paths of YAML files")
+    parser.add_argument("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="task names, or paths of YAML files")
     parser.add_argument(
-        "--include-path", type=Path, action="append", default=[], metavar="DIR", help="with further tasks"
+        "--include-path", type=Path, action="append", default=[], metavar="DIR", help="directory with more tasks"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N samples of each task")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time")
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.output is not None:
         options.output.write_text(evaluation.to_json(), encoding="utf-8")
     if options.attach:
-        print(f"results are in {attach(evaluation, options.export)}")
+        print(f"results written to {attach(evaluation, options.export)}")
 
 
 def _device(name: str) -> str:

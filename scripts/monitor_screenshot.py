@@ -1,8 +1,8 @@
-"""Takes pictures of the monitor's page, like the one in the README, which the first of these made.
+"""Takes screenshots of the monitor's page; the first of these commands made the one in the README.
 
     .venv/bin/python scripts/monitor_screenshot.py --swarm 4 --full-page            # of real peers, started for it
-    .venv/bin/python scripts/monitor_screenshot.py --url http://127.0.0.1:8080/     # of a monitor that runs
-    .venv/bin/python scripts/monitor_screenshot.py --synthetic 4                    # of a made-up swarm
+    .venv/bin/python scripts/monitor_screenshot.py --url http://127.0.0.1:8080/     # of a running monitor
+    .venv/bin/python scripts/monitor_screenshot.py --synthetic 4                    # of a synthetic swarm
     .venv/bin/python scripts/monitor_screenshot.py --synthetic 1000 --experts 1024 --width 390 --theme dark
 
 Needs Chromium (on Debian: apt-get install chromium) and the development tools (`scripts/setup.sh`).
@@ -32,7 +32,7 @@ from spes_swarm.monitor.views.web.synthetic import NAMES, SyntheticSwarm
 from spes_swarm.testing.local_peer import LocalPeer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-# Chromium looks up and updates things of its own unless told not to.
+# Without these flags Chromium looks up and updates its own components.
 CHROMIUM_FLAGS: Final = (
     "--no-sandbox",
     "--disable-gpu",
@@ -46,14 +46,14 @@ Theme = Literal["light", "dark"]
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine: $CHROMIUM, or what is on the path."""
+    """The path of this machine's browser: $CHROMIUM, or the first one on PATH; None if there is none."""
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 @contextmanager
 def swarm_monitor(num_peers: int) -> Iterator[str]:
-    """The address of a monitor of the quickstart run, trained by peers on this machine."""
+    """Runs a monitor of the quickstart run, trained by peers on this machine; yields its URL."""
     with ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-picture-")))
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--wait-for-peers", str(num_peers)]
@@ -64,7 +64,7 @@ def swarm_monitor(num_peers: int) -> Iterator[str]:
         command = [sys.executable, "-m", "spes_swarm.monitor", "--initial-peers", peers[0].address()]
         command += ["--web", "127.0.0.1:0", "--history", str(folder / "history.sqlite")]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        cleanup.enter_context(process)  # waits for it
+        cleanup.enter_context(process)  # waits for its end
         cleanup.callback(process.terminate)
         assert process.stderr is not None
         for line in process.stderr:
@@ -72,12 +72,12 @@ def swarm_monitor(num_peers: int) -> Iterator[str]:
                 yield "http://" + line.partition("http://")[2].strip()
                 return
             print(line, end="", file=sys.stderr)
-        raise UserError("the monitor ended")
+        raise UserError("the monitor ended before it served its page")
 
 
 @asynccontextmanager
 async def synthetic_monitor(num_peers: int, num_experts: int, rounds: int, incidents: bool) -> AsyncIterator[str]:
-    """The address of a monitor of a made-up swarm that has been running for a while, and stands still."""
+    """Runs a monitor of a synthetic swarm, frozen after some rounds; yields its URL."""
     swarm = SyntheticSwarm(num_peers=num_peers, num_experts=num_experts)
     swarm.advance(rounds * 20.0 + 12.0)
     if incidents:
@@ -100,10 +100,10 @@ async def synthetic_monitor(num_peers: int, num_experts: int, rounds: int, incid
 async def photograph(
     url: str, output: Path, *, width: int, height: int, theme: Theme, full_page: bool, rounds: int = 0
 ) -> None:
-    """Opens the page, waits until it shows a state and so many rounds, and writes a PNG."""
+    """Opens the page, waits until it shows a state and at least `rounds` rounds, and writes a PNG."""
     executable = find_chromium()
     if executable is None:
-        raise UserError("no Chromium here (on Debian: apt-get install chromium; or set CHROMIUM)")
+        raise UserError("Chromium not found (on Debian: apt-get install chromium; or set CHROMIUM)")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=executable, args=list(CHROMIUM_FLAGS))
         page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
@@ -113,11 +113,11 @@ async def photograph(
         await page.locator("figure canvas").first.wait_for()
         while int((await page.locator("#round").inner_text()).replace(",", "")) < rounds:
             await page.wait_for_timeout(1_000)
-        await page.wait_for_timeout(800)  # the charts are drawn in the frames that follow
+        await page.wait_for_timeout(800)  # the next frames draw the charts
         output.parent.mkdir(parents=True, exist_ok=True)
         await page.screenshot(path=output, full_page=full_page)
         await browser.close()
-    # Screens have few colours: a palette halves the file, and nobody sees a difference.
+    # The page has few colours: a palette halves the file without a visible difference.
     with Image.open(output) as picture:
         palette = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
     palette.save(output, optimize=True)
@@ -140,17 +140,17 @@ async def _run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--url", help="the page of a monitor that runs, live or with --replay")
+    source.add_argument("--url", help="page of a running monitor, live or with --replay")
     source.add_argument("--swarm", type=int, metavar="PEERS", help="real peers on this machine, started for it")
-    source.add_argument("--synthetic", type=int, metavar="PEERS", help="a made-up swarm with so many peers")
-    parser.add_argument("--experts", type=int, default=8, help="experts of the made-up swarm")
-    parser.add_argument("--rounds", type=int, default=60, help="rounds before the picture")
-    parser.add_argument("--incidents", action="store_true", help="some peers of the made-up swarm are in trouble")
+    source.add_argument("--synthetic", type=int, metavar="PEERS", help="a synthetic swarm with this many peers")
+    parser.add_argument("--experts", type=int, default=8, help="experts of the synthetic swarm")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds before the screenshot")
+    parser.add_argument("--incidents", action="store_true", help="add late and differing peers to the synthetic swarm")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "monitor.png")
     parser.add_argument("--width", type=int, default=1440)
     parser.add_argument("--height", type=int, default=1180)
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
-    parser.add_argument("--full-page", action="store_true", help="all of the page, however high")
+    parser.add_argument("--full-page", action="store_true", help="capture the whole page, not only the viewport")
     arguments = parser.parse_args()
     try:
         asyncio.run(_run(arguments))

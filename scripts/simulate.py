@@ -1,10 +1,10 @@
-"""What ownership and rounds come to in a swarm of any size under churn, in virtual time.
+"""Simulates ownership and rounds in a swarm of any size under churn, in virtual time.
 
     .venv/bin/python scripts/simulate.py --peers 256 --experts 64 --median-session 1800 --hours 24 --seed 0
 
-Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. What travels
-besides payload, and what it costs to check it, is measured on real signed messages. Prints a table; --json writes it,
-too.
+Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. The size of
+control messages, and the cost of verifying them, are measured on real signed messages. Prints a table; --json also
+writes it to a file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PlanSampler:
         started = time.process_time()
         plan = make_plan(group, self._layout, self._part_elements)
         planned = time.process_time()
-        for reducer in range(plan.num_members):  # what one member asks of the plan in its exchange
+        for reducer in range(plan.num_members):  # the queries of one member in its exchange
             plan.pushes(0, reducer)
         plan.wanted(0)
         asked = time.process_time()
@@ -85,10 +85,10 @@ def cpu_seconds(action: Callable[[], object], repeat: int = 20) -> float:
 
 
 def control_plane(group: Group, num_experts: int) -> dict[str, float]:
-    """Sizes of real messages of the last group, and what follows for a group of this size."""
+    """Sizes and verification times of real messages of the last group, and totals for a group of that size."""
     with tempfile.TemporaryDirectory() as directory:
         identity = Identity.load_or_create(Path(directory) / "key")
-    # The member with the most to say.
+    # The longest statement.
     statement = max((member.statement for member in group.members), key=lambda s: len(s.held))
     sealed = seal_statement(identity, "simulation", statement)
     progress = Progress(
@@ -190,28 +190,28 @@ def parse_rooms(text: str) -> tuple[tuple[int, float], ...]:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=int, default=256, help="on average")
+    parser.add_argument("--peers", type=int, default=256, help="average number of peers")
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--median-session", type=float, default=1800.0, help="seconds; 0 = nobody ever goes")
-    parser.add_argument("--session-shape", type=float, default=0.5, help="of the Weibull distribution; 1 = exponential")
+    parser.add_argument("--median-session", type=float, default=1800.0, help="seconds; 0: no peer ever leaves")
+    parser.add_argument("--session-shape", type=float, default=0.5, help="Weibull shape; 1: exponential")
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lease", type=float, default=120.0, help="seconds")
     parser.add_argument("--round-seconds", type=float, default=60.0)
-    parser.add_argument("--follow-speed", action="store_true", help="rounds are shorter while fast peers are there")
+    parser.add_argument("--follow-speed", action="store_true", help="shorter rounds while fast peers are present")
     parser.add_argument("--replicas", type=int, default=None, help="target; default: as many as there is room for")
     parser.add_argument("--rotate-every", type=int, default=10, help="rounds")
-    parser.add_argument("--max-share", type=float, default=0.5, help="of the experts, for each peer")
-    parser.add_argument("--sudden", type=float, default=0.5, help="share of departures without a word")
+    parser.add_argument("--max-share", type=float, default=0.5, help="largest share of the experts for one peer")
+    parser.add_argument("--sudden", type=float, default=0.5, help="share of departures without notice")
     parser.add_argument("--outage", type=float, default=0.0, help="share of peers that die together at half time")
     parser.add_argument("--fixed", type=float, default=0.0, help="share of peers whose experts never change")
     parser.add_argument("--stale", type=float, default=0.05, help="share of members with an old view of the leases")
     parser.add_argument(
-        "--rooms", type=parse_rooms, default=parse_rooms("1:0.5,4:0.35,8:0.15"), help="experts:share,.."
+        "--rooms", type=parse_rooms, default=parse_rooms("1:0.5,4:0.35,8:0.15"), help="pairs EXPERTS:SHARE,..."
     )
     parser.add_argument("--shared-elements", type=float, default=10e6, help="size of the shared block")
     parser.add_argument("--expert-elements", type=float, default=1e6, help="size of one expert")
-    parser.add_argument("--plan-samples", type=int, default=3, help="rounds whose byte plan is made")
+    parser.add_argument("--plan-samples", type=int, default=3, help="number of rounds with a byte plan")
     parser.add_argument("--json", type=Path, default=None)
     return parser.parse_args(argv)
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, then lint, types and all tests. Arguments go to pytest: bash scripts/test.sh -m 'not swarm'
+# Installs, lints, type-checks and runs all tests. Arguments go to pytest: bash scripts/test.sh -m 'not swarm'
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -7,5 +7,5 @@ bash scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/lint-imports
-# Tests of several peers mostly wait, so three files at a time, these first (tests/conftest.py); -n 0 runs one after another.
+# Tests of several peers mostly wait: three files at a time, those first (tests/conftest.py); -n 0 runs one at a time.
 exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

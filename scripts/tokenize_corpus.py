@@ -1,7 +1,7 @@
 """Turns text into token files for `--data`: python scripts/tokenize_corpus.py TEXT ... --output DIR
 
 Reads .txt (and .md, .rst, .py), .jsonl (plain, .gz, .zst) and .parquet. The result does not depend on the number of
-processes. Records that cannot be read are counted by kind and passed over.
+processes. Broken records are skipped and counted by kind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tokenize_corpus: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("tokenize_corpus: interrupted; the shards that were complete are kept", file=sys.stderr)
+        print("tokenize_corpus: interrupted; complete shards are kept", file=sys.stderr)
         return 130
     print(_table(summary, tokenizer))
     return 0
@@ -64,13 +64,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--text-mode",
         choices=("file", "paragraph", "line"),
         default="file",
-        help="what a document is in a plain text file",
+        help="unit of a document in a plain text file",
     )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N")
-    parser.add_argument("--overwrite", action="store_true", help="replace shards that are there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing shards")
     parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a bar"
+        "--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a progress bar"
     )
     return parser.parse_args(arguments)
 
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> tuple[ShardSummary, Tokenizer]:
     files = find_documents(options.inputs)
     document_format = DocumentFormat(text_field=options.text_field, text_mode=options.text_mode)
     tokenizer: Tokenizer
-    prepare_output(options.output, options.overwrite)  # before the tokenizer, which belongs to the shards
+    prepare_output(options.output, options.overwrite)  # before the tokenizer is saved, which belongs to the shards
     if options.tokenizer == "bpe":
         tokenizer = train_bpe(sample_documents(files, _BPE_SAMPLE_CHARS, document_format), options.bpe_vocab_size)
         tokenizer.save(options.output / "tokenizer")

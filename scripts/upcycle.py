@@ -1,7 +1,7 @@
 """Turns a dense model into the mixture of experts that a run starts from: python scripts/upcycle.py DENSE OUTPUT
 
 Qwen3, Llama and OLMo 2 become Qwen3-MoE, Mixtral and FlexOlmo. Each expert is a copy of the dense FFN, with noise on a
-random part of its weights. Without noise (--noise-std 0) the mixture computes the same logits; --check shows it.
+random part of its weights. Without noise (--noise-std 0) the mixture computes the same logits, which --check verifies.
 """
 
 from __future__ import annotations
@@ -52,21 +52,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new or empty directory")
     parser.add_argument("--experts", type=int, default=8, metavar="N", help="experts per layer")
     parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts that process a token")
-    parser.add_argument("--noise-std", type=float, default=0.02, metavar="STD", help="0 for exact copies")
-    parser.add_argument("--noise-fraction", type=float, default=0.5, metavar="P", help="weights that get noise")
+    parser.add_argument("--noise-std", type=float, default=0.02, metavar="STD", help="of the noise; 0 for exact copies")
+    parser.add_argument("--noise-fraction", type=float, default=0.5, metavar="P", help="share of weights with noise")
     parser.add_argument("--router-init", default="normal:0.02", metavar="HOW", help="zero, or normal:STD")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of noise and routers")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of the output")
-    parser.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="of each weight file")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of noise and routers")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of the output")
+    parser.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="largest size of a weight file")
     parser.add_argument(
         "--source-name", metavar="NAME", help="published in upcycling.json; default: the last part of DENSE"
     )
-    parser.add_argument("--check", action="store_true", help="run both models on random tokens (needs their memory)")
+    parser.add_argument(
+        "--check", action="store_true", help="compare both models on random tokens (needs their memory)"
+    )
     parser.add_argument("--write-config", type=Path, metavar="FILE", help="also write the configuration of a run")
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="for --write-config, loadable by every joiner; default: bytes where that is it, else --source-name",
+        help="for --write-config, loadable by every joiner; default: bytes if the model uses it, else --source-name",
     )
     return parser.parse_args(arguments)
 
@@ -89,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         source_name=options.source_name or options.dense.resolve().name,
     )
-    # Before the long part, so that a mistake costs no time.
+    # Before the slow part, so that a mistake costs no time.
     tokenizer = None if options.write_config is None else options.tokenizer or _tokenizer_name(options)
     started = time.monotonic()
     report = upcycle(options.dense, options.output, upcycling)
@@ -117,7 +119,7 @@ def _router_std(text: str) -> float:
 
 
 def _tokenizer_name(options: argparse.Namespace) -> str:
-    """A name for the tokenizer of the dense model that means the same on other machines."""
+    """A name for the dense model's tokenizer that is valid on all machines."""
     if (options.dense / "tokenizer.json").exists():
         tokenizer = load_tokenizer(options.dense, local_files_only=True)
         if tokenizer.digest == ByteTokenizer().digest:
@@ -128,7 +130,7 @@ def _tokenizer_name(options: argparse.Namespace) -> str:
 
 
 def _write_config(directory: Path, file: Path, tokenizer: str) -> None:
-    """Writes the configuration, and reads it back as whoever founds the run will."""
+    """Writes the configuration, and reads it back as the founder of the run will."""
     name = re.sub(r"[^a-z0-9-]+", "-", directory.resolve().name.lower()).strip("-")[:40] or "upcycled"
     run = starting_run(directory, name, tokenizer)
     header = "# A run of an upcycled mixture. Optimisation and merging are those of SPES 9B (arXiv 2602.11543).\n"
@@ -155,7 +157,7 @@ def _table(report: UpcyclingReport, seconds: float) -> str:
 
 
 def _peak_bytes() -> int:
-    """Largest resident size of this process so far; getrusage would count that of the parent before exec, too."""
+    """Peak resident size of this process; getrusage would include that of the parent before exec."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     match = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return 1024 * int(match[1]) if match else 0

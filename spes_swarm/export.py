@@ -1,10 +1,10 @@
-"""Writes the reference of a peer's newest checkpoint in the plain `transformers` layout.
+"""Exports the reference of a peer's newest checkpoint as a plain `transformers` model.
 
     python -m spes_swarm.export OUTPUT_DIR DESTINATION
 
-The destination loads with `AutoModelForCausalLM.from_pretrained` where spes_swarm is not installed; it can be published
-as it is (`python -m spes_swarm.publish DESTINATION --to ...`). Whichever peer exports a round, the weight files are the
-same bytes.
+The destination loads with `AutoModelForCausalLM.from_pretrained` without spes_swarm, and can be published as it is
+(`python -m spes_swarm.publish DESTINATION --to ...`). The weight files of a round are byte-identical, whichever peer
+exports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line entry point."""
+    """Command-line entry point; returns the exit code."""
     parser = OneLineParser(prog="python -m spes_swarm.export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path, help="the --output-dir of a peer")
     parser.add_argument("destination", type=Path, help="a new or empty directory")
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         check_is_new(options.destination)
         RunDirectory(options.output_dir).require_run()
-        # Only from here on torch and transformers are imported: that takes seconds.
+        # Everything below imports torch and transformers, which takes seconds.
         from spes_swarm.publishing.pack import RunFacts, pack
         from spes_swarm.publishing.snapshot import newest_snapshot
 
@@ -45,18 +45,18 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
         return 2
-    except OSError as exc:  # a path that cannot be one, or the machine's limits
+    except OSError as exc:  # an impossible path, or a limit of the machine
         print(f"export: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("export: interrupted; the destination is complete if it is there", file=sys.stderr)
+        print("export: interrupted; the destination is complete if it exists", file=sys.stderr)
         return 130
     print(f"round {snapshot.round} of {snapshot.manifest.run_id} written to {options.destination}")
     return 0
 
 
 def _say_passed_over(complaint: str) -> None:
-    print(f"export: passing over a checkpoint: {complaint}", file=sys.stderr)
+    print(f"export: skipping a checkpoint: {complaint}", file=sys.stderr)
 
 
 if __name__ == "__main__":

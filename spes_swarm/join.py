@@ -1,7 +1,7 @@
-"""`python -m spes_swarm.join`: takes part in a run, or founds one.
+"""`python -m spes_swarm.join`: joins a run, or founds one.
 
-Without --initial-peers it founds a run from --config (default: the quickstart), or goes on with the run that
---output-dir belongs to, and prints the command with which others join.
+Without --initial-peers it founds a run from --config (default: the quickstart), or continues the run that --output-dir
+belongs to, and prints the command with which others join.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from spes_swarm.peer.stop_signals import StopSignals
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line of `join`; a flag that is given overrides the configuration file.
+    """Parses the command line of `join`. Flags override the configuration file.
 
     Raises:
-        ConfigError: it has an unknown flag, or a value of the wrong type.
+        ConfigError: a flag is unknown, or a value is of the wrong type.
     """
     parser = OneLineParser(
         prog="python -m spes_swarm.join",
@@ -30,9 +30,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run = parser.add_argument_group("the run")
     run.add_argument("--config", type=Path, help="YAML file; its `run` section founds a run (default: quickstart)")
     run.add_argument("--initial-weights", metavar="DIR", help="found the run from this model, e.g. an upcycled one")
-    run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers that are in the run")
-    run.add_argument("--run-id", help="refuse any other run than this one")
-    run.add_argument("--wait-for-peers", type=int, metavar="N", help="begin when N peers are there, this one included")
+    run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers in the run")
+    run.add_argument("--run-id", help="refuse to join any other run")
+    run.add_argument("--wait-for-peers", type=int, metavar="N", help="wait until N peers are ready, including this one")
     run.add_argument("--max-rounds", type=int, metavar="N", help="leave after N rounds")
     peer = parser.add_argument_group("this peer")
     peer.add_argument("--experts", metavar="auto|N|i,j", help="which experts to train (default: auto)")
@@ -40,21 +40,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
     peer.add_argument("--name", help="public nickname")
     peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, or text (default: as last time)")
-    peer.add_argument("--data-differs", action="store_true", help="train on other data than the run's")
+    peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
-    peer.add_argument("--seed", type=int, help="of the order of the data (default: from the peer id)")
+    peer.add_argument("--seed", type=int, help="seed of the data order (default: from the peer id)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
     network = parser.add_argument_group("network")
-    network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="where to listen")
-    network.add_argument("--announce-maddrs", nargs="+", metavar="MADDR", help="what to tell others instead")
+    network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="addresses to listen on")
+    network.add_argument("--announce-maddrs", nargs="+", metavar="MADDR", help="addresses to announce instead")
     network.add_argument("--client-mode", action="store_true", help="only open connections, accept none")
     network.add_argument(
         "--assume-reachable", action="store_true", help="do not check whether others can open connections to this peer"
     )
     network.add_argument(
-        "--relay", metavar="auto|off", help="pass on connections between others, and use relays (default: auto)"
+        "--relay", metavar="auto|off", help="relay connections for others, and use relays (default: auto)"
     )
     network.add_argument(
         "--upload-mbps", type=float, metavar="MBIT", help="upload bandwidth: sets this peer's share of a round's work"
@@ -64,29 +64,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     hub.add_argument("--publish-to", metavar="USER/REPO|file:DIR", help="publish the model there while training")
     hub.add_argument("--publish-every", type=int, metavar="ROUNDS", help="rounds between publications (default: 100)")
     hub.add_argument(
-        "--publish-mbps", type=float, metavar="MBIT", help="how fast to send (default: a tenth of --upload-mbps, or 10)"
+        "--publish-mbps", type=float, metavar="MBIT", help="upload limit (default: a tenth of --upload-mbps, or 10)"
     )
-    hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a name (default: all)")
-    hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="go on with a published run, peers or not")
+    hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a tag (default: all)")
+    hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="resume a published run, with or without peers")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line entry point; returns the exit code."""
+    """Command-line entry point; returns the exit code."""
     signals = StopSignals()
     signals.install()
     try:
         with signals.interruptible():
             options = parse_arguments(arguments)
-            # Even these imports take long enough for a Ctrl-C.
+            # Even these imports are slow enough to be interrupted.
             from spes_swarm.peer.join_request import read_request
             from spes_swarm.peer.preflight import check_machine, check_run
 
             draft = read_request(options)
             check_machine(draft.peer)
             check_run(draft)
-            # Only from here on torch, transformers and hivemind are imported: that takes seconds, which nobody should
-            # have to wait for a mistake.
+            # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
+            # before that.
             request = draft.complete()
             from spes_swarm.peer.panel import PeerConsole
             from spes_swarm.peer.session import Session
@@ -94,19 +94,19 @@ def main(arguments: list[str] | None = None) -> int:
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(request, PeerConsole(), signals).run()
     except UserError as exc:
-        # Some of it may be what other peers said: it must stay on one line, and move no cursor.
+        # It may quote other peers: it must stay on one line and contain no terminal escapes.
         print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
         return 2
     except LeftEarlyError:
         return 0
-    except OSError as exc:  # the machine's limits: no file descriptors or memory left, nowhere to print to
+    except OSError as exc:  # a limit of the machine: no file descriptors or memory left, stdout closed
         print(f"join: {exc}", file=sys.stderr)
         return 2
     except NetworkProcessError as exc:
-        print(f"join: {exc}; start again with the same --output-dir to go on from the last checkpoint", file=sys.stderr)
+        print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("join: stopped at once; the last checkpoint is what remains", file=sys.stderr)
+        print("join: stopped immediately; only the last checkpoint is kept", file=sys.stderr)
         return 130
     return 0
 

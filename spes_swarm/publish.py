@@ -1,14 +1,14 @@
-"""Publishes a round: to a repository of the Hugging Face Hub, or to a directory.
+"""Publishes a round to a repository of the Hugging Face Hub, or to a directory.
 
     python -m spes_swarm.publish OUTPUT_DIR --to USER/REPO
     python -m spes_swarm.publish OUTPUT_DIR --to file:/srv/models/mine --tag milestone --keep 10
 
-OUTPUT_DIR is a peer's, running or not (its newest checkpoint is published), or a directory that `spes_swarm.export`
-has written. Any peer may publish, and what it publishes does not depend on which one does. Readers see the whole
-publication or the one before. The Hub's token is that of HF_TOKEN or `hf auth login`.
+OUTPUT_DIR belongs to a peer, running or not (its newest checkpoint is published), or was written by
+`spes_swarm.export`. Any peer may publish, and the result does not depend on which one does. Readers see either the
+whole publication or the previous one. The Hub token comes from HF_TOKEN or `hf auth login`.
 
-Exit codes: 0, published, or there already; 2, a mistake or a refusal that one line on stderr explains. With `--json`,
-one line of JSON on stdout says what came of it. No output has paths or tokens in it.
+Exit codes: 0, published, or already there; 2, a mistake or a refusal, explained in one line on stderr. With `--json`,
+one line of JSON on stdout reports the result. No output contains paths or tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 
 def go_to_background() -> None:
-    """Gives everything else on this machine the preference, for the processor and for the disk."""
+    """Gives this process the lowest CPU and disk priority."""
     os.nice(19)
     process = psutil.Process()
     if hasattr(process, "ionice"):
@@ -39,7 +39,7 @@ def go_to_background() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line entry point."""
+    """Command-line entry point; returns the exit code."""
     started = time.monotonic()
     options: argparse.Namespace | None = None
     try:
@@ -48,19 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
             go_to_background()
         shard_bytes(options.max_shard_size)
         _check_source(options.directory)
-        # Only from here on torch and transformers are imported: that takes seconds.
+        # Everything below imports torch and transformers, which takes seconds.
         from spes_swarm.publishing.publisher import publish
 
         published, gone = publish(options)
     except UserError as exc:
-        # A command line that makes no sense is only quoted.
+        # Without options the message quotes only the command line.
         print(f"publish: {_discreet(str(exc), options) if options else exc}", file=sys.stderr)
         return 2
-    except OSError as exc:  # a path that cannot be one, or the machine's limits; its file name would be a path
+    except OSError as exc:  # an impossible path, or a limit of the machine; str(exc) may contain a path
         print(f"publish: {exc.strerror or type(exc).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("publish: interrupted; what was published before still is", file=sys.stderr)
+        print("publish: interrupted; earlier publications are intact", file=sys.stderr)
         return 130
     seconds = time.monotonic() - started
     if options.json:
@@ -75,13 +75,13 @@ def main(arguments: list[str] | None = None) -> int:
         }
         print(json.dumps(summary), flush=True)
     else:
-        verb = "published" if published.status == "published" else "is published already"
+        verb = "published" if published.status == "published" else "is already published"
         print(f"round {published.round} {verb} ({published.revision}), {seconds:.1f} s")
     return 0
 
 
 def _check_source(directory: Path) -> None:
-    """Refuses what cannot be published."""
+    """Rejects a directory that cannot be published."""
     from spes_swarm.publishing.publication import PUBLICATION_FILE
     from spes_swarm.storage.run_directory import RunDirectory
 
@@ -90,7 +90,7 @@ def _check_source(directory: Path) -> None:
 
 
 def _discreet(message: str, options: argparse.Namespace) -> str:
-    """The message without paths and tokens, whoever has put them in: a supervisor may log it, or pass it on."""
+    """Returns the message without paths and tokens, whatever their source: a supervisor may log or forward it."""
     from huggingface_hub import get_token
 
     from spes_swarm.publishing.location import parse_location
@@ -123,20 +123,20 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m spes_swarm.publish", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("directory", type=Path, metavar="DIR", help="the --output-dir of a peer, or an exported directory")
-    add("--to", required=True, metavar="USER/REPO|file:DIRECTORY", help="where to publish; it is made if need be")
-    add("--due", type=int, metavar="ROUND", help="do nothing if that round or a newer one is published already")
-    add("--tag", metavar="NAME", help="a further name for this round, e.g. a milestone; it is never removed")
-    add("--keep", type=_count, metavar="N", help="afterwards remove the names of all rounds but the newest N")
-    add("--private", action="store_true", help="if the repository has to be made, only you may read it")
+    add("--to", required=True, metavar="USER/REPO|file:DIRECTORY", help="where to publish; created if missing")
+    add("--due", type=int, metavar="ROUND", help="do nothing if ROUND or a newer round is already published")
+    add("--tag", metavar="NAME", help="an additional name for this round, e.g. a milestone; never removed")
+    add("--keep", type=_count, metavar="N", help="afterwards remove the names of all but the newest N rounds")
+    add("--private", action="store_true", help="if the repository is created, make it private")
     add("--results", type=Path, metavar="FILE.json", help="tokens, peers, history and contributors for the card")
-    add("--license", metavar="ID", help="for the card: the model's licence, an identifier of the Hub")
-    add("--base-model", metavar="USER/REPO", help="for the card: what an upcycled model comes from")
+    add("--license", metavar="ID", help="for the card: the model's licence, a Hub identifier")
+    add("--base-model", metavar="USER/REPO", help="for the card: the base of an upcycled model")
     add("--data", metavar="TEXT", help="for the card: what the run trains on")
-    add("--join-address", metavar="MADDR", help="for the card: a peer's address that may be public")
+    add("--join-address", metavar="MADDR", help="for the card: a peer's address that may be made public")
     add("--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help="largest weight file (default: %(default)s)")
-    add("--upload-mbps", type=_positive, metavar="MBIT", help="send no faster than so many Mbit/s")
-    add("--background", action="store_true", help="leave the processor and the disk to others")
-    add("--json", action="store_true", help="say what came of it as one line of JSON")
+    add("--upload-mbps", type=_positive, metavar="MBIT", help="upload rate limit in Mbit/s")
+    add("--background", action="store_true", help="run at the lowest CPU and disk priority")
+    add("--json", action="store_true", help="report the result as one line of JSON")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Multiaddresses as users give them and as we show them: checked before anything starts."""
+"""Multiaddresses: checks of those that users give, before anything starts, and sorting for display."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parse(text: str, role: str) -> Multiaddr:
         return Multiaddr(text)
     except (MultiaddrError, ValueError, KeyError) as exc:
         culprit = _culprit(text)
-        where = "" if culprit == text else f" ({culprit!r} cannot be read)"
+        where = "" if culprit == text else f" ({culprit!r} cannot be parsed)"
         raise _wrong(text, role, f"is not a multiaddress{where}") from exc
 
 
@@ -34,11 +34,11 @@ def _wrong(text: str, role: str, why: str) -> AddressError:
 
 
 def _culprit(text: str) -> str:
-    """The first component of an address that cannot be parsed: "/tcp/99999"."""
+    """Returns the first component of an address that cannot be parsed, e.g. "/tcp/99999"."""
     if len(text) > _MAX_CHARS:  # each attempt parses the whole prefix again
         return text
     words = text.split("/")
-    for num_good in range(len(words) - 1, 1, -1):  # fewer leave nothing but the slash in front
+    for num_good in range(len(words) - 1, 1, -1):  # the first word is empty: it precedes the leading slash
         with suppress(MultiaddrError, ValueError, KeyError):
             Multiaddr("/".join(words[:num_good]))
             return "/" + "/".join(words[num_good : num_good + 2])
@@ -46,29 +46,29 @@ def _culprit(text: str) -> str:
 
 
 def check_peer_address(text: str) -> str:
-    """Checks an address to dial: a host, a port and a peer id.
+    """Checks an address to dial, which needs a host, a port and a peer id.
 
     Raises:
-        AddressError: it cannot be parsed or lacks one of them.
+        AddressError: it cannot be parsed, or one of them is missing.
     """
     address = _parse(text, _PEER)
     names = [protocol.name for protocol in address.protocols()]
     if names[-1:] != ["p2p"]:
-        raise _wrong(text, _PEER, "lacks the peer's id at its end")
+        raise _wrong(text, _PEER, "does not end in a peer id")
     if not {"ip4", "ip6", "dns", "dns4", "dns6"} & set(names):
-        raise _wrong(text, _PEER, "names no host")
+        raise _wrong(text, _PEER, "has no host")
     if not {"tcp", "udp"} & set(names):
-        raise _wrong(text, _PEER, "names no port")
+        raise _wrong(text, _PEER, "has no port")
     return text
 
 
 def peer_id_of(maddr: str) -> str:
-    """The peer id at the end of an address that `check_peer_address` accepts."""
+    """Returns the peer id at the end of an address that `check_peer_address` accepts."""
     return maddr.rstrip("/").rsplit("/", 1)[-1]
 
 
 def without_own(maddrs: Sequence[str], own_peer_id: str) -> list[str]:
-    """The addresses of other peers.
+    """Returns the addresses of other peers.
 
     Raises:
         AddressError: all of them are this peer's own.
@@ -77,13 +77,13 @@ def without_own(maddrs: Sequence[str], own_peer_id: str) -> list[str]:
     if maddrs and not others:
         raise AddressError(
             f"{_PEER} {maddrs[0]!r} is this peer's own address: give the address of another peer "
-            "(two peers need two identities: another --output-dir, without --identity)"
+            "(each peer needs its own identity: use another --output-dir, without --identity)"
         )
     return others
 
 
 def check_listen_address(text: str, *, announced: bool = False) -> str:
-    """Checks an address to listen on, or to announce to others.
+    """Checks an address to listen on, or to announce to other peers.
 
     Raises:
         AddressError: it cannot be parsed, ends in a peer id, or is announced without a port.
@@ -97,12 +97,12 @@ def check_listen_address(text: str, *, announced: bool = False) -> str:
     if not ports:
         raise _wrong(text, role, "has no port")
     if announced and "0" in [str(port) for port in ports]:
-        raise AddressError(f"{role} {text!r} has port 0; others need the real one")
+        raise AddressError(f"{role} {text!r} has port 0; announce the actual port")
     return text
 
 
 def best_first(maddrs: Sequence[str]) -> list[str]:
-    """Orders addresses by how far they reach: public, private network, this machine only."""
+    """Sorts addresses by reach: public IPv4, private IPv4, all others (IPv6, names), IPv4 loopback."""
 
     def reach(text: str) -> int:
         try:
@@ -116,7 +116,7 @@ def best_first(maddrs: Sequence[str]) -> list[str]:
 
 
 def tcp_endpoint(maddr: str) -> tuple[str, int] | None:
-    """The IP address and TCP port of a multiaddress; None if it has none of its own (names, UDP, circuits)."""
+    """Returns the IP address and TCP port of a multiaddress; None if it lacks one (names, UDP) or is a circuit."""
     if "/p2p-circuit" in maddr:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Command lines that report mistakes as everything else does: in one line, without the whole usage or a traceback."""
+"""Command-line parsing that reports mistakes in one line, without usage text or a traceback."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""
-        raise ConfigError(f"{message}; --help lists what there is")
+        raise ConfigError(f"{message}; see --help")
 
 
 def report_interrupt(program: str) -> None:
-    """From now on, a Ctrl-C that nothing handles ends the program with one line; to be called before slow imports."""
+    """Makes an unhandled Ctrl-C end the program with one line instead of a traceback; call it before slow imports."""
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Sets of small numbers as bytes, one bit each."""
+"""Sets of small numbers as bitmaps."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from spes_swarm.base.errors import ProtocolError
 
 
 def num_bitmap_bytes(size: int) -> int:
-    """Length of the bitmap of a set of numbers below `size`."""
+    """Returns the length in bytes of a bitmap for numbers below `size`."""
     return -(-size // 8)
 
 
 def bitmap(numbers: Iterable[int], size: int) -> bytes:
-    """The bitmap of a set of numbers below `size`."""
+    """Returns the bitmap of a set of numbers below `size`."""
     bits = np.zeros(size, dtype=np.uint8)
     bits[list(numbers)] = 1
     return np.packbits(bits).tobytes()
 
 
 def members_of(data: bytes, size: int) -> list[int]:
-    """The inverse of `bitmap`, ascending.
+    """Inverse of `bitmap`; returns the numbers in ascending order.
 
     Raises:
-        ProtocolError: (`malformed`) it has the wrong length.
+        ProtocolError: (`malformed`) `data` has the wrong length.
     """
     if len(data) != num_bitmap_bytes(size):
         raise ProtocolError("malformed", "a bitmap of the wrong length")

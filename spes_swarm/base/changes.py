@@ -1,4 +1,4 @@
-"""An event that happens again and again."""
+"""A recurring event."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 
 class Changes:
-    """Wakes all tasks that wait for the next change; one that happened before they waited does not count."""
+    """Wakes all tasks that wait for the next change; a change before the wait does not count."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes those who wait."""
+        """Wakes all waiting tasks."""
         self._next.set()
         self._next = asyncio.Event()
 
@@ -20,7 +20,7 @@ class Changes:
         """Waits for the next change.
 
         Returns:
-            Whether there was one within `timeout_s`.
+            True if it came within `timeout_s`.
         """
         try:
             await asyncio.wait_for(self._next.wait(), timeout_s)

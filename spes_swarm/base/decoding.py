@@ -1,12 +1,12 @@
-"""Decoding what strangers send: the one place where received msgpack and JSON become Python objects.
+"""Decoding of untrusted data: the one place where received msgpack and JSON become Python objects.
 
-A limit on the length of a message does not limit what it turns into: a byte of msgpack becomes an empty list of 56
+A limit on the length of a message does not limit what it decodes to: a byte of msgpack becomes an empty list of 56
 bytes, and 4 MiB of them took 2.9 s and 550 MB. So the number of values and their depth are counted on the bytes, before
-any object exists. msgpack's own limits are per container, and lists can be nested.
+any object exists. msgpack's own limits apply to each container separately, and lists can be nested.
 
-Honest messages have few values: statements and records travel as byte strings inside others. The largest counts are
-4 for each peer in an answer of the DHT (4,000 for 1,000 peers), 4 for each block in a statement, whose 64 KiB hold
-1,600 blocks, and 2 for each block in the table of a reference (8,200 for 4,096 experts).
+Honest messages have few values: statements and records travel as byte strings inside other messages. The largest counts
+are 4 per peer in a DHT answer (4,000 for 1,000 peers), 4 per block in a statement (its 64 KiB hold 1,600 blocks), and 2
+per block in the table of a reference (8,200 for 4,096 experts).
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from spes_swarm.base.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_ELEMENTS = 1 << 15
-MAX_DEPTH = 8  # honest messages have 4 containers within each other
+MAX_DEPTH = 8  # honest messages nest 4 containers
 
 _ARRAY16, _ARRAY32, _MAP16, _MAP32 = 0xDC, 0xDD, 0xDE, 0xDF
-# First bytes whose payload has a length of its own: first byte -> size of that length.
+# Byte strings and text with a length field: first byte -> size of that field.
 _LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-# The same for extensions, whose payload is preceded by a type; and those of a fixed size.
+# The same for extensions, which have a type byte before the payload; then extensions of a fixed size.
 _EXT_LENGTHS: Final = {0xC7: 1, 0xC8: 2, 0xC9: 4}
 _FIXED_EXT: Final = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _CONTAINERS: Final = {_ARRAY16: (2, 1), _ARRAY32: (4, 1), _MAP16: (2, 2), _MAP32: (4, 2)}  # bytes of count, factor
 
 
 def _fixed_sizes() -> list[int]:
-    """The whole size of a value by its first byte; 0 where that does not say it, and for containers."""
+    """Total size of a value by its first byte; 0 for containers, and where the first byte does not determine it."""
     sizes = [0] * 256
-    sizes[0x00:0x80] = [1] * 0x80  # small numbers
-    sizes[0xA0:0xC0] = range(1, 33)  # short texts
-    sizes[0xE0:0x100] = [1] * 0x20  # small negative numbers
+    sizes[0x00:0x80] = [1] * 0x80  # positive fixint
+    sizes[0xA0:0xC0] = range(1, 33)  # fixstr
+    sizes[0xE0:0x100] = [1] * 0x20  # negative fixint
     for first, size in {0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9}.items():  # nil, false, true, floats
         sizes[first] = size
-    for power in range(4):  # numbers of 1, 2, 4 and 8 bytes
+    for power in range(4):  # uint and int of 1, 2, 4 and 8 bytes
         sizes[0xCC + power] = sizes[0xD0 + power] = 1 + (1 << power)
     return sizes
 
@@ -52,13 +52,13 @@ _SIZES: Final = _fixed_sizes()
 def check_msgpack(
     data: bytes, *, max_elements: int = MAX_ELEMENTS, max_depth: int = MAX_DEPTH, ext_codes: Collection[int] = ()
 ) -> None:
-    """Counts the values of a message without making any: at most some 5 ms, however long it is.
+    """Counts the values of a message without decoding it, in about 5 ms at most, whatever its length.
 
     Args:
         data: msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md).
-        max_elements: most values in all containers together; a map has two for each entry.
-        max_depth: most containers within each other.
-        ext_codes: types of extensions that the whole message may be; what is in one, the caller has to check.
+        max_elements: limit on the values in all containers together; a map entry has two.
+        max_depth: limit on the nesting of containers.
+        ext_codes: extension types that the whole message may have; the caller has to check their payload.
 
     Raises:
         ProtocolError: (`oversized`) too many values; (`malformed`) too deep, not msgpack, or an extension.
@@ -66,13 +66,13 @@ def check_msgpack(
     try:
         _count(data, max_elements, max_depth, ext_codes)
     except IndexError as exc:
-        raise ProtocolError("malformed", "not valid msgpack: it is cut off") from exc
+        raise ProtocolError("malformed", "not valid msgpack: truncated") from exc
 
 
 def _count(data: bytes, max_elements: int, max_depth: int, ext_codes: Collection[int]) -> None:
     sizes = _SIZES
     position, budget, left = 0, max_elements, 1
-    above: list[int] = []  # values that are still to come in the containers around this one
+    above: list[int] = []  # values left in each enclosing container
     while True:
         while left:
             left -= 1
@@ -97,7 +97,7 @@ def _count(data: bytes, max_elements: int, max_depth: int, ext_codes: Collection
                 if budget < 0:
                     raise ProtocolError("oversized", f"a message of more than {max_elements} values")
                 if len(above) >= max_depth:
-                    raise ProtocolError("malformed", f"a message that is nested deeper than {max_depth} levels")
+                    raise ProtocolError("malformed", f"a message nested deeper than {max_depth} levels")
                 above.append(left)
                 left = count
             else:
@@ -125,8 +125,8 @@ def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
     """Decodes untrusted msgpack with limits on length, number of values and depth.
 
     Raises:
-        ProtocolError: (`oversized`) longer than `max_bytes`, or more values than an honest message has; (`malformed`)
-            more levels, or not valid msgpack.
+        ProtocolError: (`oversized`) longer than `max_bytes`, or more than MAX_ELEMENTS values; (`malformed`) deeper
+            than MAX_DEPTH, not valid msgpack, or an extension.
     """
     if len(data) > max_bytes:
         raise ProtocolError("oversized", f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
@@ -138,9 +138,9 @@ def unpack(data: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> Any:
 
 
 def check_json(data: bytes, *, max_elements: int) -> None:
-    """Counts the values of a JSON text without making any.
+    """Counts the values of a JSON text without decoding it.
 
-    Every value but the first follows one of `[ { , :`; those inside strings count, too.
+    Every value but the first follows one of `[ { , :`; these characters count inside strings, too.
 
     Raises:
         ProtocolError: (`oversized`) it may have more values than `max_elements`.
@@ -150,7 +150,7 @@ def check_json(data: bytes, *, max_elements: int) -> None:
 
 
 def load_json(data: bytes, *, max_elements: int) -> Any:
-    """Decodes untrusted JSON, whose length the caller has limited.
+    """Decodes untrusted JSON; the caller limits its length.
 
     Raises:
         ProtocolError: (`oversized`) it may have more values than `max_elements`.
@@ -161,11 +161,11 @@ def load_json(data: bytes, *, max_elements: int) -> Any:
     return json.loads(data)
 
 
-_MAX_WHERE_CHARS = 80  # an unknown key may be as long as the message that it came in
+_MAX_WHERE_CHARS = 80  # an unknown key may be as long as its message
 
 
 def first_complaint(error: ValidationError, max_chars: int = 160) -> str:
-    """The first thing that is wrong, after its place where it has one: "shards.0.name: Field required"."""
+    """Describes the first error, after its location if it has one: "shards.0.name: Field required"."""
     first = error.errors()[0]
     where = ".".join(str(item) for item in first["loc"])[:_MAX_WHERE_CHARS]
     what = first["msg"][:max_chars]

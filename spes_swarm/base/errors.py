@@ -1,22 +1,22 @@
 """Every error that spes_swarm raises on purpose.
 
 SwarmError
-├── UserError             an error that the person at the keyboard can fix: one line on stderr, exit code 2
+├── UserError             an error that the user can fix: one line on stderr, exit code 2
 │   ├── ConfigError       unknown key, wrong type, impossible value
 │   ├── AddressError      an address that cannot be parsed or announced
-│   ├── BootstrapError    none of the initial peers could be reached, or none knows the run
-│   ├── ManifestError     the run's description fails verification, or it is another run
+│   ├── BootstrapError    no initial peer could be reached, or none takes part in the run
+│   ├── ManifestError     the run's manifest fails verification, or describes another run
 │   ├── DataError         a token file, corpus or tokenizer that cannot be used
-│   ├── CapacityError     what the run needs does not fit into this machine's memory
-│   ├── CheckpointError   a checkpoint that is corrupt, foreign or cannot be written
-│   ├── DivergenceError   training that has left the finite numbers and does not find back
-│   ├── HubError          the Hub or the directory refuses, is full, or cannot be reached
-│   │   └── SupersededError  what is published already is newer, or another state of the same round
-│   └── PublicationError  what is published, or is to be, cannot be used: malformed, damaged, of another run or model
+│   ├── CapacityError     the run does not fit into the memory of this machine or its GPU
+│   ├── CheckpointError   a checkpoint that is corrupt, of another run, or cannot be written
+│   ├── DivergenceError   the loss stays NaN or inf after several restarts from the reference
+│   ├── HubError          the Hub or a directory refuses, is full, or cannot be reached
+│   │   └── SupersededError  a newer round, or another state of this one, is already published
+│   └── PublicationError  a publication that is malformed, damaged, or not of the expected run or model
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
 ├── NetworkProcessError   the network process died or does not answer
-└── LeftEarlyError        left before the first step (told to stop, or the run is over): nothing is to be saved
+└── LeftEarlyError        the peer left before its first step (stopped, or the run is over): nothing to save
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class ConfigError(UserError):
 
 
 class AddressError(UserError):
-    """A multiaddress cannot be parsed, or cannot be used for what it was given for."""
+    """A multiaddress cannot be parsed, or is unsuitable for its purpose."""
 
 
 class BootstrapError(UserError):
-    """No initial peer could be reached, or none of them takes part in the wanted run."""
+    """No initial peer could be reached, or none of them takes part in the run."""
 
 
 class ManifestError(UserError):
@@ -51,7 +51,7 @@ class DataError(UserError):
 
 
 class CapacityError(UserError):
-    """What the run needs does not fit into the memory of this machine or of its GPU."""
+    """The run does not fit into the memory of this machine or its GPU."""
 
 
 class CheckpointError(UserError):
@@ -59,11 +59,11 @@ class CheckpointError(UserError):
 
 
 class DivergenceError(UserError):
-    """Losses are not finite, however often the peer begins again from the reference."""
+    """The loss stays NaN or inf after several restarts from the reference."""
 
 
 class HubError(UserError):
-    """A target or source refuses, is full, or cannot be reached; what was published before is still there."""
+    """A target or source refuses, is full, or cannot be reached; earlier publications are intact."""
 
 
 class SupersededError(HubError):
@@ -87,7 +87,7 @@ class ProtocolError(SwarmError):
         self.detail = detail
 
     def __reduce__(self) -> tuple[type[ProtocolError], tuple[str, str]]:
-        """Errors travel between the processes of a peer; the default would call __init__ with the joined text."""
+        """Makes the error picklable, as errors cross a peer's pipe; the default passes __init__ the joined text."""
         return type(self), (self.kind, self.detail)
 
 
@@ -100,4 +100,4 @@ class NetworkProcessError(SwarmError):
 
 
 class LeftEarlyError(SwarmError):
-    """Left before the first step, told to stop or because the run is over: there is nothing to be saved."""
+    """The peer left before its first step (stopped, or the run is over); there is nothing to save."""

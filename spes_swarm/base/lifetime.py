@@ -1,7 +1,7 @@
 """Children die with their parent, however the parent dies.
 
 Linux delivers the parent-death signal when the *thread* that created the child ends, so children are started from a
-process's main thread. The setting survives `exec` but not `fork`: every child asks for it itself.
+process's main thread. The setting survives `exec` but not `fork`, so every child sets it itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
     """Asks the kernel to send `signal_number` to this process when its parent ends.
 
-    Called in the child. `parent_pid` is what `os.getpid()` returned in the parent: if the parent has died before this
-    call, no signal would ever come, so the process ends at once.
+    Called in the child. `parent_pid` is what `os.getpid()` returned in the parent. If the parent died before this call,
+    no signal would ever come, so the process exits at once.
 
     Raises:
         OSError: the kernel refused.

@@ -1,8 +1,8 @@
-"""The one place where text that peers choose becomes harmless, whatever shows it later.
+"""The one place where text that peers choose is sanitised, for every display.
 
-A name may hold anything that its writer has signed: terminal escapes, rich markup, HTML, quotes that end an attribute,
-characters that reverse the text around them or that take no room. What comes out of here has none of that, so that a
-display that forgets to escape is ugly at worst.
+A name may contain anything that its writer has signed: terminal escapes, rich markup, HTML, quotes that end an
+attribute, bidi overrides, zero-width characters. `clean_name` removes all of it, so a display that forgets to escape is
+ugly at worst.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import unicodedata
 from typing import Final
 
 MAX_NAME_CHARS: Final = 40
-_MAX_MARKS: Final = 2  # on one letter; more climb over the lines above
+_MAX_MARKS: Final = 2  # combining marks on one letter; more would cover the lines above
 
-# What means something to a terminal, to rich, to HTML, to Markdown or to a shell, with a look-alike that does not.
+# Characters that are special to a terminal, rich, HTML, Markdown or a shell, and look-alikes that are not.
 _LOOKALIKES: Final = str.maketrans(
     {"<": "‹", ">": "›", "&": "+", '"': "”", "'": "’", "`": "’", "\\": "∖", "[": "(", "]": ")", "$": "＄", "|": "¦"}
 )
-# Invisible characters that Python counts as printable (Unicode: Default_Ignorable_Code_Point, and blanks with a shape).
+# Invisible characters that Python counts as printable (Unicode: Default_Ignorable_Code_Point, and blank glyphs).
 _INVISIBLE: Final = frozenset(
     {
         0x034F,  # combining grapheme joiner
@@ -37,14 +37,14 @@ _INVISIBLE: Final = frozenset(
 
 
 def clean_name(text: str) -> str:
-    """A name that is one line of visible text, at most 40 characters, without markup; empty if nothing is left."""
+    """Reduces a name to one line of visible text without markup, at most 40 characters; empty if nothing is left."""
     kept: list[str] = []
     marks = 0
     for char in unicodedata.normalize("NFC", text[: 4 * MAX_NAME_CHARS]):
         if char.isspace():
             kept.append(" ")
         elif not char.isprintable() or ord(char) in _INVISIBLE:
-            continue  # controls, bidi overrides, zero width, private use, surrogates, what is not assigned
+            continue  # controls, bidi overrides, zero width, private use, surrogates, unassigned
         elif unicodedata.category(char).startswith("M"):
             marks += 1
             if marks <= _MAX_MARKS and kept and kept[-1] != " ":

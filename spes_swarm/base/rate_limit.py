@@ -1,6 +1,6 @@
-"""How fast this peer gives its reference away: all transfers together share one limit, and rounds come first.
+"""Limits how fast this peer sends its reference to others: all transfers share one limit, and rounds come first.
 
-Pure arithmetic on a clock: whoever wants to send books its bytes, and is told how long it has to wait for them.
+Pure arithmetic on a clock: a sender books its bytes and asks how long it has to wait.
 """
 
 from __future__ import annotations
@@ -9,22 +9,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Of the upload bandwidth that the user has declared. Between rounds there is only a little else to send.
+# Share of the declared upload bandwidth between rounds, when there is little else to send.
 BETWEEN_ROUNDS_SHARE = 0.8
-# While a round's exchange is under way. Not zero: where rounds follow each other closely, newcomers must get in, too.
+# Share during a round's exchange. Not zero: newcomers must get in even if rounds follow each other closely.
 DURING_ROUNDS_SHARE = 0.1
-# Where nothing is declared, transfers are limited during rounds only, and this is what their share is taken of.
+# Without a declared bandwidth, transfers are limited during rounds only, to their share of this.
 ASSUMED_MBPS = 100.0
-# Below this, newcomers would take a donor for dead.
+# At a lower rate, newcomers would take a donor for dead.
 MIN_BYTES_PER_S = 16 * 1024.0
 BURST_BYTES = 64 * 1024
 
 
 class RateLimit:
-    """Lets bytes pass in the order in which they were booked (a token bucket whose rate may change at any time).
+    """A token bucket whose rate may change at any time; bytes pass in the order in which they are booked.
 
     Args:
-        bytes_per_s: None lets everything pass at once.
+        bytes_per_s: None for no limit.
         clock: monotonic seconds.
     """
 
@@ -32,23 +32,23 @@ class RateLimit:
         self._clock = clock
         self._rate = bytes_per_s
         self._at = clock()
-        # Positions on one line, in bytes: how far it may have flowed by now, and how far it is booked.
+        # Positions in one stream of bytes: how far it may have been sent by now, and how far it is booked.
         self._flowed = float(BURST_BYTES)
         self._booked = 0.0
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """Changes the rate, also for what has been booked and waits."""
+        """Changes the rate, also for bytes that are already booked."""
         self._advance()
         self._rate = bytes_per_s
 
     def book(self, num_bytes: int) -> float:
-        """Takes a place behind all others; returns it, for `wait_s`. After a pause BURST_BYTES pass at once."""
+        """Books bytes behind all others; returns their place, for `wait_s`. After a pause BURST_BYTES pass at once."""
         self._advance()
         self._booked = max(self._booked, self._flowed - BURST_BYTES) + num_bytes
         return self._booked
 
     def wait_s(self, place: float) -> float:
-        """How long a place has to wait from now on, at the present rate; 0: its bytes may be sent."""
+        """Returns how long a place has to wait at the current rate; 0 if its bytes may be sent."""
         self._advance()
         if self._rate is None:
             return 0.0
@@ -64,10 +64,10 @@ class RateLimit:
 
 
 class TransferLimit(RateLimit):
-    """The limit on all that a donor sends to newcomers.
+    """The limit on everything that a donor sends to newcomers.
 
     Args:
-        upload_mbps: declared upload bandwidth in Mbit/s, None where none was declared.
+        upload_mbps: declared upload bandwidth in Mbit/s, None if not declared.
     """
 
     def __init__(self, upload_mbps: float | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,12 +78,12 @@ class TransferLimit(RateLimit):
 
     @property
     def yields(self) -> bool:
-        """True if a round's exchange is under way here."""
+        """True during a round's exchange."""
         return self._num_rounds > 0
 
     @contextmanager
     def round_under_way(self) -> Iterator[None]:
-        """While this is open, transfers have only the smaller share."""
+        """Limits transfers to the smaller share within the context."""
         self._num_rounds += 1
         self.set_rate(self._during_rounds)
         try:

@@ -1,7 +1,7 @@
 """A flat fp32 vector in memory that two processes share.
 
-The memory is an anonymous file (memfd): it has no name that could be left behind, and the kernel frees it when the last
-of its users ends, however that happens. Pages that are never written take no memory.
+The memory is an anonymous file (memfd): it leaves no name behind, and the kernel frees it when its last user ends,
+however that happens. Pages that are never written take no memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spes_swarm.base.arrays import FloatArray
 
 @dataclass(frozen=True)
 class SharedVector:
-    """`values_N` is a view of the shared memory; `fd` is what another process maps it with."""
+    """`values_N` is a view of the shared memory; another process maps it through `fd`."""
 
     fd: int
     values_N: FloatArray
@@ -40,12 +40,12 @@ class SharedVector:
         return cls(fd=fd, values_N=np.frombuffer(memory, dtype=np.float32))
 
     def close(self) -> None:
-        """Gives the descriptor up; the mapping stays for as long as `values_N` is used."""
+        """Closes the descriptor; the mapping lives as long as `values_N`."""
         os.close(self.fd)
 
 
 def attach_from(pid: int, fd: int, num_elements: int) -> FloatArray:
-    """Maps memory that another process created after this one was forked: its descriptor is reachable through /proc."""
+    """Maps memory that another process created after this one was forked, by opening its descriptor through /proc."""
     vector = SharedVector.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), num_elements)
     vector.close()
     return vector.values_N

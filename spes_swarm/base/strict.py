@@ -1,12 +1,12 @@
-"""Strict dataclasses: sections of a configuration that check their own fields, read from plain values and written back.
+"""Strict dataclasses: configuration sections that check their own fields, read from plain values and written back.
 
-A field's declared type says what it accepts, and the messages say it to a person:
+A field's declared type states what it accepts, and error messages are derived from it:
 
     @dataclass(kw_only=True, slots=True, frozen=True)
     class Example(Section):
         rounds: Annotated[int, Range(1)]
 
-Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, further sections, `tuple[T, ...]`,
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]`,
 `dict[str, ...]` for JSON values, and any of these `| None`.
 """
 
@@ -26,7 +26,7 @@ from spes_swarm.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers a field accepts."""
+    """The numbers that a field accepts."""
 
     low: float
     high: float = math.inf
@@ -47,7 +47,7 @@ def _plain_number(number: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which texts a field accepts."""
+    """The text that a field accepts."""
 
     regex: str
     meaning: str  # completes "expected ..."
@@ -61,20 +61,20 @@ class Pattern:
 
 
 class Section:
-    """Base of all sections: brings its fields to their declared types and checks them."""
+    """Base class of all sections: converts its fields to their declared types and checks them."""
 
     __slots__ = ()
-    # Whether `_check` needs libraries that take seconds to import; `check_section` then leaves it out.
+    # True if `_check` needs libraries that take seconds to import; `check_section` then skips it.
     check_is_slow = False
 
     def __post_init__(self) -> None:
         for name, hint in _hints(type(self)).items():
-            # Frozen for everybody else; here an int becomes the float that was declared, a list a tuple.
+            # Sections are frozen; only here does an int become the declared float, and a list a tuple.
             object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
         self._check()
 
     def _check(self) -> None:
-        """Checks that concern several fields; a ConfigError's message starts with the dotted key."""
+        """Checks several fields against each other; the message of a ConfigError starts with the dotted key."""
 
 
 _S = TypeVar("_S", bound=Section)
@@ -85,7 +85,7 @@ def _hints(cls: type[Section]) -> dict[str, Any]:
 
 
 def to_dict(section: Section) -> dict[str, Any]:
-    """Plain JSON values of a section: dicts, lists and scalars, nothing shared with it."""
+    """Converts a section to plain JSON values: dicts, lists and scalars that share nothing with it."""
     return {name: _plain(getattr(section, name)) for name in _hints(type(section))}
 
 
@@ -98,13 +98,13 @@ def _plain(value: Any) -> Any:
 
 
 def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
-    """Makes a section, and those inside it, of plain values.
+    """Builds a section, and those nested in it, from plain values.
 
     Args:
-        cls: of the section.
-        values: what a file or a manifest says.
-        where: begins every message, e.g. "run.yaml: ".
-        key: the section's own dotted key, which follows.
+        cls: type of the section.
+        values: content of a file or a manifest.
+        where: prefix of every message, e.g. "run.yaml: ".
+        key: the section's own dotted key, which follows the prefix.
 
     Raises:
         ConfigError: naming the dotted key, what was found and what is expected.
@@ -121,7 +121,7 @@ def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
 
 
 def check_section(cls: type[Section], values: Any, where: str, key: str) -> None:
-    """Checks all that `read_section` would refuse, except what sections with `check_is_slow` find themselves.
+    """Makes the checks of `read_section`, except `_check` of sections with `check_is_slow`.
 
     Takes the same arguments.
 
@@ -144,7 +144,7 @@ def check_section(cls: type[Section], values: Any, where: str, key: str) -> None
 
 
 def _check_keys(cls: type[Section], values: Any, where: str, key: str) -> dict[str, Any]:
-    """The declared types of a section, if the values have all its keys and no others."""
+    """Returns the declared types of a section; refuses unknown keys, and missing ones that have no default."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}{key}: found {show(values)}, expected a section of keys")
     hints = _hints(cls)
@@ -166,7 +166,7 @@ def _is_section(hint: Any) -> bool:
 
 
 def _checked(hint: Any, value: Any, key: str) -> Any:
-    """The value as the declared type wants it, or a ConfigError that starts with the key."""
+    """Converts a value to its declared type, or raises a ConfigError that starts with the key."""
     base, constraint, optional = _declared(hint)
     if value is None and optional:
         return None
@@ -179,7 +179,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, dict):
             raise wrong
         return _checked_setting(value, key, depth=0)
-    # A bool is an int to Python, but somebody who writes `true` for a number means something else.
+    # A bool is an int in Python, but `true` in place of a number is a mistake.
     if base is float and type(value) is int:
         try:
             value = float(value)
@@ -189,11 +189,11 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
         raise wrong
     if constraint is not None and not constraint.holds(value):
         raise wrong
-    return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values are equal bytes
+    return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values give equal bytes
 
 
 def _checked_setting(value: Any, key: str, depth: int) -> Any:
-    """A copy of a JSON value of bounded depth."""
+    """Checks and copies a JSON value of bounded depth."""
     if depth > 8:  # a YAML alias may even contain itself
         raise ConfigError(f"{key}: nested too deeply")
     if isinstance(value, dict):
@@ -225,7 +225,7 @@ def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
 
 
 def _expected(hint: Any) -> str:
-    """Describes a declared type to a person."""
+    """Describes a declared type in words."""
     base, constraint, optional = _declared(hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if isinstance(constraint, Pattern):
@@ -240,7 +240,7 @@ def _expected(hint: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """What was found, as one would write it in YAML, with its kind where that is the news."""
+    """Describes a value that was found: scalars roughly as in YAML, shortened; containers by their kind."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping | list | tuple):
@@ -250,18 +250,18 @@ def show(value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Completes a message about an unknown word."""
-    nearest = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.0)  # a stranger's word may be very long
+    """Returns the end of a message about an unknown word: the closest known one."""
+    nearest = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=0.0)  # an untrusted word may be very long
     return f", did you mean {nearest[0]}?" if nearest else ""
 
 
 def nearest_key(keys: Mapping[str, Any], word: str, prefix: str = "") -> str:
-    """Completes a message about an unknown key: the same key in a section below, else the nearest.
+    """Returns the end of a message about an unknown key: the same key in a nested section, else the closest key.
 
     Args:
         keys: the known keys with their declared types.
-        word: the unknown one.
-        prefix: the dotted key of the section, with its dot.
+        word: the unknown key.
+        prefix: the dotted key of the section, with a trailing dot.
     """
     for section, hint in keys.items():
         if _is_section(hint) and word in _hints(hint):

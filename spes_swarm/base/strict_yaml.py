@@ -1,4 +1,4 @@
-"""YAML without its traps: the scalars of YAML 1.2, no duplicate keys, no objects, and errors that name the line."""
+"""Strict YAML: the scalars of YAML 1.2, no duplicate keys, no objects, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from spes_swarm.base.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text, and no
-    duplicate keys.
-    """
+    """Safe YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As SafeLoader, but a key may stand only once."""
+        """As SafeLoader, but refuses duplicate keys."""
         seen: set[str] = set()
         for key_node, _ in node.value:
             if isinstance(key_node, yaml.ScalarNode):
                 if key_node.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value} stands twice", key_node.start_mark
+                        None, None, f"duplicate key {key_node.value}", key_node.start_mark
                     )
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
@@ -43,7 +41,7 @@ for _tag, _regex, _first_characters in (
 
 
 def load_yaml(path: str | Path) -> Any:
-    """The plain values in a YAML file; None if there are none.
+    """Reads the plain values in a YAML file; None if it is empty.
 
     Raises:
         ConfigError: the file cannot be read or is not YAML.

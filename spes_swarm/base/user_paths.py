@@ -1,4 +1,4 @@
-"""Paths that users give: home directories, and directories that are made or emptied without touching other files."""
+"""Paths that users give: home directories, and directories created or emptied without touching other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spes_swarm.base.errors import UserError
 
 
 def user_path(text: str) -> Path:
-    """The path, with `~` and `~user` replaced by home directories.
+    """Replaces `~` and `~user` by home directories.
 
     Raises:
         UserError: there is no such user.
@@ -26,7 +26,7 @@ def user_path(text: str) -> Path:
 
 
 def check_is_new(destination: Path) -> None:
-    """Refuses a destination that holds something.
+    """Refuses a destination that is not empty.
 
     Raises:
         UserError: it exists and is not empty, or is not a directory.
@@ -41,7 +41,7 @@ def check_is_new(destination: Path) -> None:
 
 @contextmanager
 def new_directory(destination: Path) -> Iterator[Path]:
-    """A directory that exists only when it is complete: it is filled under another name, then renamed.
+    """Creates a directory atomically: it is filled under a temporary name, then renamed.
 
     Raises:
         UserError: the destination exists and is not empty, or cannot be written; nothing is left behind.
@@ -61,17 +61,17 @@ def new_directory(destination: Path) -> Iterator[Path]:
 
 
 def remake_directory(path: Path, program: str) -> None:
-    """Makes an empty directory for `program`, which leaves a mark; what an earlier call has left there is removed.
+    """Creates an empty directory for `program`, with a marker file; removes what an earlier call left there.
 
     Raises:
-        UserError: it holds something without that mark, or cannot be written.
+        UserError: it is not empty and has no marker, or cannot be written.
     """
     mark = path / f".{program}"
     try:
         left = [child for child in path.iterdir() if child != mark] if path.exists() else []
         if left and not mark.is_file():
-            raise UserError(f"{path} holds something that {program} did not create; choose another directory")
-        for child in left:  # the mark stays: an interruption must not leave files without it
+            raise UserError(f"{path} contains files that {program} did not create; choose another directory")
+        for child in left:  # the marker stays: an interruption must not leave files without it
             if child.is_dir() and not child.is_symlink():
                 shutil.rmtree(child)
             else:

@@ -1,4 +1,4 @@
-"""How messages and displays put numbers into words."""
+"""How messages and displays format numbers and lists."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Iterable, Sequence
 
 
 def plural(count: int, one: str) -> str:
-    """A count of things with a regular plural: "1 peer", "2,000 peers"."""
+    """Formats a count with a regular plural: "1 peer", "2,000 peers"."""
     return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def one_to(most: int, one: str) -> str:
-    """How many things there may be, from one on: "1 peer", "1 to 8 peers"."""
+    """Formats a range of counts that starts at one: "1 peer", "1 to 8 peers"."""
     return plural(most, one) if most == 1 else f"1 to {plural(most, one)}"
 
 
 def loss_with_error(loss: float | None, stderr: float | None = None) -> str:
-    """A loss and, where it is known, its standard error, both with the same precision: 1.246 ± 0.031; "-" for None."""
+    """Formats a loss and its standard error, if known, with the same precision: 1.246 ± 0.031; "-" for None."""
     if loss is None:
         return "-"
     return f"{loss:.3f}" if stderr is None else f"{loss:.3f} ± {stderr:.3f}"
 
 
 def amount(value: float) -> str:
-    """At most five characters: 0, 999, 1.2k, 45k, 1.2M ..."""
+    """Formats an amount in at most five characters: 0, 999, 1.2k, 45k, 1.2M ..."""
     for unit in ("", "k", "M", "G", "T", "P", "E"):
         if value < 999.5 or unit == "E":
             if unit and value < 9.95:
@@ -34,7 +34,7 @@ def amount(value: float) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """At most five characters: 0s, 59s, 12m, 5.0h, 3d; "-" for None."""
+    """Formats a duration in at most five characters: 0s, 59s, 12m, 5h, 3d; "-" for None."""
     if value is None:
         return "-"
     if value < 99.5:
@@ -47,21 +47,21 @@ def seconds(value: float | None) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Six characters at most; "-" for None."""
+    """Formats a loss in at most six characters; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.4f}" if value < 10 else f"{value:.3f}" if value < 100 else amount(value)
 
 
 def with_error(value: float | None, stderr: float | None) -> str:
-    """A loss with its standard error, where that is known: 1.246 ± 0.031; "-" for None."""
+    """Like `loss_with_error`, with large values abbreviated."""
     if value is None or value < 100:
         return loss_with_error(value, None if stderr is None else min(stderr, 99))
     return amount(value) + ("" if stderr is None else f" ± {amount(stderr)}")
 
 
 def ranges(experts: Sequence[int]) -> str:
-    """Ascending numbers as people write them: 0-3,7; "-" for none."""
+    """Formats ascending numbers as ranges: 0-3,7; "-" for none."""
     parts: list[str] = []
     index = 0
     while index < len(experts):
@@ -74,10 +74,10 @@ def ranges(experts: Sequence[int]) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """The text, with an ellipsis where it is too long."""
+    """Shortens text that is longer than `width`, with an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def listed(words: Iterable[str]) -> str:
-    """Words with commas."""
+    """Joins words with commas."""
     return ", ".join(words)

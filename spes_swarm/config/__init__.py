@@ -1,4 +1,4 @@
-"""What a run is (`run.RunConfig`), how one peer takes part (`peer.PeerConfig`), and the manifest that names a run.
+"""The configuration of a run (`run.RunConfig`) and of a peer (`peer.PeerConfig`), and the manifest of a run.
 
 Imports `base` and `protocol`. Begin with `run`.
 """

@@ -1,4 +1,4 @@
-"""What single settings may be."""
+"""The values that single settings may have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ NotNegative = Annotated[float, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 0.999999)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
-Text = Annotated[str, Pattern(r".+", "a text that is not empty")]
+Text = Annotated[str, Pattern(r".+", "non-empty text")]
 Hex64 = Annotated[str, Pattern(r"[0-9a-f]{64}", "64 hexadecimal digits")]
 Setting = int | float | bool | str | list[Any] | dict[str, Any] | None

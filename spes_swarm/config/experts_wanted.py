@@ -11,12 +11,12 @@ ExpertsWanted = Literal["auto"] | int | tuple[int, ...]
 
 
 def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
-    """What `--experts` asks for: "auto", a number of experts (`"2"` -> 2), or a sorted tuple of which ones.
+    """Parses `--experts`: "auto", a number of experts (`"2"` -> 2), or a sorted tuple of expert numbers.
 
-    A single expert is chosen with a comma: `"3,"` -> (3,).
+    A single expert is written with a comma: `"3,"` -> (3,).
 
     Raises:
-        ConfigError: garbage, a number of experts that the model does not have, or an expert named twice.
+        ConfigError: none of these, more experts than the model has, an unknown expert, or one named twice.
     """
     where, text = f"experts: found {text!r}", text.strip()
     if text == "auto":
@@ -25,7 +25,7 @@ def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
     is_list = len(words) > 1
     if is_list and not words[-1]:
         words.pop()
-    # isascii: other scripts' digits pass isdecimal, and what looks like a number should be one everywhere.
+    # isdecimal alone accepts the digits of other scripts, which are not numbers everywhere.
     if not all(word.isascii() and word.isdecimal() and len(word) <= 9 for word in words):
         raise ConfigError(f"{where}, expected auto, a number of experts, or experts such as 0,3,5")
     numbers = [int(word) for word in words]

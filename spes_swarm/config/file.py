@@ -15,7 +15,7 @@ from spes_swarm.config.run import RunConfig
 
 
 class ConfigFile(NamedTuple):
-    """What a configuration file says."""
+    """The content of a configuration file."""
 
     run: RunConfig | None  # None: the file has no `run:` section
     peer: PeerConfig  # defaults where the file has no `peer:` section
@@ -23,7 +23,7 @@ class ConfigFile(NamedTuple):
 
 @dataclass(frozen=True)
 class RawConfigFile:
-    """The same before it is known whether its model can be built, which takes seconds to find out."""
+    """The same before its model is built, which takes seconds."""
 
     source: str
     run: Mapping[str, Any] | None  # keys and values are those of a RunConfig
@@ -33,7 +33,7 @@ class RawConfigFile:
         """Builds the `run:` section; imports transformers.
 
         Raises:
-            ConfigError: its model cannot be built, or does not go with its other settings.
+            ConfigError: its model cannot be built, or conflicts with its other settings.
         """
         return None if self.run is None else RunConfig.from_dict(self.run, self.source)
 
@@ -47,17 +47,17 @@ def load_config(path: str | Path) -> ConfigFile:
     """Reads a configuration file.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or says something that cannot be used.
+        ConfigError: the file cannot be read, is not YAML, or has an invalid setting.
     """
     raw = read_config_file(path)
     return ConfigFile(run=raw.build_run(), peer=raw.peer)
 
 
 def read_config_file(path: str | Path) -> RawConfigFile:
-    """Reads a configuration file as far as that goes without transformers.
+    """Reads a configuration file and checks everything but its model, without transformers.
 
     Raises:
-        ConfigError: as `load_config`, but for what concerns the model.
+        ConfigError: as `load_config`, except for errors in the model.
     """
     source = str(path)
     content = load_yaml(path)

@@ -1,4 +1,4 @@
-"""The command with which others join a run: what a peer prints, the monitor shows and a model card says."""
+"""The command that joins a run, as a peer prints it, the monitor shows it, and a model card quotes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _YOUR_DATA = "YOUR_DATA"
 
 
 def join_command(manifest: Manifest, address: str, python: str = "python") -> str:
-    """What a newcomer types.
+    """Returns the command that a newcomer types.
 
     Args:
         manifest: of the run.
@@ -23,10 +23,10 @@ def join_command(manifest: Manifest, address: str, python: str = "python") -> st
 
 
 def data_arguments(run: DataConfig) -> list[str]:
-    """What a command to join needs beyond address and run id.
+    """Returns the data arguments of a command to join.
 
-    A corpus stands there by its name. Pasted as it is, that names no file, or one whose tokens are compared with the
-    run's: nobody trains on other data unnoticed. The standard library needs no argument, as every machine has it.
+    A corpus is given by its name. Pasted unchanged, that names no file, or one whose tokens are compared with the
+    run's, so no peer trains on other data unnoticed. The standard library needs no argument, as every machine has it.
     """
     if run.kind == "corpus":
         return ["--data", run.name or _YOUR_DATA]
@@ -34,19 +34,19 @@ def data_arguments(run: DataConfig) -> list[str]:
 
 
 def describe_data(data: DataConfig) -> str:
-    """What a run or a peer trains on, in words."""
+    """Describes what a run or a peer trains on."""
     if data.kind == "stdlib":
         return "the Python standard library"
     if data.kind == "own":
-        return "data of each peer's own"
+        return "each peer's own data"
     if data.kind == "corpus":
         name = repr(data.name) if data.name else "a corpus"
         return name + (f" (digest {data.digest[:12]})" if data.digest else "")
-    return "data that its description does not name"
+    return "unspecified data"
 
 
 def join_note(data: DataConfig) -> str | None:
-    """What whoever types the command has to know about its data; None: nothing."""
+    """Returns what the user has to know about the data in the command; None if nothing."""
     if data.kind == "corpus":
         return f"{describe_data(data)} is what the run trains on: put the path of your copy after --data"
     return "put the path of your own data after --data" if data.kind == "own" else None

@@ -1,7 +1,7 @@
-"""The manifest of a run: its configuration and its founder, named by the run id itself.
+"""The manifest of a run: its configuration and its founder, certified by the run id itself.
 
-The run id ends in a digest of the manifest, so whoever knows the id can check a manifest that comes from anybody, and
-whoever knows only an address learns the id from the manifest and can compare it with what was announced elsewhere.
+The run id ends in a digest of the manifest, so a peer that has the id can verify a manifest from any source. A peer
+that has only an address learns the id from the manifest, and can compare it with the id announced elsewhere.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Manifest:
 
     run_id: str
     run: RunConfig
-    layout_digest: str  # hex digest of the parameters' layout: another version of a model is noticed at once
+    layout_digest: str  # hex digest of the parameter layout; reveals another version of a model at once
     founder: str  # peer id
     data: bytes  # the signed bytes
     signature: bytes
 
     def to_wire(self) -> dict[str, bytes]:
-        """What peers send each other and what is kept beside checkpoints."""
+        """Returns the form that peers exchange, and that is stored beside checkpoints."""
         return {"manifest": self.data, "signature": self.signature}
 
 
 @dataclass(frozen=True)
 class RawManifest:
-    """A manifest of which everything but the model has been verified; that was possible without transformers."""
+    """A manifest in which everything but the model has been verified, without transformers."""
 
     run_id: str
     run: Mapping[str, Any]  # keys and values are those of a RunConfig
@@ -53,7 +53,7 @@ class RawManifest:
     founder: str
     data: bytes
     signature: bytes
-    source: str  # who sent it, for messages
+    source: str  # where it came from, for messages
 
     def build(self) -> Manifest:
         """Builds the run's configuration; imports transformers, which takes seconds.
@@ -65,14 +65,14 @@ class RawManifest:
             run = RunConfig.from_dict(self.run, source=f"manifest from {self.source}")
         except ConfigError as exc:
             raise _unusable(self.source, exc) from exc
-        # transformers lets many a wrong setting pass, which then fails in its own ways.
+        # transformers accepts many wrong settings, which then fail in other ways.
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
             raise _malformed(self.source) from exc
         return Manifest(self.run_id, run, self.layout_digest, self.founder, self.data, self.signature)
 
 
 def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest:
-    """Makes the manifest of a new run."""
+    """Creates and signs the manifest of a new run."""
     content = {
         "format": FORMAT,
         "run": run.to_dict(),
@@ -84,12 +84,12 @@ def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest
 
 
 def run_id_of(name: str, data: bytes) -> str:
-    """The self-certifying id of a run."""
+    """Returns the self-certifying id of a run."""
     return f"{name}-{blake3(data).hexdigest()[:_DIGEST_CHARS]}"
 
 
 def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None = None) -> Manifest:
-    """Verifies a manifest received from `source`.
+    """Verifies a manifest received from `source` and builds its configuration.
 
     Raises:
         ManifestError: it is malformed, not signed by its founder, of another format, or not of `expected_run_id`.
@@ -98,19 +98,20 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
 
 
 def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None = None) -> RawManifest:
-    """Verifies a manifest received from `source` as far as that goes without transformers.
+    """Verifies a manifest received from `source`, except for its model, without transformers.
 
     Raises:
-        ManifestError: as `open_manifest`, but for what concerns the model.
+        ManifestError: as `open_manifest`, except for errors in the model.
     """
     data, signature = wire.get("manifest"), wire.get("signature")
     if not isinstance(data, bytes) or not isinstance(signature, bytes) or len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"what {source} sent as the run's manifest is not one")
+        raise ManifestError(f"the manifest from {source} is incomplete or too large")
     try:
         content = load_json(data, max_elements=_MAX_ELEMENTS)
         if content["format"] != FORMAT:
             raise ManifestError(
-                f"the run's manifest has format {content['format']!r:.20}; this version of spes_swarm knows {FORMAT}"
+                f"the run's manifest has format {content['format']!r:.20}; "
+                f"this version of spes_swarm supports format {FORMAT}"
             )
         public_key = base64.b64decode(content["founder"], validate=True)
         founder = _founder_of(public_key, data, signature, source)
@@ -134,7 +135,7 @@ def _unusable(source: str, reason: ConfigError) -> ManifestError:
 
 
 def _malformed(source: str) -> ManifestError:
-    return ManifestError(f"what {source} sent as the run's manifest is malformed")
+    return ManifestError(f"the manifest from {source} is malformed")
 
 
 def _founder_of(public_key: bytes, data: bytes, signature: bytes, source: str) -> str:

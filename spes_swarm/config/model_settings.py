@@ -1,6 +1,6 @@
-"""A model type and its settings, as a configuration or a manifest names them, become a transformers configuration.
+"""Builds a transformers configuration from the model type and settings of a configuration file or a manifest.
 
-A manifest comes from a stranger: what its settings may contain is decided here and nowhere else.
+Manifests are untrusted: what their settings may contain is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_swarm.config.model_size import EXPERTS_PER_TOKEN, NUM_EXPERTS, check_n
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Able to load code or files, or decided by the peer that builds the model.
+# Settings that can load code or files, or that each peer decides for itself.
 _FORBIDDEN = frozenset(
     {
         "_attn_implementation",
@@ -40,12 +40,12 @@ _FORBIDDEN = frozenset(
         "trust_remote_code",
     }
 )
-# Honoured by transformers although the configuration classes have no such field; published configurations have them.
+# Not fields of the configuration classes, but honoured by transformers and present in published configurations.
 _EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
 
 
 def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """The transformers configuration of a model; it shares nothing with `settings`.
+    """Builds the transformers configuration of a model; it shares nothing with `settings`.
 
     Raises:
         ConfigError: the type is unknown, or a setting is unknown, not allowed, or refused by transformers. The message
@@ -58,16 +58,18 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
         if key not in known:
             raise ConfigError(f"settings.{key}: unknown key for {model_type}{nearest(key, known)}")
-    check_numbers(settings)  # transformers makes lists of such lengths, and a module for each entry
+    check_numbers(settings)  # transformers builds lists of such lengths, and a module for each entry
     with refusals(f"settings: transformers refuses them for {model_type}"):
-        return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: it keeps what it is given
+        return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: transformers keeps its arguments
 
 
 def check_mixture(model_type: str) -> None:
-    """Refuses types without experts, before anybody complains about settings that such a type does not have.
+    """Refuses model types without experts.
+
+    Called before the settings are checked: otherwise those that such a type lacks would be reported instead.
 
     Raises:
-        ConfigError: the type is unknown, or no mixture of experts; the message starts with `type`.
+        ConfigError: the type is unknown, or not a mixture of experts; the message starts with `type`.
     """
     known = _setting_names(_config_class(model_type))
     if known.isdisjoint(NUM_EXPERTS) or known.isdisjoint(EXPERTS_PER_TOKEN):
@@ -75,7 +77,7 @@ def check_mixture(model_type: str) -> None:
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
-    from transformers import CONFIG_MAPPING  # takes seconds: it brings torch
+    from transformers import CONFIG_MAPPING  # takes seconds: it imports torch
 
     if model_type not in CONFIG_MAPPING:
         suggestion = nearest(model_type, CONFIG_MAPPING)
@@ -89,13 +91,13 @@ def _setting_names(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def no_mixture(model_type: str) -> ConfigError:
-    """What to raise for a model type without experts."""
+    """Returns the error for a model type without experts."""
     return ConfigError(f"type: found {model_type!r}, expected a mixture of experts such as olmoe or qwen3_moe")
 
 
 @contextmanager
 def refusals(message: str) -> Iterator[None]:
-    """What transformers raises for settings of the wrong type, size or combination becomes a ConfigError."""
+    """Turns what transformers raises for settings of the wrong type, size or combination into a ConfigError."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:

@@ -1,7 +1,7 @@
-"""How large a model of given settings would be, told from the settings alone.
+"""Limits on the size of a model, checked on its settings alone.
 
-A description that comes from a stranger must not cost anything before it is refused: 1024 layers with 4096 experts took
-27 CPU-seconds and 1.9 GB to be laid out, although no weight of it was ever made.
+Refusing an untrusted configuration must cost nothing: computing the layout of 1024 layers with 4096 experts took 27
+CPU-seconds and 1.9 GB, although no weight was ever allocated.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MAX_EXPERTS: Final = 4096
-# By what the name of a setting contains, the first that fits; several times those of the largest published models.
+# Limits by substring of a setting's name, first match wins; several times those of the largest published models.
 _LARGEST: Final = (
     ("vocab", 1 << 22),
     ("position", 1 << 31),
     ("size", 1 << 17),
     ("dim", 1 << 17),
     ("rank", 1 << 17),
-    ("layer", 256),  # modules are made one by one, on any device
+    ("layer", 256),  # modules are created one by one, on any device
     ("expert", MAX_EXPERTS),
     ("head", 4096),
     ("", 1 << 31),
 )
-# Pieces of experts in the layout: DeepSeek-V3 has 15,000, Kimi K2 23,000.
+# Experts in all layers together, each a piece of the layout: DeepSeek-V3 has 15,000, Kimi K2 23,000.
 _MAX_EXPERT_PIECES: Final = 1 << 16
-# Kimi K2 has 1.0e12. Every peer holds all of them, twice, in fp32.
+# Kimi K2 has 1.0e12. Every peer holds all parameters, twice, in fp32.
 _MAX_PARAMETERS: Final = 1 << 40
 
-# transformers accepts any number for these.
+# transformers accepts any number for these, even zero and below.
 _POSITIVE: Final = (
     "vocab_size",
     "hidden_size",
@@ -45,20 +45,20 @@ _POSITIVE: Final = (
 )
 
 _LAYERS: Final = ("num_hidden_layers",)
-# What architectures call their experts.
+# Names that architectures give to the number of experts.
 NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-# What they call the number of experts that process a token.
+# Names that they give to the number of experts per token.
 EXPERTS_PER_TOKEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _EXPERT_FFN: Final = ("moe_intermediate_size", "intermediate_size")
 
 
 def first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> Any:
-    """The first of these attributes that a configuration has, else None."""
+    """Returns the first of these attributes that a configuration has, else None."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def check_numbers(settings: Mapping[str, Any], where: str = "settings") -> None:
-    """Refuses numbers that no model has, in nested settings, too.
+    """Refuses numbers that are too large for any model, also in nested settings.
 
     Raises:
         ConfigError: its message starts with the key.
@@ -94,9 +94,9 @@ def _integers(value: Any) -> Iterator[int]:
 
 
 def num_parameters(config: PreTrainedConfig) -> int:
-    """The parameters of a mixture of experts, all layers taken for mixtures with plain attention.
+    """Counts the parameters of a mixture of experts, as if all layers were mixtures with plain attention.
 
-    For OLMoE, Qwen3-MoE and Mixtral all but norms and biases, which are below 0.2 %; an estimate for others.
+    For OLMoE, Qwen3-MoE and Mixtral these are all but norms and biases, which are below 0.2 %; for others an estimate.
     """
 
     def number(*names: str, default: int = 0) -> int:
@@ -109,13 +109,13 @@ def num_parameters(config: PreTrainedConfig) -> int:
     kv_heads = number("num_key_value_heads", default=heads)
     experts = number(*NUM_EXPERTS)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    mixture = experts * (3 * hidden * number(*_EXPERT_FFN) + hidden)  # and the router's row
+    mixture = experts * (3 * hidden * number(*_EXPERT_FFN) + hidden)  # an expert and its row of the router
     embeddings = number("vocab_size") * hidden * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     return number(*_LAYERS) * (attention + mixture) + embeddings
 
 
 def check_size(config: PreTrainedConfig) -> None:
-    """Refuses a model that nobody could train, or whose layout alone would take long.
+    """Refuses a model that is too large to train, or whose layout alone would take long.
 
     Raises:
         ConfigError: its message starts with `settings`.

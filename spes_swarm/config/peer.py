@@ -1,4 +1,4 @@
-"""How one peer takes part in a run; never leaves its machine."""
+"""The configuration of one peer, which never leaves its machine."""
 
 from __future__ import annotations
 
@@ -13,43 +13,45 @@ from spes_swarm.config.constraints import BatchSize, Count, Positive, Seed, Text
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PeerConfig(Section):
-    """How this peer takes part; never leaves the machine."""
+    """How this peer takes part in a run."""
 
     output_dir: Text = "runs/peer"  # checkpoints and metrics
     identity: Text | None = None  # file of the private key; None = inside output_dir
-    experts: Text = "auto"  # "auto" (the run's experts_per_peer), "N" experts, or which ones: "i,j,k"
-    data: Text | None = None  # data source; None = that of the last stay, or the standard library where the run uses it
-    data_differs: bool = False  # train on data that are not the run's
+    experts: Text = "auto"  # "auto" (the run's experts_per_peer), "N" experts, or a list "i,j,k"
+    data: Text | None = None  # source; None = that of the last session, or the standard library if the run uses it
+    data_differs: bool = False  # train on data that is not the run's
     device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
     batch_size: BatchSize | None = None  # sequences per local step; None = the run's
     kernel: Text = "torch"  # expert kernel
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
-    run_id: Text | None = None  # the run to join; None = the one that the initial peers take part in
+    run_id: Text | None = None  # the run to join; None = that of the initial peers
     host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
-    announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to tell others; none = those listened on
-    client_mode: bool = False  # accept no connections: for peers that cannot be reached
-    assume_reachable: bool = False  # do not ask others whether they can open connections to this peer
-    relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # pass on others' connections, and use relays
-    wait_for_peers: Count = 1  # peers, this one included, that must be there before training starts
-    max_rounds: Count | None = None  # rounds after which this peer leaves; None = stay
+    announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to announce; none = those listened on
+    client_mode: bool = False  # accept no connections; for peers that cannot be reached
+    assume_reachable: bool = False  # do not check whether others can connect to this peer
+    relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # relay others' connections, and use relays
+    wait_for_peers: Count = 1  # peers, this one included, that must be present before training starts
+    max_rounds: Count | None = None  # rounds after which this peer leaves; None = never
     checkpoint_every_rounds: Count = 1  # rounds between checkpoints
-    keep_checkpoints: Count = 2  # newest checkpoints that are kept
+    keep_checkpoints: Count = 2  # how many of the newest checkpoints are kept
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
     upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
-    initial_weights: Text | None = None  # model directory that a new run begins from; None = random
+    initial_weights: Text | None = None  # model directory that a new run starts from; None = random
     publish_to: Text | None = None  # USER/REPO on the Hub, or file:DIRECTORY; None = this peer does not publish
     publish_every: Count = 100  # rounds between publications
-    publish_mbps: Positive | None = None  # how fast publishing may send; None = a tenth of upload_mbps, or 10 Mbit/s
-    publish_keep: Count | None = None  # newest published rounds that keep a name of their own there; None = all
-    from_hub: Text | None = None  # go on with a run from where it was published: USER/REPO[@REVISION] or file:DIRECTORY
+    publish_mbps: Positive | None = None  # limit on publishing in Mbit/s; None = a tenth of upload_mbps, or 10 Mbit/s
+    publish_keep: Count | None = None  # how many of the newest published rounds keep their tag; None = all
+    from_hub: Text | None = None  # resume a run from its publication: USER/REPO[@REVISION] or file:DIRECTORY
     log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
 
     def _check(self) -> None:
         if self.client_mode and self.assume_reachable:
-            raise ConfigError("assume_reachable: found true, expected false in client_mode, which takes no connections")
+            raise ConfigError(
+                "assume_reachable: found true, expected false in client_mode, which accepts no connections"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `from_dict` is the inverse."""
@@ -57,15 +59,15 @@ class PeerConfig(Section):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
-        """Reads plain values that came from `source`; raises ConfigError as RunConfig.from_dict does."""
+        """Reads plain values that came from `source`; raises ConfigError as `RunConfig.from_dict` does."""
         return read_section(cls, values, f"{source}: ", "peer")
 
 
 def override(peer: PeerConfig, **flags: Any) -> PeerConfig:
-    """The configuration with command line flags applied; a flag that is None was not given.
+    """Applies command-line flags to a configuration; a flag that is None was not given.
 
     Raises:
-        ConfigError: a value of the wrong type or an impossible one.
+        ConfigError: a value has the wrong type or is impossible.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     return PeerConfig.from_dict(peer.to_dict() | given, "command line")

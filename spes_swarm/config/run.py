@@ -1,8 +1,8 @@
-"""What a run is, the same for the whole swarm.
+"""The configuration of a run, the same for the whole swarm.
 
-A RunConfig travels in the run's manifest: whoever joins builds exactly the founder's model and schedule, and its digest
-is compared. Every section checks itself when it is made, wherever its values came from: types are strict; an int
-becomes a float where a float is wanted, so that equal configurations are equal bytes.
+A RunConfig travels in the run's manifest, whose digest is part of the run id: a peer that joins builds exactly the
+founder's model and schedule. Every section checks itself when it is created, wherever its values come from. Types are
+strict; an int becomes a float where one is declared, so that equal configurations give equal bytes.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from spes_swarm.protocol.consensus.codec import CODECS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# A local step's tokens are one array; the paper's largest step has 2**19.
+# The tokens of a local step are one array; the paper's largest step has 2**19.
 _MAX_TOKENS_PER_STEP = 2**24
-# A round is planned part by part: 2**24 are those of the largest model at the usual part size.
+# A round is planned part by part; the largest model has 2**24 parts of the default size.
 _MAX_PARTS = 2**24
 
 
@@ -57,7 +57,7 @@ class ModelConfig(Section):
     check_is_slow = True  # it needs transformers
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
-    initial_weights: Hex64 | None = None  # digest of those the run begins from; filled in by the founder; None = random
+    initial_weights: Hex64 | None = None  # digest of the initial weights, filled in by the founder; None = random
 
     def _check(self) -> None:
         check_mixture(self.type)
@@ -98,7 +98,7 @@ class ModelConfig(Section):
 
     @property
     def num_experts(self) -> int:
-        """Experts per layer, whatever the architecture calls it."""
+        """Experts per layer, whatever the architecture calls them."""
         return int(first_of(transformers_config(self), NUM_EXPERTS))
 
     @property
@@ -108,29 +108,29 @@ class ModelConfig(Section):
 
     @property
     def num_parameters(self) -> int:
-        """About how many parameters it has; see model_size.py."""
+        """Approximate number of parameters; see model_size.py."""
         return num_parameters(transformers_config(self))
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding; token ids are below it."""
+        """Rows of the embedding; token ids are smaller."""
         return int(first_of(transformers_config(self), ("vocab_size",)))
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token whose embedding gets no gradient (torch's `padding_idx`); None where all embeddings are trained."""
+        """The token whose embedding gets no gradient (torch's `padding_idx`); None if all embeddings are trained."""
         pad = first_of(transformers_config(self), ("pad_token_id",))
         return None if pad is None else int(pad)
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Tokens that positions are defined for; None where the architecture has no limit."""
+        """Longest sequence that has positions, in tokens; None if the architecture has no limit."""
         limit = first_of(transformers_config(self), ("max_position_embeddings",))
         return None if limit is None else int(limit)
 
 
 def frozen_embedding(pad_token_id: int, meaning: str) -> str:
-    """Says what is wrong with a pad token that stands in the data; begins with the key below `model`."""
+    """Returns the message about a pad token that occurs in the data; starts with the key below `model`."""
     return (
         f"settings.pad_token_id: found {pad_token_id}, which is {meaning}: the embedding of a pad token is never "
         "trained; expected null, as sequences are packed without padding"
@@ -151,7 +151,7 @@ class TokenizerConfig(Section):
     """How text becomes token ids."""
 
     name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
-    digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by joiners
+    digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
 
 
 _DataKind = Annotated[str, Pattern(r"stdlib|corpus|own", "stdlib, corpus or own")]
@@ -161,11 +161,11 @@ _PythonVersion = Annotated[str, Pattern(r"[0-9][0-9a-z.+]{0,31}", "a version of 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig(Section):
-    """What the run trains on (see run_data.py); the founder's --data fills in what is left open."""
+    """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
 
-    kind: _DataKind | None = None  # own: every peer brings its own
-    name: _DataName | None = None  # of a corpus, for people; it stands in commands that are pasted into a shell
-    digest: Hex64 | None = None  # of a corpus's tokens, see corpus_index.py
+    kind: _DataKind | None = None  # own: each peer brings its own data
+    name: _DataName | None = None  # of a corpus, for people; appears in commands that users paste into a shell
+    digest: Hex64 | None = None  # of a corpus's tokens; see data/corpus_index.py
     python_version: _PythonVersion | None = None  # of the standard library's text
 
     def _check(self) -> None:
@@ -184,22 +184,22 @@ class TrainingConfig(Section):
 
     sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
     batch_size: BatchSize  # sequences per local step, unless a peer overrides it
-    learning_rate: Positive  # at its peak, after warm-up
+    learning_rate: Positive  # peak, after warm-up
     warmup_steps: CountOrNone  # inner steps of linear warm-up
-    total_steps: Count  # inner steps until the learning rate has reached its minimum
-    # What happens then: training goes on at the minimum, or the run ends with a last checkpoint and publication.
+    total_steps: Count  # inner steps until the learning rate reaches its minimum
+    # After total_steps, training continues at the minimum, or the run ends with a last checkpoint and publication.
     at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
     min_learning_rate_ratio: Fraction = 0.1  # minimum divided by peak
     adam_beta1: Beta = 0.9  # decay of the first moment
     adam_beta2: Beta = 0.95  # decay of the second moment
-    adam_eps: Positive = 1e-8  # added to the root of the second moment
+    adam_eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled
     max_grad_norm: Positive = 1.0  # gradients with a larger norm are scaled down to it
     load_balance_weight: NotNegative = 0.01  # weight of the load-balancing loss
     router_z_weight: NotNegative = 0.001  # weight of the z-loss of router logits
     logit_z_weight: NotNegative = 1e-5  # weight of the z-loss of output logits
     local_balance_start: Fraction | None = None  # first factor on held experts' load (paper: 0.7); None = off
-    local_balance_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2  # of training until it is 1
+    local_balance_fraction: Annotated[float, Range(0, 1, open_low=True)] = 0.2  # share of training until it is 1
     seed: Seed = 0  # of the initial weights and the held-out split
 
     def _check(self) -> None:
@@ -210,10 +210,10 @@ class TrainingConfig(Section):
         self.batch_size_of(None)
 
     def batch_size_of(self, own: int | None) -> int:
-        """Sequences per local step of a peer that asks for `own`; None: the run's.
+        """Returns the sequences per local step of a peer that asks for `own`; None asks for the run's.
 
         Raises:
-            ConfigError: a step would have more tokens than any machine takes at once.
+            ConfigError: a step would have more than 2**24 tokens.
         """
         size = own if own is not None else self.batch_size
         if size * self.sequence_length > _MAX_TOKENS_PER_STEP:
@@ -226,19 +226,19 @@ class TrainingConfig(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RoundConfig(Section):
-    """When a sync round is due, what travels in it, and every deadline."""
+    """When a sync round is due, how its data is encoded and bounded, and every deadline."""
 
     inner_steps: Count  # local steps per round (H)
-    codec: str = "fp16"  # how differences to the reference are encoded
+    codec: str = "fp16"  # encoding of differences to the reference
     part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
-    window_s: Positive = 10.0  # how long a rendezvous waits for live peers that are not there yet
-    stall_timeout_s: Positive = 10.0  # a peer that sends no byte for so long counts as dead
-    timeout_s: Positive = 300.0  # a whole exchange; what is missing then stays at the old reference
+    window_s: Positive = 10.0  # how long a rendezvous waits for live peers that have not arrived
+    stall_timeout_s: Positive = 10.0  # a peer that sends no byte for this long counts as dead
+    timeout_s: Positive = 300.0  # for a whole exchange; parts still missing stay at the old reference
     max_update_rms: Positive = 1.0  # largest root mean square of a part's difference that a reducer accepts
-    clip: NotNegative = 1.5  # longest difference that counts whole, in multiples of the median member's; 0 = no bound
-    progress_ttl_s: Positive = 30.0  # life of a progress record: without a new one the peer counts as gone
-    lease_s: Positive = 120.0  # life of an expert lease: how long a dead holder keeps its experts
-    overlap: bool = False  # train on during the exchange
+    clip: NotNegative = 1.5  # longer differences, in multiples of the median member's, are scaled down; 0 = no bound
+    progress_ttl_s: Positive = 30.0  # lifetime of a progress record; without a new one the peer counts as gone
+    lease_s: Positive = 120.0  # lifetime of an expert lease: how long a dead holder keeps its experts
+    overlap: bool = False  # keep training during the exchange
 
     def _check(self) -> None:
         if self.codec not in CODECS:
@@ -263,29 +263,28 @@ class MergeConfig(Section):
     alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
     steps: CountOrNone  # T_merge: inner steps over which alpha falls to 0
     interval: CountOrNone  # inner steps between merges; 0 = never
-    neighbours: Count = 4  # K: most similar experts that are averaged
+    neighbours: Count = 4  # K: how many of the most similar experts are averaged
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OwnershipConfig(Section):
-    """Who trains which expert (see ownership.py)."""
+    """Who trains which expert (see protocol/ownership/assignment.py)."""
 
-    replicas: Count | None = None  # holders per expert that are enough; None = peers hold as many as they have room for
-    rotate_every_rounds: Count = 10  # how long an expert is trained when there is not room for all
-    # Share of the experts that one peer holds while others can hold the rest, whatever it claims.
+    replicas: Count | None = None  # target number of holders per expert; None = peers hold as many experts as they can
+    rotate_every_rounds: Count = 10  # rounds between rotations when the swarm lacks room for all experts
+    # Largest share of the experts that one peer holds while others can hold the rest, whatever it claims.
     max_share: Annotated[float, Range(0, 1, open_low=True)] = 0.5
-    warmup_steps: CountOrNone = (
-        10  # steps over which an adopter without moments reaches the full step size; 0 = at once
-    )
+    # Steps over which an adopter without moments reaches the full step size; 0 = at once.
+    warmup_steps: CountOrNone = 10
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EvaluationConfig(Section):
-    """Loss on text that nobody trains on."""
+    """Loss on held-out text."""
 
-    holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # of every data source
+    holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # share of every data source
     every_rounds: CountOrNone = 5  # rounds between evaluations; all peers evaluate the same rounds; 0 = never
-    sequences: Count = 128  # sequences per evaluation, spread over all that is held out
+    sequences: Count = 128  # sequences per evaluation, spread over all held-out text
 
     def _check(self) -> None:
         if self.every_rounds and self.holdout_fraction == 0:
@@ -294,12 +293,11 @@ class EvaluationConfig(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunConfig(Section):
-    """Everything that all peers of a run have in common."""
+    """All settings that the peers of a run share."""
 
     check_is_slow = True  # it compares with the model
-    name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = (
-        "quickstart"  # first part of run ids
-    )
+    # First part of run ids.
+    name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = "quickstart"
     model: ModelConfig  # what is trained
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)  # how text becomes token ids
     data: DataConfig = field(default_factory=DataConfig)  # what it trains on
@@ -307,7 +305,7 @@ class RunConfig(Section):
     round: RoundConfig  # synchronisation
     merge: MergeConfig  # expert-merging warm-up
     ownership: OwnershipConfig = field(default_factory=OwnershipConfig)  # leases and adoption
-    experts_per_peer: Count  # experts that a peer trains unless it asks for others
+    experts_per_peer: Count  # how many experts a peer trains unless it asks otherwise
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)  # held-out loss
 
     def _check(self) -> None:
@@ -337,7 +335,7 @@ class RunConfig(Section):
 
     @property
     def most_experts(self) -> int:
-        """Experts that one peer holds while others can hold the rest; no fewer than the run asks everybody for."""
+        """Most experts that one peer holds while others can hold the rest; at least `experts_per_peer`."""
         return max(self.experts_per_peer, int(self.ownership.max_share * self.model.num_experts))
 
     def to_dict(self) -> dict[str, Any]:
@@ -360,5 +358,5 @@ class RunConfig(Section):
 
 
 def canonical_json(run: RunConfig) -> bytes:
-    """The one byte string of a configuration: ASCII, sorted keys, no spaces, shortest round-trip floats."""
+    """Returns the canonical encoding of a configuration: ASCII, sorted keys, no spaces, shortest round-trip floats."""
     return json.dumps(run.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")

@@ -1,4 +1,4 @@
-"""The learning rate on the swarm's progress, and what happens when the steps of the schedule are done."""
+"""The learning-rate schedule over the swarm's progress, and what happens at its end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def learning_rate(step: float, training: TrainingConfig) -> float:
     """Linear warm-up to the peak, then half a cosine down to `min_learning_rate_ratio` of it.
 
     Args:
-        step: the global step: inner steps of all committed rounds, and of this one so far. The first one is 0 and
-            already has a learning rate above 0.
+        step: the global step: inner steps of all committed rounds, and of this one so far. The first one is 0, and
+            its learning rate is already above 0.
         training: the schedule; `total_steps` includes the warm-up, and the rate stays at its minimum afterwards.
     """
     if step < training.warmup_steps:
@@ -28,10 +28,10 @@ class ScheduleEnd:
     """The end of a run's schedule.
 
     Args:
-        run: its `training.total_steps` are the schedule, `training.at_end` says what comes after them.
+        run: `training.total_steps` is the length of the schedule, `training.at_end` what happens after it.
 
     Attributes:
-        round: with whose commit the steps are done.
+        round: the round whose commit completes the schedule.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -42,7 +42,7 @@ class ScheduleEnd:
 
     @property
     def last_round(self) -> int | None:
-        """The round that the run ends with; None: it goes on for as long as there are peers."""
+        """The last round of the run; None if it continues for as long as it has peers."""
         return self.round if self._training.at_end == "stop" else None
 
     def ends_run(self, round_number: int) -> bool:
@@ -50,7 +50,7 @@ class ScheduleEnd:
         return self.last_round is not None and round_number >= self.last_round
 
     def tell_if_reached(self, round_number: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
-        """Says that the schedule is over, and what to do, the first time that it is."""
+        """Reports the end of the schedule once, and what the user can do then."""
         if self._told or round_number < self.round:
             return
         self._told = True
@@ -67,16 +67,16 @@ class ScheduleEnd:
             return
         lowest = training.learning_rate * training.min_learning_rate_ratio
         say(
-            f"the schedule is over: {self._steps_done}. Training goes on at the lowest learning rate ({lowest:g}); to "
-            "finish, leave with Ctrl-C and export the model; to train it further, found a run from the export with "
+            f"the schedule is over: {self._steps_done}. Training continues at the minimum learning rate ({lowest:g}); "
+            "to finish, stop with Ctrl-C and export the model; to train it further, found a run from the export with "
             "--initial-weights"
         )
 
     def why_over(self, run_id: str) -> str:
-        """What someone is told who joins a run that has ended."""
+        """Returns the message for a peer that joins a run that has ended."""
         return (
-            f"run {run_id} is over: {self._steps_done}, and it ended with round {self.round}; export the model from an "
-            "output directory that took part, or found a run from an export with --initial-weights"
+            f"run {run_id} is over: {self._steps_done}, and it ended with round {self.round}; export the model from "
+            "the output directory of a peer, or found a run from an export with --initial-weights"
         )
 
     @property

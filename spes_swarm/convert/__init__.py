@@ -1,4 +1,4 @@
-"""Dense models to mixtures (upcycling), and an export to a score (lm-evaluation-harness).
+"""Converts dense models to mixtures (upcycling), and evaluates exports (lm-evaluation-harness).
 
 Imports `base`, `config` and `model`. Begin with `upcycling`.
 """

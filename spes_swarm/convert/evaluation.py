@@ -1,6 +1,6 @@
-"""Evaluates an export with lm-evaluation-harness, and puts the figures into its model card.
+"""Evaluates an export with lm-evaluation-harness, and adds the scores to its model card.
 
-The harness is an optional dependency and takes seconds to import, so that happens inside functions.
+The harness is an optional dependency and takes seconds to import, so functions import it when needed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from spes_swarm.base.strict import nearest
 from spes_swarm.model.initial_weights import WeightDirectory, read_config
 
 CARD_FILE = "README.md"
-# Written beside an export by whoever publishes it: which reference of which run it is.
+# Written beside a published export; identifies the run and the reference (publishing/publication.py).
 EXPORT_FILE = "spes_swarm.json"
 _EXPORT_KEYS = ("run_id", "round", "digest")
-_TASK_TYPE = "text-generation"  # what the Hub calls the task of a language model
+_TASK_TYPE = "text-generation"  # the Hub's name for the task of a language model
 _MODEL_INDEX = "model-index"
 
 
@@ -38,24 +38,24 @@ class Score:
 
     task: str
     metric: str
-    filter: str  # how the harness read the answers; "none" where there is nothing to read
+    filter: str  # how the harness extracted the answers; "none" if it did not
     value: float
-    stderr: float | None  # None where the harness estimates none
+    stderr: float | None  # None if the harness does not estimate it
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was measured, with what, and of what."""
+    """The scores of an export, and how they were measured."""
 
     scores: tuple[Score, ...]
     versions: Mapping[str, str]  # of lm_eval and transformers
     task_versions: Mapping[str, Any]
-    export: Mapping[str, Any]  # run_id, round and digest, as far as the export says them
-    limit: int | None  # samples per task, if it was limited
+    export: Mapping[str, Any]  # run_id, round and digest, as far as the export records them
+    limit: int | None  # samples per task, if limited
 
     def to_json(self) -> str:
-        """JSON text; no path and nothing else about this machine."""
+        """Returns JSON text, without paths or anything else about this machine."""
         return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
 
 
@@ -71,17 +71,17 @@ def evaluate(
     """Runs tasks of the harness on a model directory.
 
     Args:
-        export: with config.json, safetensors and a tokenizer; no code of its own is run.
-        tasks: names, tags or groups that the harness knows, or paths of YAML files.
-        include_paths: directories with further tasks. Task files may name Python functions, which are run.
-        limit: only the first so many samples of each task.
+        export: has config.json, safetensors and a tokenizer; code in it is never run.
+        tasks: names, tags or groups of the harness, or paths of YAML files.
+        include_paths: directories with additional tasks. Task files may name Python functions, which are run.
+        limit: use only this many samples of each task, from the beginning.
         batch_size: sequences at a time.
-        device: of torch.
+        device: torch device.
 
     Raises:
         CheckpointError: the directory is not an export.
         ConfigError: an unknown task, or a directory of tasks that does not exist.
-        DataError: the data of a task cannot be had.
+        DataError: the data of a task cannot be loaded.
         UserError: the harness is not installed.
     """
     check_export(export)
@@ -96,7 +96,7 @@ def evaluate(
     manager = _task_manager(tasks, include_paths)
     results = simple_evaluate(
         model="hf",
-        # An absolute path cannot be taken for a name on the Hub.
+        # An absolute path cannot be mistaken for a name on the Hub.
         model_args={"pretrained": str(export.resolve()), "use_safetensors": True, "trust_remote_code": False},
         tasks=_loaded(manager, tasks),
         task_manager=manager,
@@ -115,10 +115,10 @@ def evaluate(
 
 
 def check_export(directory: Path) -> None:
-    """Refuses what is not a model with its tokenizer.
+    """Refuses a directory that is not a model with its tokenizer.
 
     Raises:
-        CheckpointError: saying what is missing.
+        CheckpointError: the message says what is missing.
     """
     read_config(directory)
     with WeightDirectory(directory):
@@ -128,13 +128,13 @@ def check_export(directory: Path) -> None:
 
 
 def attach(evaluation: Evaluation, directory: Path) -> Path:
-    """Puts the scores into the front matter of the model card, as the Hub's `model-index`.
+    """Adds the scores to the front matter of the model card, as the Hub's `model-index`.
 
-    The scores of the same tasks and metrics are replaced, all others and the rest of the card are kept. Without a
-    card, one is made that consists of the front matter only.
+    Scores of the same tasks and metrics are replaced; all others and the rest of the card are kept. If there is no
+    card, one is created with the front matter only.
 
     Returns:
-        The card.
+        The path of the card.
 
     Raises:
         CheckpointError: the card's front matter cannot be read.
@@ -144,7 +144,7 @@ def attach(evaluation: Evaluation, directory: Path) -> Path:
         data = (metadata_load(card) if card.is_file() else None) or {}
         name, kept = model_index_to_eval_results(data[_MODEL_INDEX]) if data.get(_MODEL_INDEX) else ("", [])
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise CheckpointError(f"{card}: its front matter cannot be read; mend it, or remove {_MODEL_INDEX}") from exc
+        raise CheckpointError(f"{card}: its front matter cannot be read; fix it, or remove {_MODEL_INDEX}") from exc
     new = [_card_result(score) for score in evaluation.scores]
     replaced = {_key(result) for result in new}
     results = [result for result in kept if _key(result) not in replaced] + new
@@ -169,12 +169,12 @@ def _card_result(score: Score) -> EvalResult:
 
 
 def _key(result: EvalResult) -> tuple[Any, ...]:
-    """What an evaluation measured, apart from how exactly and with what outcome."""
+    """Identifies what was measured, without the number of samples and the outcome."""
     return (result.task_type, result.dataset_type, result.metric_type, result.metric_config)
 
 
 def _task_manager(tasks: Sequence[str], include_paths: Sequence[Path]) -> Any:
-    """The harness' index of tasks; with its own thousands, which take seconds to read, only when they are needed."""
+    """Returns an index of tasks, with the harness's own thousands, which take seconds to read, only if needed."""
     from lm_eval.tasks import TaskManager
 
     files = {task for task in tasks if task.endswith((".yaml", ".yml"))}
@@ -194,10 +194,10 @@ def _task_manager(tasks: Sequence[str], include_paths: Sequence[Path]) -> Any:
 
 
 def _loaded(manager: Any, tasks: Sequence[str]) -> list[Any]:
-    """The groups, and the tasks in none of them, with their data, which for most comes from the Hub."""
+    """Loads the groups, and the tasks in no group, with their data, most of which comes from the Hub."""
     try:
         loaded = manager.load(list(tasks))
-    # What datasets, the Hub client and a task's own functions raise has no common base.
+    # The exceptions of datasets, the Hub client and a task's own functions have no common base.
     except Exception as exc:
         reason = " ".join(str(exc).split())[:300] or type(exc).__name__
         raise DataError(f"the data of {', '.join(tasks)} could not be loaded: {reason}") from exc
@@ -206,7 +206,7 @@ def _loaded(manager: Any, tasks: Sequence[str]) -> list[Any]:
 
 
 def _scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """The harness writes a metric as `name,filter` and its standard error as `name_stderr,filter`."""
+    """Extracts scores: the harness writes a metric as `name,filter` and its standard error as `name_stderr,filter`."""
     scores = []
     for task, values in results.items():
         for key, value in values.items():
@@ -221,7 +221,7 @@ def _scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
                     filter=filter_name,
                     value=float(value),
                     stderr=float(stderr) if _is_number(stderr) else None,
-                    # In a group, not every task need have the metric.
+                    # In a group, not every task has the metric.
                     num_samples=values.get("sample_count", {}).get(key, values["sample_len"]),
                 )
             )
@@ -233,7 +233,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _identity(export: Path) -> dict[str, Any]:
-    """Which reference of which run this is, as far as the export says it."""
+    """Returns the run and the reference of an export, as far as it records them."""
     try:
         content = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

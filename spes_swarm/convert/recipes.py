@@ -1,4 +1,4 @@
-"""Which dense models can become a Mixture-of-Experts of `transformers` that computes the same, and with what settings.
+"""Which dense models can become an equivalent Mixture-of-Experts of `transformers`, and with which settings.
 
 Also the configuration of a run that starts from such a mixture.
 
@@ -9,7 +9,7 @@ A recipe exists where everything but the FFN is the same code in both architectu
 - olmo2 -> flex_olmo: norms after attention and FFN, q/k norm over all heads. (OLMoE normalises before them.)
 
 Everything else is refused. Gates are always normalised over the chosen experts. A mixture never ties its output head to
-the embedding: a tied head of the dense model is copied, as SPES's authors do (scripts/upcycling_qwen3_to_olmoe.py of
+the embedding: a tied head of the dense model is copied, as the SPES authors do (scripts/upcycling_qwen3_to_olmoe.py of
 zjr2000/SPES copies it, and their configuration of the 9B says `weight_tying: false`).
 """
 
@@ -43,7 +43,7 @@ class UpcyclingOptions(Section):
     top_k: Annotated[int, Range(1)]  # experts that process a token
     noise_std: Annotated[float, Range(0)] = 0.02  # of the noise on experts' weights; 0 = exact copies
     noise_fraction: Annotated[float, Range(0, 1)] = 0.5  # of an expert's weights that get noise
-    router_std: Annotated[float, Range(0)] = 0.02  # routers begin as N(0, std); 0 = all zeros, so ties at first
+    router_std: Annotated[float, Range(0)] = 0.02  # routers start as N(0, std); 0 = all zeros, so ties at first
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     dtype: Annotated[str, Pattern("|".join(DTYPES), " or ".join(DTYPES))] = "float32"
     max_shard_size: str = "2GB"  # number and unit (KB, MB, GB, TB); a larger tensor has a shard of its own
@@ -59,9 +59,9 @@ class Recipe:
     """How one dense architecture maps to an MoE of transformers."""
 
     target: str  # model type of the MoE
-    settings: Callable[[PreTrainedConfig, UpcyclingOptions], dict[str, Any]]  # beside those that both types share
-    required: Mapping[str, Any] = field(default_factory=dict)  # dense settings that the MoE type knows only this way
-    ignored: frozenset[str] = frozenset()  # dense settings that change nothing, given that `layer_types` are full
+    settings: Callable[[PreTrainedConfig, UpcyclingOptions], dict[str, Any]]  # besides those that both types share
+    required: Mapping[str, Any] = field(default_factory=dict)  # dense settings, with the only value the MoE supports
+    ignored: frozenset[str] = frozenset()  # dense settings without effect if all `layer_types` are full attention
     saved_mlp: str = "mlp"  # what the MoE block is called in files
     saved_matrices: tuple[str, str, str] = MATRICES  # what gate, up and down are called in files
 
@@ -105,7 +105,7 @@ _REFUSED = {
 
 
 def recipe_for(source: Path) -> tuple[Recipe, PreTrainedConfig]:
-    """The recipe for a dense model, and the model's configuration.
+    """Returns the recipe for a dense model, and the model's configuration.
 
     Raises:
         CheckpointError: config.json is missing or unreadable.
@@ -114,7 +114,7 @@ def recipe_for(source: Path) -> tuple[Recipe, PreTrainedConfig]:
     content = read_config(source)
     model_type = content["model_type"]
     if (recipe := RECIPES.get(model_type)) is None:
-        reason = _REFUSED.get(model_type, f"supported are {', '.join(RECIPES)}")
+        reason = _REFUSED.get(model_type, f"supported types: {', '.join(RECIPES)}")
         raise ConfigError(f"{source}: a model of type {model_type} cannot be upcycled: {reason}")
     if content.get("quantization_config"):
         raise ConfigError(f"{source}: a quantised model cannot be upcycled; use the original weights")
@@ -127,12 +127,12 @@ def recipe_for(source: Path) -> tuple[Recipe, PreTrainedConfig]:
                 f"{model_type} models with {json.dumps(wanted)} can be upcycled"
             )
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise ConfigError(f"{source}: some layers do not attend to everything; {recipe.target} cannot express that")
+        raise ConfigError(f"{source}: some layers do not use full attention, which {recipe.target} cannot express")
     return recipe, config
 
 
 def moe_settings(recipe: Recipe, dense: PreTrainedConfig, options: UpcyclingOptions) -> dict[str, Any]:
-    """Settings of the MoE's configuration: those of the dense model that both types have, then the recipe's.
+    """Returns the MoE's settings: those of the dense model that both types have, then the recipe's.
 
     Raises:
         ConfigError: transformers refuses them.
@@ -143,14 +143,14 @@ def moe_settings(recipe: Recipe, dense: PreTrainedConfig, options: UpcyclingOpti
     ]
     values = dense.to_dict()
     settings = {name: values[name] for name in sorted(set.intersection(*fields_of) - general)}
-    if getattr(dense, "head_dim", None) is not None:  # honoured by all of them, declared by some
+    if getattr(dense, "head_dim", None) is not None:  # honoured by all types, declared by some
         settings["head_dim"] = dense.head_dim
     settings |= recipe.settings(dense, options)
     settings |= {
         "num_experts_per_tok": options.top_k,
         "output_router_logits": False,
         "tie_word_embeddings": False,
-        # The embedding of a pad token is never trained, and many dense models pad with the end of documents.
+        # The embedding of a pad token is never trained, and many dense models pad with the end-of-text token.
         "pad_token_id": None,
     }
     config_from_settings(recipe.target, settings)
@@ -158,16 +158,16 @@ def moe_settings(recipe: Recipe, dense: PreTrainedConfig, options: UpcyclingOpti
 
 
 def starting_run(directory: Path, name: str, tokenizer: str) -> RunConfig:
-    """A run of the mixture in a directory, with the optimisation and the merging of the paper's 9B run.
+    """Returns a run configuration for the mixture in a directory, with the optimisation and merging of the paper's 9B.
 
     Args:
-        directory: what `upcycling.upcycle` wrote.
-        name: of the run.
-        tokenizer: a name that every joiner can load, so not a path on this machine.
+        directory: output of `upcycling.upcycle`.
+        name: name of the run.
+        tokenizer: a name that every peer can load, so not a path on this machine.
 
     Raises:
         CheckpointError: config.json cannot be read.
-        ConfigError: the settings and the name do not make a run.
+        ConfigError: the settings and the name are not valid for a run.
     """
     model = model_section(directory)
     settings = model["settings"]

@@ -1,12 +1,12 @@
-"""Sparse upcycling: a dense `transformers` model becomes the Mixture-of-Experts that a run starts from.
+"""Sparse upcycling: converts a dense `transformers` model to the Mixture-of-Experts that a run starts from.
 
-Every expert begins as a copy of the dense FFN, with normal noise on a random part of its weights so that the experts
-are not all the same (SPES, arXiv 2602.11543, starts its 9B from Qwen3-1.7B-Base with N(0, 0.02) on 50 %; the idea is
-Komatsuzaki et al., arXiv 2212.05055). Gates are normalised over the chosen experts, so without noise the experts'
-weighted mean is the dense FFN itself, whatever the router says: logits are reproduced exactly, up to rounding.
+Every expert starts as a copy of the dense FFN, with normal noise on a random part of its weights so that the experts
+differ (SPES, arXiv 2602.11543, starts its 9B from Qwen3-1.7B-Base with N(0, 0.02) on 50 %; the idea is from Komatsuzaki
+et al., arXiv 2212.05055). Gates are normalised over the chosen experts, so without noise the experts' weighted mean is
+the dense FFN itself, whatever the router outputs: logits are reproduced exactly, up to rounding.
 
-The architectures for which that holds are in upcycling_recipes.py. Memory holds one shard of the output and one tensor
-of the input at a time, so the size of the model does not matter.
+The architectures for which this holds are in recipes.py. Memory holds one shard of the output and one tensor of the
+input at a time, so the size of the model does not matter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from spes_swarm.model.initial_weights import INDEX_FILE, TIED, WeightDirectory, 
 from spes_swarm.model.sparse_model import build_model
 
 PROVENANCE_FILE = "upcycling.json"
-_ROUTER = len(MATRICES)  # its place among the streams of random numbers of a layer
-_CHUNK_ELEMENTS = 1 << 16  # noise is drawn in pieces of this size; another size gives other noise
+_ROUTER = len(MATRICES)  # its index among the random streams of a layer
+_CHUNK_ELEMENTS = 1 << 16  # noise is drawn in pieces of this size; another size gives different noise
 _EXPERTS_PARAMETER = re.compile(
     r"(?P<mlp>.+\.(?P<layer>\d+)\.mlp)\.(?P<part>experts\.(gate_up|down)_proj|gate\.weight)"
 )
-# What a model directory holds beside weights and configuration: tokenizer, chat template, and the terms of use.
+# Files of a model directory other than weights and configuration: tokenizer, chat template, license.
 _COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model",
     "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
@@ -57,23 +57,23 @@ class UpcyclingReport:
     num_tensors: int
     num_shards: int
     num_parameters: int
-    num_bytes: int  # of all weight files
+    num_bytes: int  # size of all weight files
     largest_shard: int  # bytes
 
 
 def upcycle(source: Path, destination: Path, options: UpcyclingOptions) -> UpcyclingReport:
-    """Writes the mixture into a new directory, which appears when it is complete.
+    """Writes the mixture into a new directory, which appears only when complete.
 
     The same source and options give the same bytes; weights do not depend on `max_shard_size`.
 
     Args:
         source: a dense model with config.json and safetensors.
         destination: a new or empty directory.
-        options: see there.
+        options: see `UpcyclingOptions`.
 
     Raises:
-        UserError: the source cannot be read or not be reproduced, an option is impossible, or the destination exists
-            or cannot be written. The destination is unchanged.
+        UserError: the source cannot be read or reproduced, an option is invalid, or the destination exists or cannot
+            be written. The destination is unchanged.
     """
     recipe, dense_config = recipe_for(source)
     settings = moe_settings(recipe, dense_config, options)
@@ -93,7 +93,7 @@ def upcycle(source: Path, destination: Path, options: UpcyclingOptions) -> Upcyc
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a dense model and its mixture say about the same tokens."""
+    """How the outputs of a dense model and its mixture differ on the same tokens."""
 
     max_difference: float  # largest absolute difference of two logits
     max_logit: float  # largest absolute logit of the dense model
@@ -171,8 +171,8 @@ class _Target:
 
     name: str  # in the file
     shape: tuple[int, ...]
-    source: str | None  # tensor of the dense model that it starts from; None for a router
-    stream: tuple[int, ...] | None  # of random numbers: (layer, matrix, expert); None for a plain copy
+    source: str | None  # tensor of the dense model to start from; None for a router
+    stream: tuple[int, ...] | None  # random stream: (layer, matrix, expert), or (layer, _ROUTER); None for a plain copy
 
     @property
     def size(self) -> int:
@@ -181,9 +181,9 @@ class _Target:
 
 
 def _targets(recipe: Recipe, moe: nn.Module, experts: int, is_tied: bool) -> Iterator[_Target]:
-    """The tensors of the output. Copies of one matrix follow each other, so that it is read once.
+    """Yields the output tensors. Copies of one matrix are consecutive, so that it is read once.
 
-    With `is_tied` the dense model has no output head of its own: the mixture's begins as a copy of the embedding.
+    With `is_tied` the dense model has no output head of its own: the mixture's starts as a copy of the embedding.
     """
     for name, parameter in moe.named_parameters():
         shape = tuple(parameter.shape)
@@ -209,7 +209,7 @@ def _targets(recipe: Recipe, moe: nn.Module, experts: int, is_tied: bool) -> Ite
 
 
 class _Values:
-    """Makes the values of output tensors; keeps the tensor of the input that was read last."""
+    """Makes the values of output tensors; caches the input tensor that was read last."""
 
     def __init__(self, weights: WeightDirectory, options: UpcyclingOptions) -> None:
         self._weights = weights
@@ -222,7 +222,7 @@ class _Values:
         if target.stream is None:
             out.copy_(self._read(target.source))
             return
-        # One stream for each (layer, matrix, expert): noise depends on neither order nor shards.
+        # One stream per (layer, matrix, expert), so noise depends on neither order nor sharding.
         rng = np.random.default_rng(np.random.SeedSequence(options.seed, spawn_key=target.stream))
         if target.source is None:
             router = rng.standard_normal(target.shape, dtype=np.float32) * np.float32(options.router_std)
@@ -256,7 +256,7 @@ def _noise(rng: np.random.Generator, size: int, options: UpcyclingOptions) -> Te
 def _write_weights(
     values: _Values, targets: Mapping[str, _Target], directory: Path, options: UpcyclingOptions, model_type: str
 ) -> UpcyclingReport:
-    """Writes shard after shard, and the index if there are several."""
+    """Writes the shards, and the index if there are several."""
     dtype = DTYPES[options.dtype]
     try:
         split = split_state_dict_into_shards_factory(
@@ -267,7 +267,7 @@ def _write_weights(
         )
     except ValueError as exc:
         raise ConfigError(f"max_shard_size: found {options.max_shard_size!r}, expected a size such as 2GB") from exc
-    # One buffer for all shards: allocating each tensor anew would leave holes, in places as large as the shard again.
+    # One buffer for all shards: allocating each tensor separately fragments memory, at worst by the size of a shard.
     buffer_N = torch.empty(
         max(sum(targets[name].size for name in names) for names in split.filename_to_tensors.values()), dtype=dtype
     )
@@ -281,7 +281,7 @@ def _write_weights(
             values.fill(shard[name], target)
             start += target.size
         save_file(shard, directory / file_name, {"format": "pt"})
-        (directory / file_name).chmod(0o644)  # the library makes it private
+        (directory / file_name).chmod(0o644)  # save_file makes it private
         sizes.append((directory / file_name).stat().st_size)
     if split.is_sharded:
         _write_json(directory / INDEX_FILE, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
@@ -317,7 +317,7 @@ def _write_configs(
 
 
 def _write_provenance(directory: Path, model_type: str, options: UpcyclingOptions, files: tuple[Path, ...]) -> None:
-    """Says where the weights come from; nothing about this machine."""
+    """Records where the weights come from, and nothing about this machine."""
     digests = {}
     for path in files:
         with path.open("rb") as file:
@@ -332,7 +332,7 @@ def _write_provenance(directory: Path, model_type: str, options: UpcyclingOption
         "router": {"distribution": "normal", "std": options.router_std},
         "seed": options.seed,
         "dtype": options.dtype,
-        "numpy": np.__version__,  # whose generator drew the noise
+        "numpy": np.__version__,  # its generator drew the noise
     }
     _write_json(directory / PROVENANCE_FILE, content)
 

@@ -1,6 +1,6 @@
-"""Token files are compared with their digests once on each machine, however often a peer starts.
+"""Checks token files against their digests, once per machine however often a peer starts.
 
-A file that was found intact leaves a receipt in the cache, named after its path, size and modification time; where no
+An intact file leaves a receipt in the cache, named after its path, inode, size, modification time and digest. If no
 receipt can be written, the next start reads the file again.
 """
 
@@ -24,13 +24,13 @@ def check_contents_once(
     say: Callable[[str], None] = lambda text: None,
     pause: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compares the tokens of files with the digests in their sidecars, unless that was done before.
+    """Checks the tokens of files against the digests in their sidecars, unless that was done before.
 
     Args:
-        files: to be compared.
+        files: files to check.
         cache_dir: where receipts are kept, in a subdirectory.
-        say: tells a person before it takes long.
-        pause: called before each file; may raise to give up.
+        say: called with a message for the user before a long check.
+        pause: called before each file; may raise to abort.
 
     Raises:
         DataError: a file is corrupt.
@@ -39,7 +39,7 @@ def check_contents_once(
     left = [(file, receipt) for file in files if not (receipt := receipts / _receipt_name(file)).exists()]
     num_bytes = sum(file.tokens.nbytes for file, _ in left)
     if num_bytes >= _WORTH_SAYING_BYTES:
-        say(f"comparing {num_bytes / 1e9:.1f} GB of tokens with their digests, once")
+        say(f"checking {num_bytes / 1e9:.1f} GB of tokens against their digests, once per machine")
     for file, receipt in left:
         pause()
         file.check_content()
@@ -54,6 +54,6 @@ def _receipt_name(file: TokenFile) -> str:
         path = file.path.resolve()
     except OSError as exc:
         raise DataError(f"{file.path} cannot be read: {exc.strerror}") from exc
-    # The sidecar's digest is part of the name: a receipt is about these bytes and that digest.
+    # The sidecar's digest is part of the name: a receipt is valid only for these bytes and that digest.
     text = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns} {file.sidecar.blake3}"
     return blake3(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]

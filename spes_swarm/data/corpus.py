@@ -1,8 +1,8 @@
-"""Data sources by name: the Python standard library that is on every peer, token files, or the user's own text.
+"""Data sources by name: the Python standard library, which every peer has, token files, or the user's own text.
 
-Text is tokenised at first use into a cache directory whose name contains a digest of everything that matters: the
-files, their sizes and times, the tokenizer. It appears by one rename, so a cache entry is whole, and peers that start
-at the same time on one machine wait for whoever began.
+Text is tokenised on first use into a cache directory whose name contains a digest of everything that matters: the
+files, their sizes and modification times, the tokenizer and the document format. A cache entry appears in one rename,
+so it is always complete. If several peers start at the same time on one machine, one tokenises and the others wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spes_swarm.data.tokenizer import Tokenizer
 
 STDLIB = "stdlib"
 
-_CACHE_VERSION = 1  # raise it when the same files would give other tokens
+_CACHE_VERSION = 1  # increment it when the same files would give different tokens
 _LOCK_TIMEOUT_S = 600.0
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SCAN_TOKENS = 1 << 22
@@ -41,7 +41,7 @@ _SCAN_TOKENS = 1 << 22
 def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/spes_swarm, by default ~/.cache/spes_swarm (XDG Base Directory Specification)."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification says that a relative path is to be ignored.
+    # The specification requires relative paths to be ignored.
     base = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
     return base / "spes_swarm"
 
@@ -53,14 +53,14 @@ def open_source(
     *,
     document_format: DocumentFormat | None = None,
 ) -> list[Path]:
-    """The token files of a data source, verified to fit the tokenizer; text is tokenised if it is not cached yet.
+    """Returns the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
     Args:
         source: "stdlib"; a `.npy` token file; a directory that holds some; or text: a file, directory or glob that
-            `readers.find_documents` understands.
-        tokenizer: of the run.
+            `readers.find_documents` accepts.
+        tokenizer: the run's tokenizer.
         cache_dir: where tokenised text is kept; None for `default_cache_dir()`. Token files need none.
-        document_format: where the documents are inside text files.
+        document_format: where the documents are in text files.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -79,10 +79,10 @@ def open_source(
 
 
 def check_source(source: str) -> None:
-    """Refuses a data source, see `open_source`, as far as that goes without the run's tokenizer.
+    """Checks a data source (see `open_source`), as far as possible without the run's tokenizer.
 
     Raises:
-        DataError: there is nothing of that name, or neither text nor token files in it, or one of them is damaged.
+        DataError: the source does not exist, holds neither text nor token files, or a token file is damaged.
     """
     if source == STDLIB:
         return
@@ -94,9 +94,9 @@ def check_source(source: str) -> None:
 
 
 def stdlib_files() -> list[Path]:
-    """The standard library's own source on this machine, in the order of the relative paths.
+    """Returns the standard library's source files on this machine, in the order of their relative paths.
 
-    Left out: installed packages, tests, and the files in which a Python describes the machine it was built on, so two
+    Excludes installed packages, tests, and the files that describe the machine on which Python was built, so two
     machines with the same Python have the same text.
 
     Raises:
@@ -105,7 +105,7 @@ def stdlib_files() -> list[Path]:
     root = sysconfig.get_path("stdlib")
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
-        # Pruned before they are read: installed packages may be twenty times as many files.
+        # Pruned before they are listed: installed packages may have twenty times as many files.
         subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
         below_root = folder.removeprefix(root).lstrip("/")
         names += [f"{below_root}/{name}".lstrip("/") for name in files if name.endswith(".py")]
@@ -132,7 +132,7 @@ def unigram_entropy(tokens: NDArray[Any]) -> float:
 
 
 def _existing_token_files(source: str) -> list[Path]:
-    """The token files of a source; none if it is text.
+    """Returns the token files of a source; none if it is text.
 
     Raises:
         DataError: there is no such file or directory.
@@ -166,11 +166,11 @@ def _tokenised(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{entry.name}.lock", _LOCK_TIMEOUT_S) as is_locked:
-            if cached := _cached(entry, tokenizer):  # somebody else was faster
+            if cached := _cached(entry, tokenizer):  # another process was faster
                 return cached
-            # Without the lock somebody else may be at work, for very long or stopped: then do it twice, side by side.
+            # Without the lock, another process is slow or stopped: then both do the work, side by side.
             partial = cache / (f"{entry.name}.partial" if is_locked else f"{entry.name}.{os.getpid()}.partial")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             try:
                 write_shards(files, partial, tokenizer, document_format=document_format)
                 shutil.rmtree(entry, ignore_errors=True)  # a damaged entry
@@ -184,7 +184,7 @@ def _tokenised(
 
 
 def _cached(entry: Path, tokenizer: Tokenizer) -> list[Path]:
-    """The files of a usable entry, or nothing; an entry that somebody damaged is made again."""
+    """Returns the files of a usable entry, or nothing; a damaged entry is rebuilt."""
     try:
         return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
     except DataError:
@@ -204,7 +204,7 @@ def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, document_format: D
 
 @contextlib.contextmanager
 def _locked(path: Path, timeout_s: float) -> Iterator[bool]:
-    """Holds an advisory lock, which the kernel releases when this process ends; False when it took too long."""
+    """Holds an advisory lock, which the kernel releases when this process ends; yields False after a timeout."""
     deadline = time.monotonic() + timeout_s
     with path.open("wb") as file:
         is_locked = False

@@ -1,8 +1,8 @@
-"""The index of a corpus: `corpus.json` beside the shards lists all of them, so that any subset can prove what it is of.
+"""The index of a corpus: `corpus.json` beside the shards lists all of them, so any subset can prove its origin.
 
-The digest of a corpus is the BLAKE3 of the tokenizer's digest and the shards' content digests, in order: it is the same
-wherever the shards lie, and whoever has one shard and the index can show that it belongs to the corpus. A directory
-without an index is a corpus of the shards that it holds.
+The digest of a corpus is the BLAKE3 of the tokenizer's digest and of the shards' content digests and lengths, in order.
+It does not depend on where the shards are stored, and one shard with the index is enough to show that the shard belongs
+to the corpus. The shards in a directory without an index form a whole corpus.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 
 class _Shard(_Strict):
-    name: str  # for people
+    name: str  # informational
     num_tokens: Annotated[int, Field(ge=1)]
     blake3: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of the token bytes, as in the shard's sidecar
 
@@ -41,11 +41,11 @@ class _Index(_Strict):
 
 
 def corpus_digest(tokenizer_digest: str, shards: Iterable[tuple[str, int]]) -> str:
-    """Hex BLAKE3 of a corpus.
+    """Returns the hex BLAKE3 digest of a corpus.
 
     Args:
-        tokenizer_digest: of the tokenizer that made all shards.
-        shards: content digest and number of tokens of each, in order.
+        tokenizer_digest: digest of the tokenizer that made all shards.
+        shards: content digest and number of tokens of each shard, in order.
     """
     hasher = blake3()
     for content, num_tokens in shards:
@@ -79,17 +79,17 @@ def write_index(directory: Path, files: Sequence[TokenFile]) -> Path:
 
 @dataclass(frozen=True)
 class Membership:
-    """Which corpus token files are of."""
+    """The corpus that token files belong to."""
 
     digest: str  # of the whole corpus
     num_shards: int  # of the whole corpus
-    is_indexed: bool  # an index says so; otherwise the files count as a whole corpus
+    is_indexed: bool  # whether an index lists the files; otherwise they count as a whole corpus
 
 
 def membership(files: Sequence[TokenFile]) -> Membership:
-    """The corpus that token files of one directory belong to.
+    """Returns the corpus that token files of one directory belong to.
 
-    A file that was named alone and is not in the index beside it is a corpus of its own.
+    A single file that the index beside it does not list counts as a whole corpus.
 
     Raises:
         DataError: the index is damaged, or lists only some of the files.

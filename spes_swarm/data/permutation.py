@@ -1,8 +1,8 @@
-"""A pseudo-random permutation of 0 .. n-1 that is never written down.
+"""A pseudo-random permutation of 0 .. n-1 that is never stored.
 
 A Feistel network permutes the integers of 2h bits whatever its round function; cycle walking restricts it to n of them
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Any element costs the same few operations, so an
-order of billions of windows needs no memory and a cursor into it is one integer. It shuffles; it hides nothing.
+(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Each element costs the same few operations, so an
+order of billions of windows needs no memory and a cursor into it is one integer. It shuffles; it does not encrypt.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Permutation:
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The elements at `positions`, both int64 (n,) and in range(size)."""
         values = self._feistel(positions.astype(np.uint64))
-        # A value outside the range is sent on along its cycle; it must come back, since it began inside. The domain is
-        # less than four times the range, so this takes few turns.
+        # A value outside the range is replaced by the next one of its cycle, which leads back into the range, where it
+        # began. The domain is at most four times the range, so this takes few iterations.
         while (outside := np.flatnonzero(values >= np.uint64(self.size))).size:
             values[outside] = self._feistel(values[outside])
         return values.astype(np.int64)

@@ -1,8 +1,8 @@
-"""Documents out of text files, JSON lines and Parquet, in pieces that bound memory and can be parsed in parallel.
+"""Reads documents from text files, JSON Lines and Parquet, in pieces that bound memory and can be parsed in parallel.
 
-Reading has two halves. `read_pieces` runs through a file in order and hands out *pieces* of about a megabyte: raw
-bytes cut where a record ends, or a few rows of a table. `parse_piece` turns a piece into documents; it is pure, so
-any process may do it. What is broken is counted by kind and passed over: one bad record must not cost the others.
+Reading has two stages. `read_pieces` reads a file in order and yields *pieces* of about a megabyte: raw bytes that
+end where a record ends, or a few rows of a table. `parse_piece` turns a piece into documents; it is pure, so any
+process can run it. Broken records are counted by kind and skipped: one bad record must not cost the others.
 
 Kinds: `bad_json`, `bad_utf8`, `missing_field`, `wrong_type`, `too_long` (a record above 64 MiB), `truncated` (a
 compressed file ends early), `corrupt` (a compressed stream or table that cannot be decoded), `empty`.
@@ -44,13 +44,13 @@ class Piece:
     """Some consecutive records of one file."""
 
     kind: Literal["json", "file", "paragraph", "line", "values"]
-    records: bytes | list[Any]  # raw text that ends where a record ends; the values of a table's column for "values"
+    records: bytes | list[Any]  # raw text that ends where a record ends; for "values", those of a table's column
     source_bytes: int  # how much of the file this covers, for progress
-    broken: Broken = field(default_factory=Counter)  # what the reader itself had to pass over
+    broken: Broken = field(default_factory=Counter)  # skipped by the reader itself
 
 
 class _Decompressor(Protocol):
-    """What zlib's and zstandard's decompression objects have in common."""
+    """The common interface of zlib's and zstandard's decompression objects."""
 
     @property
     def eof(self) -> bool: ...
@@ -60,7 +60,7 @@ class _Decompressor(Protocol):
 
 
 def find_documents(sources: Sequence[str | Path]) -> list[Path]:
-    """Expands files, directories (recursively, known suffixes only) and globs into a sorted list without repetitions.
+    """Expands files, directories (recursively, known suffixes only) and globs into a sorted list without duplicates.
 
     Raises:
         DataError: a source matches nothing, or a named file has an unknown suffix.
@@ -77,25 +77,25 @@ def find_documents(sources: Sequence[str | Path]) -> list[Path]:
             matches = [p for p in map(Path, names) if p.is_file()]
         if not matches:
             what = "holds no file with a known suffix" if path.is_dir() else "matches no file"
-            raise DataError(f"{source} {what}; known are {_known_suffixes()}")
+            raise DataError(f"{source} {what}; known suffixes: {_known_suffixes()}")
         for match in matches:
             if _format(match) is None:
-                raise DataError(f"{match} has an unknown suffix; known are {_known_suffixes()}")
+                raise DataError(f"{match} has an unknown suffix; known suffixes: {_known_suffixes()}")
         found.update(matches)
     return sorted(found)
 
 
 def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "file") -> Iterator[Piece]:
-    """Reads one file in order; memory stays at a few pieces unless single records are larger.
+    """Reads one file in order; holds a few pieces in memory, unless single records are larger.
 
     Args:
-        path: .txt and its like, .jsonl (each also as .gz or .zst), or .parquet.
+        path: .txt or similar, .jsonl (each also as .gz or .zst), or .parquet.
         text_field: the column of a Parquet file; see `parse_piece` for JSON.
         text_mode: what a document is in a text file: the whole file (above 64 MiB: parts of that size, cut at a line
             end), the text between blank lines, or a line.
 
     Raises:
-        DataError: the file cannot be opened, or a library that its format needs is not installed.
+        DataError: the file cannot be opened, or its format needs a library that is not installed.
     """
     kind = _format(path)
     if kind == "parquet":
@@ -110,7 +110,7 @@ def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "
 
 
 def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Broken]:
-    """The documents of a piece, in order, none of them empty, and what was broken, by kind (the reader's included).
+    """Returns the non-empty documents of a piece, in order, and the broken records by kind (the reader's included).
 
     Args:
         piece: from `read_pieces`.
@@ -122,7 +122,7 @@ def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Brok
         if not document.strip():
             broken["empty"] += 1
         elif not _is_encodable(document):
-            broken["bad_utf8"] += 1  # JSON can spell a lone surrogate, UTF-8 cannot
+            broken["bad_utf8"] += 1  # JSON can express a lone surrogate, UTF-8 cannot
         else:
             documents.append(document)
     return documents, broken
@@ -142,7 +142,7 @@ def _documents(piece: Piece, text_field: str, broken: Broken) -> Iterator[str]:
     else:
         for line in content.split(b"\n"):
             if not line.strip():
-                continue  # blank lines are usual between records
+                continue  # blank lines between records are common
             for text in _text(line, broken):
                 if piece.kind == "line":
                     yield text.removesuffix("\r")
@@ -201,7 +201,7 @@ def _known_suffixes() -> str:
 
 
 def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None]]:
-    """The (decompressed) content in blocks: bytes, bytes of the file consumed, and how it broke off, if it did."""
+    """Yields blocks of (decompressed) content: bytes, file bytes consumed, and the fault that ended it, if any."""
     if path.suffix.lower() not in COMPRESSED_SUFFIXES:
         while block := file.read(_READ_BYTES):
             yield block, len(block), None
@@ -212,7 +212,7 @@ def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None
         while raw:
             if stream is None:
                 if path.suffix.lower() == ".gz" and not (raw := raw.lstrip(b"\0")):
-                    break  # tape padding behind a member, which gzip itself passes over too
+                    break  # zero padding after a member, which gzip itself skips too
                 stream = _decompressor(path)
             try:
                 block = stream.decompress(raw)
@@ -231,7 +231,7 @@ def _blocks(file: BinaryIO, path: Path) -> Iterator[tuple[bytes, int, str | None
 def _decompressor(path: Path) -> _Decompressor:
     if path.suffix.lower() == ".gz":
         return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: expect a gzip header
-    largest_window = 1 << 31  # as `zstd --long=31` makes; the library's own limit is lower
+    largest_window = 1 << 31  # as produced by `zstd --long=31`; the library's default limit is lower
     return cast(_Decompressor, _zstandard(path).ZstdDecompressor(max_window_size=largest_window).decompressobj())
 
 
@@ -260,7 +260,7 @@ def _cut(
         consumed += block_consumed
         pending += block
         if fault is not None:
-            # What is whole is kept. The last record is cut short: it belongs to this fault and is not counted twice.
+            # Complete records are kept. The last one is cut short; it is part of this fault and is not counted twice.
             if skipping or separator not in pending:
                 pending.clear()
             else:
@@ -318,7 +318,7 @@ def _parquet_pieces(path: Path, text_field: str) -> Iterator[Piece]:
 
 
 def _column_values(column: Any, pa: Any) -> list[Any]:
-    """Python values; text as bytes, since pyarrow would give up a whole batch for one string that is not UTF-8."""
+    """Returns Python values, text as bytes: pyarrow would fail a whole batch for one string that is not UTF-8."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

@@ -1,15 +1,15 @@
 """Which tokens a peer trains on next: a resumable walk through token files, different for every peer.
 
 All files of a peer form one stream of N tokens. Each file is cut into *windows* of S tokens; the loss shifts inside a
-window, so a window teaches S - 1 predictions. A file is divided into equal periods; the last windows of each period are
-held out for evaluation and the rest, a *span*, is for training:
+window, so a window gives S - 1 predictions. A file is divided into equal periods; the last windows of each period are
+held out for evaluation, and the rest, a *span*, is for training:
 
     | span: T windows          | held out: R | span                     | held out: R | ... | rest: training |
 
-Training windows are laid inside one span, so none ever touches a held-out token, and the held-out part stays spread
+Each training window lies inside one span, so it never contains a held-out token, and the held-out part is spread
 evenly over all sources. What is held out of a file depends on that file alone: a peer that has only some shards of a
-corpus never trains on what others evaluate. In each epoch all windows start at another offset below S (long spans only:
-it costs each span one window), and their order is another pseudo-random permutation, keyed by run, peer and epoch.
+corpus never trains on what others evaluate. In each epoch, all windows are shifted by a new offset below S (long spans
+only: it costs each span one window), and their order is a new pseudo-random permutation, keyed by run, peer and epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 
-_MAX_HELD_OUT_RUN = 64  # windows; longer runs would sample fewer places, shorter ones cost more offset losses
+_MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets
 _MIN_SPAN_FOR_OFFSET = 16  # windows; an offset costs a span one of them
 
 
@@ -76,12 +76,12 @@ class TokenStream:
 
     @property
     def digest(self) -> str:
-        """Hex BLAKE3 over the files' content digests, in order: equal when the tokens are equal, wherever they lie."""
+        """Hex BLAKE3 over the files' content digests, in order: equal if the tokens are, wherever they are stored."""
         shards = [(file.sidecar.blake3, len(file.tokens)) for file in self.files]
         return corpus_digest(self.files[0].sidecar.tokenizer_digest, shards)
 
     def read(self, start: int, out_S: NDArray[np.int64]) -> None:
-        """Copies the S tokens from `start` on into `out_S`, across files where needed.
+        """Copies the S tokens from `start` on into `out_S`, across files if needed.
 
         Raises:
             DataError: an id is not below the vocabulary size: the file is corrupt.
@@ -101,7 +101,7 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a file's windows divide into training and evaluation; a pure function of its arguments to `plan`."""
+    """The split of a file's windows into training and evaluation; depends only on the arguments of `plan`."""
 
     num_tokens: int
     window: int  # S, tokens
@@ -114,7 +114,7 @@ class Split:
         """Chooses the period: about `holdout_fraction` of the windows is held out, at least one unless it is 0.
 
         Raises:
-            DataError: fewer tokens than one window, or than two when something is to be held out.
+            DataError: fewer tokens than one window, or than two if any are held out; or an invalid fraction.
         """
         assert window >= 1
         if not 0 <= holdout_fraction <= 0.5:
@@ -128,7 +128,7 @@ class Split:
         if holdout_fraction == 0:
             return cls(num_tokens, window, 0, 0, 0)
         per_period = min(max(2, round(1 / holdout_fraction)), num_windows)
-        # At least four periods where possible, so that a small corpus is not judged by one passage.
+        # At least four periods if possible, so that a small corpus is not evaluated on a single passage.
         run = min(max(1, num_windows // (4 * per_period)), _MAX_HELD_OUT_RUN)
         return cls(num_tokens, window, (per_period - 1) * run, run, num_windows // (per_period * run))
 
@@ -175,15 +175,15 @@ class StreamSplit:
 
     starts: tuple[int, ...]  # first token of each file that has a window
     splits: tuple[Split, ...]  # of the same files
-    trained: tuple[int, ...]  # training windows in them, added up, from 0 on
-    held_out: tuple[int, ...]  # held-out windows in them, added up, from 0 on
+    trained: tuple[int, ...]  # cumulative number of their training windows, from 0
+    held_out: tuple[int, ...]  # cumulative number of their held-out windows, from 0
 
     @classmethod
     def plan(cls, lengths: Sequence[int], window: int, holdout_fraction: float) -> StreamSplit:
-        """Splits files of so many tokens each. A file of one window is for training only, a shorter one is unused.
+        """Splits files of the given lengths. A file of one window is for training only; a shorter one is unused.
 
         Raises:
-            DataError: no file has a window, or none has two when something is to be held out.
+            DataError: no file has a window, or none has two although some are to be held out.
         """
         if len(lengths) == 1:
             return cls._of((0,), (Split.plan(lengths[0], window, holdout_fraction),))
@@ -238,13 +238,13 @@ class Sampler:
 
     Args:
         stream: the data.
-        sequence_length: S, tokens in a window; a window's last token has no target, see the top of this file.
+        sequence_length: S, tokens in a window; a window's last token has no target, see the module docstring.
         run_seed: the same for all peers of a run.
         peer_seed: different for each peer; a peer that keeps its seed resumes its own order.
-        holdout_fraction: share of the windows that is never trained on, 0 to 0.5.
+        holdout_fraction: fraction of the windows that is never trained on, 0 to 0.5.
 
     Raises:
-        DataError: too little data, or an impossible fraction.
+        DataError: too little data, or an invalid fraction.
     """
 
     def __init__(
@@ -262,17 +262,17 @@ class Sampler:
         self.split = StreamSplit.plan(lengths, sequence_length, holdout_fraction)
         self._run_seed = run_seed
         self._key = f"{run_seed} {peer_seed}"
-        # What a cursor means depends on all of this; it travels inside the state.
+        # The meaning of a cursor depends on all of this, so the state includes it.
         split = self.split.splits[0] if len(lengths) == 1 else self.split
         self._identity = _short_digest(f"{stream.digest} {split} {self._key}")
         self._data = _short_digest(stream.digest)
         self._enter(0, 0)
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """The next windows of this peer's order, int64 (B, S).
+        """Returns the next windows in this peer's order, int64 (B, S).
 
         Raises:
-            DataError: a token file turned out to be corrupt; the cursor has not moved.
+            DataError: a token file is corrupt; the cursor has not moved.
         """
         epoch, position = self.epoch, self.position
         batch_BS = np.empty((batch_size, self.sequence_length), dtype=np.int64)
@@ -285,7 +285,7 @@ class Sampler:
         return batch_BS
 
     def state(self) -> dict[str, int]:
-        """The cursor: `restore` continues exactly here."""
+        """Returns the cursor, from which `restore` continues exactly here."""
         return {"epoch": self.epoch, "position": self.position, "identity": self._identity, "data": self._data}
 
     def restore(self, state: Mapping[str, int]) -> bool:
@@ -293,11 +293,11 @@ class Sampler:
 
         Returns:
             True if the sampler continues there. False if the cursor was saved with other tokens: the order restarts.
-            Whether a peer may change its data is decided in run_data.py.
+            (peer/run_data.py decides whether a peer may change its data.)
 
         Raises:
-            DataError: it was saved with another sequence length, split or seed, or it is damaged; the cursor has not
-                moved.
+            DataError: the cursor was saved with another sequence length, split or seed, or is damaged; the sampler has
+                not moved.
         """
         epoch, position = state.get("epoch", -1), state.get("position", -1)
         if state.get("data", self._data) != self._data:
@@ -305,8 +305,8 @@ class Sampler:
             return False
         if state.get("identity") != self._identity:
             raise DataError(
-                "the saved data cursor belongs to another sequence length or another seed (or to other data): give the "
-                "same ones again, or start in a new output directory"
+                "the saved data cursor belongs to another sequence length, another seed or other data: use the same "
+                "ones as before, or start in a new output directory"
             )
         if epoch < 0 or not 0 <= position <= self.split.num_training():
             raise DataError(f"the saved data cursor is damaged (epoch {epoch}, position {position})")
@@ -314,14 +314,14 @@ class Sampler:
         return True
 
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """Held-out windows, int64 (B, S); the same ones in the same order on every peer with the same data.
+        """Yields held-out windows, int64 (B, S); the same ones in the same order on every peer with the same data.
 
-        Yields up to `num_sequences` windows; the last batch may be smaller. All that are held out are cut into as many
-        equal parts, and the run's seed draws one window of each: a sample without a period of its own, which
-        represents the whole split better than windows drawn anywhere.
+        Yields up to `num_sequences` windows; the last batch may be smaller. The held-out windows are divided into as
+        many equal parts, and the run's seed draws one window from each. This stratified sample has no period, and
+        represents the whole split better than independent draws.
 
         Raises:
-            DataError: nothing is held out, or a token file turned out to be corrupt.
+            DataError: nothing is held out, or a token file is corrupt.
         """
         if self.split.num_held_out == 0:
             raise DataError("nothing is held out for evaluation: set the held-out fraction above 0")
@@ -337,7 +337,7 @@ class Sampler:
             yield batch_BS
 
     def _draw(self, index: int, size: int) -> int:
-        """A number below `size`, the same for all peers of the run."""
+        """Draws a number below `size`, the same for all peers of the run."""
         key = f"spes-swarm evaluation {self._run_seed} {index}".encode()
         return int.from_bytes(blake3(key).digest()[:8], "little") % size
 
@@ -349,7 +349,7 @@ class Sampler:
         self._offset = int.from_bytes(blake3(key + b" offset").digest()[:8], "little") % self.sequence_length
 
     def _take(self, count: int) -> list[int]:
-        """First tokens of the next `count` windows; the cursor moves past them."""
+        """Returns the first tokens of the next `count` windows, and moves the cursor past them."""
         starts: list[int] = []
         while len(starts) < count:
             if self.position == self.split.num_training():
@@ -362,5 +362,5 @@ class Sampler:
 
 
 def _short_digest(text: str) -> int:
-    """63 bits, which fit every integer encoding."""
+    """Returns 63 bits of a digest, which fit every integer encoding."""
     return int.from_bytes(blake3(text.encode()).digest()[:8], "little") >> 1

@@ -1,8 +1,8 @@
-"""Documents to token shards, in one process or many, with the same bytes as the result.
+"""Tokenises documents into shards, in one process or many, with bit-identical results.
 
-The calling process reads pieces in order, workers parse and tokenise them, and the caller writes what comes back in the
-order in which it was read. At most two pieces per worker are under way, which bounds memory. A shard ends with the
-document that fills it, so documents are never divided between files.
+The calling process reads pieces in order, workers parse and tokenise them, and the caller writes the results in the
+same order. At most two pieces per worker are in flight, which bounds memory. A shard ends with the document that fills
+it, so documents are never split between files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spes_swarm.data.tokenizer import Tokenizer
 
 DEFAULT_SHARD_TOKENS = 1 << 27
 
-_MAX_ENCODE_CHARS = 1 << 20  # a BPE needs some hundred bytes of memory per character while it works
+_MAX_ENCODE_CHARS = 1 << 20  # a BPE needs hundreds of bytes of memory per character while encoding
 _SHARD_PATTERN = "tokens-*.npy"
 
 
@@ -51,7 +51,7 @@ class ShardSummary:
     shards: list[Path] = field(default_factory=list)
     num_tokens: int = 0  # end-of-text tokens included
     num_documents: int = 0
-    broken: Broken = field(default_factory=Counter)  # records passed over, by kind
+    broken: Broken = field(default_factory=Counter)  # skipped records, by kind
     seconds: float = 0.0
 
 
@@ -76,20 +76,20 @@ def write_shards(
     overwrite: bool = False,
     on_progress: Callable[[int], object] | None = None,
 ) -> ShardSummary:
-    """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on, with the index of them all.
+    """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on, and writes their index.
 
-    The shards depend on the files, the tokenizer, the format and `shard_tokens` only. When this raises, also on Ctrl-C,
-    the shards that were completed stay and no partial one does.
+    The shards depend only on the files, the tokenizer, the format and `shard_tokens`. After an exception, including
+    Ctrl-C, the completed shards remain and the partial one is removed.
 
     Args:
         files: see `readers.find_documents`.
-        output: made when missing.
+        output: directory, created if missing.
         tokenizer: must be picklable when there are several processes.
-        document_format: where the text is; None for the defaults.
+        document_format: where the text is in the files; None for the defaults.
         shard_tokens: a shard is closed by the document that makes it at least this long.
-        processes: 1 works in the calling process; more starts that many workers.
+        processes: 1 works in the calling process; more start that many workers.
         overwrite: remove the shards of an earlier run instead of refusing.
-        on_progress: called with the number of input bytes that were dealt with since the last call.
+        on_progress: called with the number of input bytes processed since the last call.
 
     Raises:
         DataError: no usable document; `output` has shards already or cannot be written; a file cannot be opened.
@@ -122,7 +122,7 @@ def write_shards(
 
 
 def prepare_output(output: Path, overwrite: bool) -> None:
-    """Makes sure that a directory holds no shards of an earlier run; harmless when called again.
+    """Ensures that a directory holds no shards of an earlier run; idempotent.
 
     Raises:
         DataError: it holds some and may not be overwritten.
@@ -141,7 +141,7 @@ def prepare_output(output: Path, overwrite: bool) -> None:
 
 
 def sample_documents(files: Sequence[Path], max_chars: int, document_format: DocumentFormat) -> Iterator[str]:
-    """Documents from the beginning of every file, about `max_chars` characters in all: what a BPE is trained on.
+    """Yields documents from the beginning of every file, about `max_chars` characters in total, to train a BPE on.
 
     Raises:
         DataError: a file cannot be opened.
@@ -174,7 +174,7 @@ def tokenize_piece(piece: Piece, tokenizer: Tokenizer, text_field: str) -> _Toke
 
 
 def _bounded(text: str) -> Iterator[str]:
-    """Cuts a very long document at line ends, so that its encoding needs bounded memory."""
+    """Splits a very long document at line ends, so that encoding it needs bounded memory."""
     start = 0
     while len(text) - start > _MAX_ENCODE_CHARS:
         stop = text.rfind("\n", start, start + _MAX_ENCODE_CHARS) + 1 or start + _MAX_ENCODE_CHARS
@@ -184,7 +184,7 @@ def _bounded(text: str) -> Iterator[str]:
 
 
 class _ShardSeries:
-    """Divides what is appended over shards, at document ends, and counts it."""
+    """Distributes appended documents over shards, without splitting any, and counts them."""
 
     def __init__(self, output: Path, tokenizer: Tokenizer, shard_tokens: int, summary: ShardSummary) -> None:
         self._output = output
@@ -194,7 +194,7 @@ class _ShardSeries:
         self._writer: TokenWriter | None = None
 
     def append(self, result: _Tokenized) -> None:
-        """Takes documents for as long as the shard has room, then begins the next one."""
+        """Appends documents to the current shard until it is full, then starts the next one."""
         self._summary.broken.update(result.broken)
         ends = np.cumsum(result.lengths)
         first, start = 0, 0
@@ -213,13 +213,13 @@ class _ShardSeries:
         self._summary.num_documents += len(ends)
 
     def commit(self) -> None:
-        """Completes the shard at hand, if there is one."""
+        """Completes the current shard, if any."""
         if self._writer is not None:
             self._summary.shards.append(self._writer.commit())
             self._writer = None
 
     def abort(self) -> None:
-        """Removes the shard at hand, if there is one."""
+        """Removes the current shard, if any."""
         if self._writer is not None:
             self._writer.abort()
             self._writer = None
@@ -239,7 +239,7 @@ def _tokenize_in_order(
         for piece in pieces:
             yield tokenize_piece(piece, tokenizer, text_field)
         return
-    # spawn: threads of tokenizers, pyarrow or torch may hold locks that a forked child would wait for without end
+    # spawn: threads of tokenizers, pyarrow or torch may hold locks that a forked child would wait for forever
     pool = ProcessPoolExecutor(
         processes,
         mp_context=multiprocessing.get_context("spawn"),
@@ -256,14 +256,14 @@ def _tokenize_in_order(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as exc:
-        raise DataError("a tokenising process died, perhaps for want of memory: try fewer processes") from exc
+        raise DataError("a tokenising process died, possibly out of memory: try fewer processes") from exc
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Starts workers with SIGINT blocked, for good: Ctrl-C reaches the whole process group, and it is the parent's."""
+    """Blocks SIGINT, permanently in workers started here: Ctrl-C reaches the whole group, and the parent handles it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -271,7 +271,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_worker: tuple[Tokenizer, str] | None = None  # of a worker process: set once, so that each task carries a piece only
+_worker: tuple[Tokenizer, str] | None = None  # set once per worker process, so that each task carries only a piece
 
 
 def _start_worker(tokenizer: Tokenizer, text_field: str, parent_pid: int) -> None:

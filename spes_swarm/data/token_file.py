@@ -1,8 +1,8 @@
-"""Token files: a `.npy` array of token ids and a JSON sidecar that says what they mean.
+"""Token files: a `.npy` array of token ids and a JSON sidecar that describes them.
 
 `X.npy` holds one 1-D little-endian uint16 or uint32 array; `X.npy.json` names the tokenizer (with its digest), counts
 tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
-only when complete, the sidecar first: an `X.npy` that exists is whole. Readers map the file and never unpickle.
+only when complete, the sidecar first: an `X.npy` that exists is complete. Readers map the file and never unpickle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TokenArray = NDArray[Any]
 _MAGIC = b"\x93NUMPY"
 _HEADER_BYTES = 128  # fixed, so that the final length can be filled in after streaming
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
-_REMAKE = "make it again with scripts/tokenize_corpus.py"
+_REMAKE = "recreate it with scripts/tokenize_corpus.py"
 _SCAN_TOKENS = 1 << 22
 
 
@@ -41,7 +41,7 @@ class Sidecar:
 
     format: str = FORMAT
     version: int = FORMAT_VERSION
-    tokenizer: str  # name, for people
+    tokenizer: str  # display name
     tokenizer_digest: str  # hex BLAKE3, see Tokenizer.digest
     vocab_size: int
     end_of_text: int
@@ -53,19 +53,19 @@ class Sidecar:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Where the sidecar of a token file lies."""
+    """Returns the path of a token file's sidecar."""
     return path.with_name(path.name + ".json")
 
 
 class TokenWriter:
-    """Streams tokens into a file that appears on `commit`, or never.
+    """Streams tokens into a file that appears only on `commit`.
 
-    As a context manager it commits at the end of the block and removes everything when the block raises, also on
-    Ctrl-C. A killed process leaves at most a `.X.npy.PID.partial`, which no reader looks at.
+    As a context manager it commits at the end of the block, and removes everything if the block raises, including on
+    Ctrl-C. A killed process leaves at most a `.X.npy.PID.partial`, which readers ignore.
 
     Args:
         path: the final `.npy` path; an existing file is replaced on commit.
-        tokenizer: decides the dtype: uint16 when all ids fit, otherwise uint32.
+        tokenizer: determines the dtype: uint16 if all ids fit, otherwise uint32.
 
     Raises:
         DataError: the directory cannot be written.
@@ -97,8 +97,8 @@ class TokenWriter:
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high >= self._tokenizer.vocab_size:
                 raise DataError(
-                    f"tokenizer {self._tokenizer.name!r} gave the id {low if low < 0 else high}, outside its "
-                    f"vocabulary of {self._tokenizer.vocab_size}: it is broken"
+                    f"tokenizer {self._tokenizer.name!r} produced the id {low if low < 0 else high}, outside its "
+                    f"vocabulary of {self._tokenizer.vocab_size}: the tokenizer is broken"
                 )
             self._max_token = max(self._max_token, high)
             content = tokens.astype(self._dtype).tobytes()
@@ -139,7 +139,7 @@ class TokenWriter:
             with partial_sidecar.open("wb") as file:
                 file.write((json.dumps(asdict(sidecar), indent=2) + "\n").encode())
                 _flush(file)
-            self.path.unlink(missing_ok=True)  # an old array must never meet the new sidecar
+            self.path.unlink(missing_ok=True)  # an old array must never be paired with the new sidecar
             partial_sidecar.replace(sidecar_path(self.path))
             self._partial.replace(self.path)
             _sync_directory(self.path.parent)
@@ -183,11 +183,11 @@ class TokenFile:
 
         Args:
             path: the `.npy` file.
-            tokenizer: refuse a file that was made with another one; None accepts any.
+            tokenizer: refuse a file that was made with a different one; None accepts any.
             check_content: also compare the digest of all token bytes.
 
         Raises:
-            DataError: the file is missing, truncated, corrupt, no token file, or of another tokenizer.
+            DataError: the file is missing, truncated, corrupt, not a token file, or made with another tokenizer.
         """
         try:
             with path.open("rb") as file:
@@ -200,17 +200,17 @@ class TokenFile:
         sidecar = _read_sidecar(path)
         if sidecar.dtype != _DTYPES[dtype.str] or sidecar.num_tokens != num_tokens:
             raise DataError(
-                f"{path} holds {num_tokens} tokens of {_DTYPES[dtype.str]}, its sidecar says {sidecar.num_tokens} of "
-                f"{sidecar.dtype}: they do not belong together; {_REMAKE}"
+                f"{path} holds {num_tokens} tokens of {_DTYPES[dtype.str]}, but its sidecar says {sidecar.num_tokens} "
+                f"of {sidecar.dtype}: they do not belong together; {_REMAKE}"
             )
         expected = start + num_tokens * dtype.itemsize
         if size != expected:
             state = "truncated" if size < expected else "longer than its header says"
-            raise DataError(f"{path} is {state}: {size} bytes instead of {expected}; copy or {_REMAKE}")
+            raise DataError(f"{path} is {state}: {size} bytes instead of {expected}; copy it again or {_REMAKE}")
         if tokenizer is not None and sidecar.tokenizer_digest != tokenizer.digest:
             raise DataError(
                 f"{path} was made with the tokenizer {sidecar.tokenizer!r} ({sidecar.tokenizer_digest[:12]}), "
-                f"this run uses {tokenizer.name!r} ({tokenizer.digest[:12]}); tokenise the text again "
+                f"but this run uses {tokenizer.name!r} ({tokenizer.digest[:12]}); tokenise the text again "
                 "with the run's tokenizer"
             )
         opened = cls(path, sidecar, np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(num_tokens,)))
@@ -222,7 +222,7 @@ class TokenFile:
         """Compares the digest and the range of all token ids with the sidecar.
 
         Raises:
-            DataError: a token was changed, or is not below the vocabulary size.
+            DataError: a token has changed, or is not below the vocabulary size.
         """
         hasher = blake3()
         for start in range(0, len(self.tokens), _SCAN_TOKENS):
@@ -230,7 +230,7 @@ class TokenFile:
             self.check_range(piece)
             hasher.update(piece.tobytes())
         if hasher.hexdigest() != self.sidecar.blake3:
-            raise DataError(f"{self.path} is corrupt: its tokens do not match their digest; copy or {_REMAKE}")
+            raise DataError(f"{self.path} is corrupt: its tokens do not match their digest; copy it again or {_REMAKE}")
 
     def check_range(self, tokens: TokenArray) -> None:
         """Checks ids that were read from this file.
@@ -241,12 +241,12 @@ class TokenFile:
         if len(tokens) and int(tokens.max()) >= self.sidecar.vocab_size:
             raise DataError(
                 f"{self.path} is corrupt: token id {int(tokens.max())} in a vocabulary of {self.sidecar.vocab_size}; "
-                f"copy or {_REMAKE}"
+                f"copy it again or {_REMAKE}"
             )
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The little-endian dtype in which a vocabulary's ids are stored."""
+    """Returns the little-endian dtype in which a vocabulary's ids are stored."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -260,7 +260,7 @@ def _npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
 def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     """Reads dtype, number of tokens and the offset of the first token.
 
-    numpy's own reader would do, but it warns about, converts or maps things that can never be token files.
+    NumPy's own reader is not used: it warns about, converts or maps files that can never be token files.
 
     Raises:
         ValueError: not a 1-D array of uint16 or uint32.
@@ -296,7 +296,7 @@ def _read_sidecar(path: Path) -> Sidecar:
     try:
         content = json.loads(location.read_bytes())
     except FileNotFoundError as exc:
-        raise DataError(f"{path} has no sidecar {location.name}: copy it along, or {_REMAKE}") from exc
+        raise DataError(f"{path} has no sidecar {location.name}: copy it too, or {_REMAKE}") from exc
     except OSError as exc:
         raise DataError(f"{location} cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:
@@ -305,14 +305,14 @@ def _read_sidecar(path: Path) -> Sidecar:
         raise DataError(f"{location} does not describe a token file; {_REMAKE}")
     if content.get("version") != FORMAT_VERSION:
         raise DataError(
-            f"{location} has the format version {content.get('version')!r}, this program reads "
+            f"{location} has the format version {content.get('version')!r}, but this program reads "
             f"{FORMAT_VERSION}; {_REMAKE}"
         )
     kinds = {"str": str, "int": int}
     wanted = {field.name: kinds[str(field.type)] for field in fields(Sidecar)}
     wrong = sorted(name for name, kind in wanted.items() if type(content.get(name)) is not kind)
     if wrong:
-        raise DataError(f"{location} lacks or garbles {', '.join(wrong)}; {_REMAKE}")
+        raise DataError(f"{location} has missing or invalid fields: {', '.join(wrong)}; {_REMAKE}")
     return Sidecar(**{name: content[name] for name in wanted})
 
 

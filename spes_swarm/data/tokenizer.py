@@ -30,8 +30,9 @@ MIN_BPE_VOCAB_SIZE = 257  # 256 bytes and the end of text
 
 TokenArray = NDArray[Any]  # 1-D, an integer dtype
 
-# Two tokenizers with the same vocabulary and merges can still cut text differently (another regular expression, another
-# normaliser). Their settings are serialised differently by each release of `tokenizers`; what they *do* is not.
+# Two tokenizers with the same vocabulary and merges can still split text differently (another regular expression,
+# another normaliser). Releases of `tokenizers` serialise these settings differently, so the digest covers the ids of
+# this text instead.
 _PROBE = (
     "The quick brown fox can't jump, 1234567890 3.14 times!  \n\n\n\tif x == 'y':\n        return -1e-9  # tab\there"
     "\r\nStraße ÅÅ \ufb01 ½ e\u0301 é \u0130 Привет, мир. 你好世界 こんにちは 한국어 नमस्ते مرحبا שלום "
@@ -41,11 +42,11 @@ _PROBE = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package needs of a tokenizer."""
+    """What the rest of the package needs from a tokenizer."""
 
     @property
     def name(self) -> str:
-        """For people: what `load_tokenizer` was given, or how the tokenizer was made."""
+        """Display name: the argument of `load_tokenizer`, or how the tokenizer was made."""
 
     @property
     def digest(self) -> str:
@@ -60,20 +61,20 @@ class Tokenizer(Protocol):
         """The id that ends every document."""
 
     def produces(self, token_id: int) -> bool:
-        """Returns True if the id can stand in tokenised documents, as text or as the end of one."""
+        """Returns True if the id can occur in tokenised documents, as text or as the end of one."""
 
     def encode(self, text: str) -> TokenArray:
-        """Ids of `text`, 1-D, without special tokens.
+        """Returns the ids of `text`, 1-D, without special tokens.
 
         Raises:
-            UnicodeEncodeError: `text` holds a lone surrogate, which no encoding of text can express.
+            UnicodeEncodeError: `text` contains a lone surrogate, which UTF-8 cannot encode.
         """
 
     def decode(self, ids: Sequence[int] | TokenArray) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens appear by their names."""
+        """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens appear by name."""
 
     def save(self, directory: Path) -> None:
-        """Writes files from which `transformers.AutoTokenizer.from_pretrained(directory)` makes the same ids.
+        """Writes files with which `transformers.AutoTokenizer.from_pretrained(directory)` produces the same ids.
 
         Raises:
             DataError: the directory cannot be written.
@@ -85,9 +86,9 @@ class FastTokenizer:
 
     Args:
         name: see `Tokenizer.name`.
-        backend: not shared with anybody else; its truncation and padding are switched off here.
+        backend: owned by this object, which disables its truncation and padding.
         end_of_text: the token that ends a document.
-        files: what `save` writes (file name to content); None for the plain two files.
+        files: what `save` writes (file name to content); None for the two default files.
 
     Raises:
         DataError: `end_of_text` is not in the vocabulary.
@@ -102,7 +103,7 @@ class FastTokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True  # text is data, see the top of this file
+        backend.encode_special_tokens = True  # text is data, see the module docstring
         token_id = backend.token_to_id(end_of_text)
         if token_id is None:
             raise DataError(f"tokenizer {name!r}: its end-of-text token {end_of_text!r} is not in its vocabulary")
@@ -148,7 +149,7 @@ class FastTokenizer:
         try:
             return np.asarray(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
         except TypeError:
-            text.encode("utf-8")  # the backend calls a lone surrogate "not a str"; this names it
+            text.encode("utf-8")  # for a lone surrogate, this raises the error that names it
             raise
 
     def decode(self, ids: Sequence[int] | TokenArray) -> str:
@@ -167,7 +168,7 @@ class FastTokenizer:
 
 
 class ByteTokenizer(FastTokenizer):
-    """Token id = byte value of the UTF-8 text; 256 ends a document. Encoding is a view of the bytes, no copy."""
+    """Token id = byte value of the UTF-8 text; 256 ends a document. Encoding returns a view of the bytes, no copy."""
 
     def __init__(self) -> None:
         vocabulary = {char: byte for byte, char in enumerate(_byte_characters())}
@@ -196,13 +197,13 @@ def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Token
     """Loads a tokenizer.
 
     Args:
-        name: "bytes"; a `tokenizer.json`; a directory or hub name that `transformers.AutoTokenizer` understands. Code
+        name: "bytes"; a `tokenizer.json`; a directory or hub name that `transformers.AutoTokenizer` accepts. Code
             that comes with a tokenizer is never run. A name is looked up in the local cache first, so a peer that has
             used it once starts without a network.
-        local_files_only: never go to the network. (HF_HUB_OFFLINE=1 does the same for a whole process.)
+        local_files_only: never use the network. (HF_HUB_OFFLINE=1 does the same for a whole process.)
 
     Raises:
-        DataError: it cannot be found, reached or used; the message names it and says what to do.
+        DataError: the tokenizer cannot be found, reached or used; the message names it and says what to do.
     """
     name = str(name)
     if name == BYTES:
@@ -226,7 +227,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     Args:
         texts: documents; read once.
         vocab_size: at most this many ids, the 256 bytes and the end of text (id 0) included. A small corpus may have
-            too few pairs to reach it: look at the result's `vocab_size`.
+            too few pairs to reach it: check the result's `vocab_size`.
 
     Raises:
         DataError: `vocab_size` is smaller than 257.
@@ -251,14 +252,14 @@ def _unpickle_fast(name: str, serialised: str, end_of_text: str, files: dict[str
 
 
 def _byte_characters() -> list[str]:
-    """The visible character that stands for each byte in GPT-2's byte-level vocabularies, in the order of the bytes."""
+    """Returns the visible character for each byte in GPT-2's byte-level vocabularies, in byte order."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     substitutes = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(substitutes)) for byte in range(256)]
 
 
 def _produced(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> frozenset[int]:
-    """The ids that text can become: all but special tokens, unless one of these stands for what is unknown."""
+    """Returns the ids that text can become: all but special tokens, except for the unknown token."""
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     model = json.loads(backend.to_str())["model"]
     unknown = {model.get("unk_id"), vocabulary.get(model.get("unk_token"))}
@@ -266,7 +267,7 @@ def _produced(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> f
 
 
 def _digest(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], end_of_text: int) -> str:
-    """Hashes what decides the ids, in a form that does not depend on the release of `tokenizers`."""
+    """Hashes what determines the ids, in a form that does not depend on the release of `tokenizers`."""
     merges = json.loads(backend.to_str())["model"].get("merges", [])
     pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]  # both forms are in use
     content = {
@@ -279,7 +280,7 @@ def _digest(backend: tokenizers.Tokenizer, vocabulary: Mapping[str, int], end_of
 
 
 def _plain_files(backend: tokenizers.Tokenizer, end_of_text: str) -> dict[str, bytes]:
-    """The two files that `AutoTokenizer` needs; written by hand, so the same with every release."""
+    """Returns the two files that `AutoTokenizer` needs; built by hand, so every release gives the same."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end_of_text,
@@ -301,13 +302,13 @@ def _load_json(path: Path) -> FastTokenizer:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise DataError(f"tokenizer {str(path)!r}: {exc.strerror}") from exc
-    except Exception as exc:  # `tokenizers` raises bare Exception for whatever it cannot parse
+    except Exception as exc:  # `tokenizers` raises a bare Exception if it cannot parse a file
         raise DataError(f"tokenizer {str(path)!r} is not a tokenizer.json of the `tokenizers` library: {exc}") from exc
     return FastTokenizer(str(path), backend, _configured_end_of_text(path.parent / "tokenizer_config.json"))
 
 
 def _configured_end_of_text(path: Path) -> str:
-    """The end-of-text token named next to a tokenizer.json, by default this package's own."""
+    """Returns the end-of-text token configured beside a tokenizer.json, by default this package's own."""
     if not path.is_file():
         return END_OF_TEXT
     try:
@@ -320,7 +321,7 @@ def _configured_end_of_text(path: Path) -> str:
 
 
 def _load_transformers(name: str, source: str, local_files_only: bool) -> FastTokenizer:
-    from transformers import AutoTokenizer  # seconds to import; "bytes" and tokenizer.json do without
+    from transformers import AutoTokenizer  # takes seconds to import; "bytes" and tokenizer.json do not need it
 
     def attempt(local: bool) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
@@ -332,7 +333,7 @@ def _load_transformers(name: str, source: str, local_files_only: bool) -> FastTo
             if local_files_only:
                 raise
             loaded = attempt(False)
-    except Exception as exc:  # the hub client, transformers and tokenizers each raise their own kinds
+    except Exception as exc:  # the hub client, transformers and tokenizers each raise their own types
         reason = " ".join(str(exc).split())[:300] or type(exc).__name__
         raise DataError(
             f"tokenizer {name!r} could not be loaded: {reason}. Check the name and the network, or "

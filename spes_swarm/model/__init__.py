@@ -1,4 +1,4 @@
-"""A transformers mixture of experts, addressed in blocks, of which a peer trains some.
+"""A `transformers` Mixture-of-Experts, addressed in blocks, some of which a peer trains.
 
 Imports `base`, `protocol` and `config`. Begin with `sparse_model`; `losses` has the terms of the loss, `merge` the
 expert merge (SPES Eqs. 5-6).

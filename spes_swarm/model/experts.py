@@ -1,11 +1,11 @@
-"""Sparse experts: a peer trains the experts that it holds, and only computes with the others.
+"""Sparse experts: a peer trains the experts that it holds, and only evaluates the others.
 
-Tensor suffixes: T tokens, K experts per token (top-k), S = T * K routed copies of tokens, D model dim, F
-expert ffn dim, E experts, H held experts, G groups of one pass (H held, or E - H foreign).
+Tensor suffixes: T tokens, K experts per token (top-k), S = T * K routed copies of tokens, D model dim, F expert ffn
+dim, E experts, H held experts, G groups of one pass (H held, or E - H foreign).
 
-The method is SPES (arXiv 2602.11543): gradients and optimiser state exist for the held experts alone, while
-routing is not masked, so that frozen experts still process tokens. Here held experts are `nn.Parameter`s and
-foreign experts are buffers, which is all it takes: autograd and optimisers never see a foreign expert.
+The method is SPES (arXiv 2602.11543): gradients and optimiser state exist for the held experts only, while routing is
+not masked, so frozen experts still process tokens. Here held experts are `nn.Parameter`s and foreign experts are
+buffers. Nothing else is needed: autograd and optimisers never see a foreign expert.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from spes_swarm.model.kernels import ExpertKernel
 
 # The two stacked parameters of a transformers v5 experts module: (E, 2F, D), gate rows first, and (E, D, F).
 PROJECTIONS = ("gate_up_proj", "down_proj")
-# Layout flags that transformers' `use_experts_implementation` sets, with the only values that are supported
-# here.
+# Layout flags that transformers' `use_experts_implementation` sets, with the only values that are supported here.
 SUPPORTED_FLAGS = {
     "has_gate": True,
     "has_bias": False,
@@ -34,9 +33,7 @@ SUPPORTED_FLAGS = {
 
 
 def is_experts_module(module: nn.Module) -> bool:
-    """Returns True if a module stacks the matrices of several experts (by structure: a three-dimensional down
-    projection).
-    """
+    """Returns True if a module stacks the matrices of several experts: its down projection has three dimensions."""
     down = getattr(module, "down_proj", None)
     return isinstance(down, nn.Parameter) and down.dim() == 3
 
@@ -44,11 +41,10 @@ def is_experts_module(module: nn.Module) -> bool:
 def check_supported(name: str, module: nn.Module) -> None:
     """Refuses experts whose function is not `down(act(gate(x)) * up(x))` on the standard stacked layout.
 
-    The flags and `_apply_gate` are what transformers itself dispatches on, so together they define the
-    function.
+    The flags and `_apply_gate` are what transformers itself dispatches on, so together they define the function.
 
     Raises:
-        ConfigError: naming the module and the first property that is not supported.
+        ConfigError: the message names the module and the first unsupported property.
     """
     where = f"experts module {name} ({type(module).__name__})"
     for flag, wanted in SUPPORTED_FLAGS.items():
@@ -56,7 +52,7 @@ def check_supported(name: str, module: nn.Module) -> None:
         if value is not wanted:
             raise ConfigError(f"{where} is not supported: {flag} is {value}, only {wanted} is")
     if getattr(type(module), "_apply_gate", None) is not moe._default_apply_gate:
-        raise ConfigError(f"{where} is not supported: it has a gating function of its own")
+        raise ConfigError(f"{where} is not supported: it has a custom gating function")
     gate_up, down = (getattr(module, projection, None) for projection in PROJECTIONS)
     if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
         raise ConfigError(f"{where} is not supported: it has no parameters {' and '.join(PROJECTIONS)}")
@@ -65,11 +61,11 @@ def check_supported(name: str, module: nn.Module) -> None:
         raise ConfigError(f"{where} is not supported: gate_up_proj is {tuple(gate_up.shape)}, expected {(E, 2 * F, D)}")
     own = {key for key, _ in module.named_parameters()} - set(PROJECTIONS)
     if own:
-        raise ConfigError(f"{where} is not supported: it has further parameters {', '.join(sorted(own))}")
+        raise ConfigError(f"{where} is not supported: it has additional parameters {', '.join(sorted(own))}")
 
 
 def check_held(held: Sequence[int], num_experts: int) -> tuple[int, ...]:
-    """The held experts in ascending order.
+    """Returns the held experts in ascending order.
 
     Raises:
         ConfigError: an expert does not exist or is named twice.
@@ -80,15 +76,15 @@ def check_held(held: Sequence[int], num_experts: int) -> tuple[int, ...]:
 
 
 class SparseExperts(nn.Module):
-    """Drop-in replacement of one layer's experts module; any subset of the experts may be held.
+    """Drop-in replacement for one layer's experts module; any subset of the experts may be held.
 
-    Slots order the experts: held ones first (ascending), then foreign ones (ascending). Tokens are sorted by
-    slot, so the held rows come first and two grouped passes serve everything without concatenating weights.
+    Slots order the experts: held ones first (ascending), then foreign ones (ascending). Tokens are sorted by slot, so
+    the held rows come first, and two grouped passes cover all experts without concatenating weights.
 
     Attributes:
         gate_up_proj, down_proj: parameters (H, 2F, D) and (H, D, F) of the held experts.
         foreign_gate_up_proj, foreign_down_proj: buffers of the others, in `foreign_dtype`.
-        held: experts in slot order.
+        held: the held experts, in slot order.
     """
 
     gate_up_proj: nn.Parameter
@@ -115,10 +111,9 @@ class SparseExperts(nn.Module):
             act_fn: the activation of the gate.
             held: experts to train; any subset.
             kernel: see `kernels.load_kernel`.
-            foreign_dtype: storage of foreign experts; None keeps the weights' own. bfloat16 halves their
-                memory and
-                spares a cast per step under bf16 autocast, but then their values are rounded: after `hold`
-                has made such an expert a parameter, write its block from the reference.
+            foreign_dtype: storage dtype of foreign experts; None keeps that of the weights. bfloat16 halves their
+                memory and saves a cast per step under bf16 autocast, but rounds their values: after `hold` has made
+                such an expert a parameter, write its block from the reference.
 
         Raises:
             ConfigError: `held` names an expert twice or one that does not exist.
@@ -150,9 +145,7 @@ class SparseExperts(nn.Module):
     def _store(
         self, projection: str, tensors: Sequence[Tensor], dtype: torch.dtype, foreign_dtype: torch.dtype
     ) -> None:
-        """Makes parameter and buffer of one projection from one tensor per expert (order of experts, not
-        slots).
-        """
+        """Makes the parameter and the buffer of one projection from one tensor per expert, in expert order."""
         shape, device = tensors[0].shape, tensors[0].device
         held = torch.empty((len(self.held), *shape), dtype=dtype, device=device)
         foreign = torch.empty((len(self.foreign), *shape), dtype=foreign_dtype, device=device)
@@ -163,9 +156,7 @@ class SparseExperts(nn.Module):
         self.register_buffer(f"foreign_{projection}", foreign, persistent=False)
 
     def expert_tensor(self, name: str, expert: int) -> Tensor:
-        """One expert's matrix of `gate_up_proj` (2F, D) or `down_proj` (D, F): a detached view into live
-        storage.
-        """
+        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F): a detached view into live storage."""
         if name not in PROJECTIONS:
             raise ValueError(f"no such projection: {name}")
         if expert in self.held:
@@ -175,11 +166,9 @@ class SparseExperts(nn.Module):
         return buffer[self.foreign.index(expert)]
 
     def hold(self, held: Sequence[int]) -> None:
-        """Changes which experts are held; every expert keeps its values (rounded where `foreign_dtype` says
-        so).
+        """Changes which experts are held; all keep their values (foreign ones are rounded to `foreign_dtype`).
 
-        The parameters are new objects without gradients, unless `held` is what is held already: then nothing
-        happens.
+        The parameters become new objects without gradients. If `held` is unchanged, nothing happens.
 
         Raises:
             ConfigError: `held` names an expert twice or one that does not exist.
@@ -198,15 +187,13 @@ class SparseExperts(nn.Module):
         self.slot_of_expert = self._slot_table(self.slot_of_expert.device)
 
     def pop_routed_tokens(self) -> Tensor:
-        """Routed copies of tokens per expert (E,) int64 since the last call; counted in training mode
-        only.
-        """
+        """Returns the routed copies of tokens per expert (E,), int64, since the last call; counted in training only."""
         counts_E = self.routed_tokens.clone()
         self.routed_tokens.zero_()
         return counts_E
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs (T, D), from inputs (T, D), choices and weights (T, K).
+        """Returns the weighted sum of the chosen experts' outputs (T, D) for inputs (T, D), choices and weights (T, K).
 
         Gradients flow to the input and the routing weights through held and foreign experts alike.
         """
@@ -217,12 +204,12 @@ class SparseExperts(nn.Module):
         every_slot_E = torch.arange(self.num_experts, device=slots_S.device)
         ends_E = torch.searchsorted(slots_S, every_slot_E, right=True, out_int32=True)
         self._count(ends_E)
-        # The one synchronisation with the device per layer: where the held rows end.
+        # The only device synchronisation per layer: where the held rows end.
         num_held_rows = int(ends_E[H - 1]) if H > 0 else 0
         x_SD = x_TD[order_S // K]
         outputs: list[Tensor] = []
         if H > 0:
-            # Also without rows: held parameters then get a gradient of zeros, as in the untouched model.
+            # Even without rows: held parameters then get a gradient of zeros, as in the untouched model.
             outputs.append(self._pass(x_SD[:num_held_rows], self.gate_up_proj, self.down_proj, ends_E[:H]))
         if num_held_rows < T * K:
             outputs.append(
@@ -234,7 +221,7 @@ class SparseExperts(nn.Module):
                 )
             )
         y_SD = torch.cat(outputs) if outputs else x_SD
-        # Back to the order of the tokens; a permutation, so index_select's backward adds nothing twice.
+        # Back to token order. This is a permutation, so index_select's backward accumulates nothing.
         place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(T * K, device=order_S.device))
         y_TKD = y_SD.index_select(0, place_S).view(T, K, x_TD.shape[1])
         # Summing over K keeps the order of additions fixed, where an index_add would race on CUDA.
@@ -246,8 +233,7 @@ class SparseExperts(nn.Module):
 
     @torch.no_grad()
     def _count(self, ends_E: Tensor) -> None:
-        # Activation checkpointing runs forward again inside backward; such a second pass routes no new
-        # tokens.
+        # Activation checkpointing runs forward again inside backward; that second pass routes no new tokens.
         if not self.training or torch._C._current_graph_task_id() != -1:
             return
         counts_E = torch.diff(ends_E.to(torch.int64), prepend=ends_E.new_zeros(1, dtype=torch.int64))

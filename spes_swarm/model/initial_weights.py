@@ -1,9 +1,9 @@
-"""A model directory in the plain `transformers` layout becomes the initial reference of a run.
+"""Loads a model directory in the plain `transformers` layout as the initial reference of a run.
 
-Tensors are read one at a time, so a directory of any size needs the memory of its largest tensor beside the reference
-itself. Experts may be stacked, as `transformers` holds them (`mlp.experts.gate_up_proj`), or one by one, as it saves
-them: `mlp.experts.3.up_proj.weight` (OLMoE, Qwen3-MoE, FlexOlmo and others) or
-`block_sparse_moe.experts.3.w3.weight` (Mixtral). Only safetensors are read: pickled weights can run code.
+Tensors are read one at a time, so a directory of any size needs only the memory of its largest tensor besides the
+reference. Experts may be stacked, as `transformers` holds them (`mlp.experts.gate_up_proj`), or separate, as it saves
+them: `mlp.experts.3.up_proj.weight` (OLMoE, Qwen3-MoE, FlexOlmo and others) or `block_sparse_moe.experts.3.w3.weight`
+(Mixtral). Only safetensors are read: pickled weights can run code.
 
 Tensor suffixes: N elements of the flat reference, E experts, F expert ffn dim, D model dim.
 """
@@ -35,16 +35,16 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout, TensorSlo
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
-# Saved by models that tie them (some tools write both), as (name, the parameter that it repeats).
+# (name, the parameter that it repeats) in models that tie them; some tools save both.
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _ROWS_COMPARED = 1024
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# How a matrix of a single expert is named, and which third of the expert it is.
+# Name of a matrix of a single expert, and which of its three matrices it is.
 _EXPERT_TENSOR = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<expert>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
 )
 _UP, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
-# Facts about a file or about how it was loaded, which say nothing about the function that the model computes.
+# Keys that describe the file or how it was loaded, not the function that the model computes.
 _BOOKKEEPING = frozenset(
     {"_name_or_path", "architectures", "dtype", "model_type", "torch_dtype", "transformers_version"}
 )
@@ -53,7 +53,7 @@ _BOOKKEEPING = frozenset(
 class WeightDirectory:
     """The safetensors of a model directory: names and shapes from the headers, values on demand. A context manager.
 
-    Values are read with pread(2): pages of a memory map would count as this process's memory.
+    Values are read with pread(2): pages of a memory map would count towards this process's memory.
 
     Attributes:
         files: the weight files, in the order of their names.
@@ -75,7 +75,7 @@ class WeightDirectory:
                     file = opening.enter_context(safe_open(path, framework="pt", backend="pread"))
                 for name in file.offset_keys():
                     if name in self._file_of:
-                        raise CheckpointError(f"{path}: the tensor {name} stands in another file of {directory}, too")
+                        raise CheckpointError(f"{path}: tensor {name} is also in another file of {directory}")
                     self._file_of[name] = file
             self._stack = opening.pop_all()
 
@@ -98,10 +98,10 @@ class WeightDirectory:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def check_float(self, name: str) -> None:
-        """Refuses tensors that are not plain floating point numbers.
+        """Refuses a tensor that is not fp32, bf16 or fp16.
 
         Raises:
-            CheckpointError: integers or 8-bit floats, e.g. of a quantised model.
+            CheckpointError: the tensor holds integers or 8-bit floats, e.g. of a quantised model.
         """
         stored = self._file_of[name].get_slice(name).get_dtype()
         if stored not in _FLOATS:
@@ -111,7 +111,7 @@ class WeightDirectory:
             )
 
     def read(self, name: str) -> Tensor:
-        """The values of a tensor in their stored dtype, in memory of their own.
+        """Returns a tensor in its stored dtype, in its own memory.
 
         Raises:
             CheckpointError: the file is shorter than its header says, or cannot be read.
@@ -131,10 +131,10 @@ class WeightDirectory:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """What config.json says.
+    """Returns the content of config.json.
 
     Raises:
-        CheckpointError: there is none, or it is not a JSON object that names a model type.
+        CheckpointError: config.json is missing, or is not a JSON object with a model_type.
     """
     path = directory / CONFIG_FILE
     if not directory.is_dir():
@@ -146,16 +146,16 @@ def read_config(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise CheckpointError(f"{path} names no model_type")
+        raise CheckpointError(f"{path} has no model_type")
     return content
 
 
 def model_section(directory: Path) -> dict[str, Any]:
-    """The `run.model` section (`type` and `settings`) that describes the model in a directory.
+    """Returns the `run.model` section (`type` and `settings`) that describes the model in a directory.
 
     Raises:
         CheckpointError: config.json is missing or unreadable.
-        ConfigError: it contains something that a swarm does not accept, e.g. code or quantisation.
+        ConfigError: it contains settings that a swarm does not accept, e.g. code or quantisation.
     """
     content = read_config(directory)
     model_type = content["model_type"]
@@ -173,8 +173,8 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
     All names, shapes and dtypes are checked before the first value is written.
 
     Args:
-        directory: with config.json and safetensors, e.g. an export, or what scripts/upcycle.py wrote.
-        layout: of the run's model.
+        directory: has config.json and safetensors, e.g. an export, or the output of scripts/upcycle.py.
+        layout: layout of the run's model.
         reference_N: float32, of the layout's size; undefined after an error.
 
     Returns:
@@ -183,7 +183,7 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, of another shape, or not finite; the message names it.
-        ValueError: `reference_N` has another size or dtype.
+        ValueError: `reference_N` has the wrong size or dtype.
     """
     if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
         raise ValueError(f"expected float32 ({layout.num_elements},), got {reference_N.dtype} {reference_N.shape}")
@@ -193,7 +193,7 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
         for name, place in places.items():
             tensor = weights.read(name)
             if not torch.isfinite(tensor).all():
-                raise CheckpointError(f"{directory}: {name} has values that are not finite")
+                raise CheckpointError(f"{directory}: {name} has NaN or infinite values")
             for slot, values_N in zip(place.slots, tensor.reshape(len(place.slots), -1), strict=True):
                 start = slot.start + place.offset
                 torch.from_numpy(reference_N[start : start + place.size]).copy_(values_N)
@@ -204,11 +204,11 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
 
 
 def _setting_name(model_type: str, key: str) -> str:
-    """The argument that sets a key of config.json: some types are saved under the name that an alias stands for."""
-    from transformers import CONFIG_MAPPING  # takes seconds
+    """Returns the argument that sets a key of config.json: some types save an argument under another name."""
+    from transformers import CONFIG_MAPPING  # takes seconds to import
 
     if model_type not in CONFIG_MAPPING:
-        return key  # `config_from_settings` has a message for this
+        return key  # `config_from_settings` reports this
     config_class = CONFIG_MAPPING[model_type]
     if key in {item.name for item in dataclasses.fields(config_class)}:
         return key
@@ -219,13 +219,13 @@ def _setting_name(model_type: str, key: str) -> str:
 class _Place:
     """Where a tensor in a file belongs: one slot of the layout, or one for each expert of a stacked tensor."""
 
-    shape: tuple[int, ...]  # that it must have in the file
+    shape: tuple[int, ...]  # expected in the file
     slots: tuple[TensorSlot, ...]
     offset: int = 0  # of its first element within each slot
 
     @property
     def size(self) -> int:
-        """Elements for each slot."""
+        """Elements per slot."""
         return math.prod(self.shape) // len(self.slots)
 
 
@@ -233,7 +233,7 @@ _Slots = dict[tuple[str, int | None], TensorSlot]
 
 
 def _assign(weights: WeightDirectory, layout: Layout, directory: Path) -> dict[str, _Place]:
-    """The place of each tensor in the files; together they cover the reference exactly once."""
+    """Returns the place of each tensor in the files; together they cover the reference exactly once."""
     slots: _Slots = {(slot.name, slot.expert): slot for block in layout.blocks for slot in block.slots}
     uncovered = {slot: slot.size for slot in slots.values()}
     places: dict[str, _Place] = {}
@@ -245,13 +245,13 @@ def _assign(weights: WeightDirectory, layout: Layout, directory: Path) -> dict[s
             raise CheckpointError(f"{directory}: {name} is not a parameter of the run's model")
         if weights.shape(name) != place.shape:
             raise CheckpointError(
-                f"{directory}: {name} has the shape {weights.shape(name)}, but the run's model {place.shape}"
+                f"{directory}: {name} has the shape {weights.shape(name)}, but the run's model has {place.shape}"
             )
         weights.check_float(name)
         for slot in place.slots:
             uncovered[slot] -= place.size
             if uncovered[slot] < 0:
-                raise CheckpointError(f"{directory}: {name} is there twice, stacked and expert by expert")
+                raise CheckpointError(f"{directory}: {name} appears twice, stacked and per expert")
         places[name] = place
     for slot, size in uncovered.items():
         if size:
@@ -261,7 +261,7 @@ def _assign(weights: WeightDirectory, layout: Layout, directory: Path) -> dict[s
 
 
 def _place(name: str, slots: _Slots, num_experts: int) -> _Place | None:
-    """Where a tensor of this name belongs; None if the model has no such parameter."""
+    """Returns where a tensor of this name belongs; None if the model has no such parameter."""
     canonical = name.replace(".block_sparse_moe.", ".mlp.")
     if shared := slots.get((canonical, None)):
         return _Place(shared.shape, (shared,))
@@ -281,10 +281,10 @@ def _place(name: str, slots: _Slots, num_experts: int) -> _Place | None:
 
 
 def check_tied(weights: WeightDirectory, is_tied: bool, directory: Path) -> None:
-    """A head that is saved although the model ties it to the embedding must be the embedding.
+    """Checks that an output head that is tied to the embedding but saved separately equals the embedding.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: they differ.
     """
     if is_tied and set(TIED) <= set(weights.names) and not weights.are_equal(*TIED):
         raise CheckpointError(f"{directory}: {TIED[0]} differs from {TIED[1]}, but the model's configuration ties them")
@@ -298,7 +298,7 @@ def _weight_files(directory: Path) -> list[Path]:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
             raise CheckpointError(f"{index} is not an index of safetensors") from exc
-        # An index may come from a stranger: it names files beside it, nothing else.
+        # An index may be untrusted: it may only name files beside it.
         if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
             raise CheckpointError(f"{index} is not an index of safetensors")
         return [directory / name for name in sorted(names)]

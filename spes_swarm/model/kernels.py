@@ -1,10 +1,9 @@
-"""Expert kernels: one matrix per group of consecutive rows, as a registry.
+"""A registry of expert kernels: matrix products with one matrix per group of consecutive rows.
 
 Tensor suffixes: T rows sorted by group, D input features, F output features, G groups.
 
 A kernel computes `y[t] = w[g(t)] @ x[t]`, where row t belongs to group g when `ends[g - 1] <= t < ends[g]`.
-It is differentiable in x and w, and spends nothing on the gradient of a w that does not require one (foreign
-experts).
+It is differentiable in x and w, and skips the gradient of a w that does not require one (foreign experts).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from spes_swarm.base.errors import ConfigError
 
-# torch.nn.functional.grouped_mm refuses operands whose rows do not start on a multiple of this many bytes.
+# torch.nn.functional.grouped_mm rejects operands whose rows do not start on a multiple of this many bytes.
 GROUPED_MM_ALIGNMENT_BYTES = 16
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,29 +28,24 @@ class ExpertKernel(Protocol):
     """A grouped matrix product over rows that are sorted by group."""
 
     def __call__(self, x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-        """Returns y_TF; `ends_G` (int32, device of x) holds one past the last row of each group, `ends_G[-1]
-        == T`.
-        """
+        """Returns y_TF; `ends_G` (int32, device of x) holds one past the last row of each group, `ends_G[-1] == T`."""
         ...
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matmul of `x` would run in: autocast's where it is enabled for x's device, else x's
-    own.
-    """
+    """Returns the dtype in which a matmul of `x` runs: autocast's if enabled for x's device, else that of x."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def grouped_mm_applies(x_TD: Tensor, w_GFD: Tensor) -> bool:
-    """Returns True if `torch.nn.functional.grouped_mm` can serve forward *and* backward of this product.
+    """Returns True if `torch.nn.functional.grouped_mm` supports forward *and* backward of this product.
 
-    Measured on torch 2.13 (CPU): it raises "strides should be multiple of 16 bytes" unless rows of x, w and
-    of the output's gradient are aligned, that is D * itemsize and F * itemsize are multiples of 16; torch
-    2.10 also demands aligned start addresses (transformers issue in integrations/moe.py). Empty groups are
-    fine; no rows at all is answered before a kernel is chosen. Everything else goes through one matmul per
-    group.
+    Measured on torch 2.13 (CPU): it raises "strides should be multiple of 16 bytes" unless rows of x, w and of the
+    output's gradient are aligned, that is D * itemsize and F * itemsize are multiples of 16; torch 2.10 also requires
+    aligned start addresses (see transformers' integrations/moe.py). Empty groups are fine; the case of no rows at all
+    is handled before a kernel is chosen. Everything else uses one matmul per group.
     """
     _, F, D = w_GFD.shape
     itemsize = x_TD.element_size()
@@ -65,9 +59,7 @@ def grouped_mm_applies(x_TD: Tensor, w_GFD: Tensor) -> bool:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Grouped linear layer; an own Function because autograd's formula for grouped_mm rejects expanded
-    gradients.
-    """
+    """Grouped linear layer; a custom Function, because autograd's formula for grouped_mm rejects expanded gradients."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
@@ -107,24 +99,22 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _ranges(ends_G: Tensor) -> list[tuple[int, int, int]]:
-    """(group, start, stop) of every group that has rows; synchronises with the device once."""
+    """Returns (group, start, stop) of every group that has rows; synchronises with the device once."""
     ends = ends_G.tolist()
     return [(g, start, stop) for g, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)) if stop > start]
 
 
 def torch_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-    """Grouped linear layer on CPU and CUDA in the autocast dtype (see `compute_dtype`); returns y_TF in that
-    dtype.
+    """Grouped linear layer on CPU and CUDA; computes and returns y_TF in the autocast dtype (see `compute_dtype`).
 
-    Uses `torch.nn.functional.grouped_mm` exactly where `grouped_mm_applies`, else one matmul per group.
-    grouped_mm is not autocast-aware, hence the explicit casts. With no rows the result is an empty y_TF,
-    connected to x and w, so that w still gets a gradient of zeros.
+    Uses `torch.nn.functional.grouped_mm` exactly where `grouped_mm_applies`, else one matmul per group. grouped_mm is
+    not autocast-aware, hence the explicit casts. With no rows the result is an empty y_TF, connected to x and w, so
+    that w still gets a gradient of zeros.
     """
     dtype = compute_dtype(x_TD)
     x_TD, w_GFD = x_TD.to(dtype).contiguous(), w_GFD.to(dtype).contiguous()
     if x_TD.shape[0] == 0:
-        # An empty slice of w keeps the graph connected: its gradient is zeros, as for an expert without
-        # tokens.
+        # An empty slice of w keeps the graph connected: its gradient is zeros, as for an expert without tokens.
         return x_TD @ w_GFD.reshape(-1, x_TD.shape[1])[: w_GFD.shape[1]].T
     y_TF: Tensor = _GroupedLinear.apply(x_TD, w_GFD, ends_G)  # type: ignore[no-untyped-call]
     return y_TF
@@ -134,7 +124,7 @@ def _load_torch() -> ExpertKernel:
     return torch_kernel
 
 
-# megablocks 0.10 names an older torch in its metadata than this package needs, so it is installed without dependencies.
+# The metadata of megablocks 0.10 requires an older torch than this package, so it is installed without dependencies.
 _INSTALL_MEGABLOCKS = (
     "pip install --no-deps megablocks stanford-stk && pip install --no-deps --no-build-isolation grouped_gemm"
 )
@@ -148,7 +138,7 @@ def _load_megablocks() -> ExpertKernel:
             )
     try:
         ops: Any = importlib.import_module("megablocks.grouped_gemm_util").ops
-        if ops is None:  # it hides why grouped_gemm cannot be imported
+        if ops is None:  # megablocks hides why grouped_gemm cannot be imported
             ops = importlib.import_module("grouped_gemm").ops
     except ModuleNotFoundError as exc:
         raise ConfigError(
@@ -163,7 +153,7 @@ def _load_megablocks() -> ExpertKernel:
         raise ConfigError("kernel 'megablocks' needs a CUDA device, and this machine has none; use the kernel torch")
 
     def megablocks_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-        # grouped_gemm computes in bf16 only, and takes the rows per group as int64 in host memory.
+        # grouped_gemm computes in bf16 only, and expects the rows per group as int64 in host memory.
         counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1)).to("cpu", torch.int64)
         y_TF: Tensor = ops.gmm(x_TD.to(torch.bfloat16), w_GFD.to(torch.bfloat16), counts_G, trans_b=True)
         return y_TF.to(compute_dtype(x_TD))
@@ -175,7 +165,7 @@ KERNELS: dict[str, Callable[[], ExpertKernel]] = {"torch": _load_torch, "megablo
 
 
 def load_kernel(name: str) -> ExpertKernel:
-    """The kernel called `name`.
+    """Returns the kernel called `name`.
 
     Raises:
         ConfigError: no such kernel, or the package that it needs is not installed.

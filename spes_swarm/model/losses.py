@@ -1,12 +1,11 @@
 """The losses of SPES: next-token cross-entropy, load balance, and two z-losses.
 
-Tensor suffixes: B sequences, S positions, T = B * S tokens, N rows of logits (tokens), V vocabulary, L
-layers with experts, E experts, K experts per token.
+Tensor suffixes: B sequences, S positions, T = B * S tokens, N rows of logits (tokens), V vocabulary, L layers with
+experts, E experts, K experts per token.
 
-Sources: SPES (arXiv 2602.11543) and its code (zjr2000/SPES: spes/decayed_load_balance_loss.py,
-spes/train.py), which in turn uses the definitions of megablocks: load balance after Switch Transformer
-(arXiv 2101.03961, Eqs. 4-6), router z-loss after ST-MoE (arXiv 2202.08906, Eq. 5), logit z-loss after
-PaLM (arXiv 2204.02311, section 5).
+Sources: SPES (arXiv 2602.11543) and its code (zjr2000/SPES: spes/decayed_load_balance_loss.py, spes/train.py), which
+uses the definitions of megablocks: load balance as in Switch Transformer (arXiv 2101.03961, Eqs. 4-6), router z-loss as
+in ST-MoE (arXiv 2202.08906, Eq. 5), logit z-loss as in PaLM (arXiv 2204.02311, section 5).
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from spes_swarm.base.errors import ConfigError
 
 IGNORED_TARGET = -100
-# Softmax in fp32 works on so many elements of the logits at a time (64 MiB), never on all of them.
+# The fp32 softmax processes this many logits at a time (64 MiB), never all of them.
 CHUNK_ELEMENTS = 2**24
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossWeights:
-    """Factors of the auxiliary losses; the cross-entropy counts once. Defaults are those of SPES."""
+    """Factors of the auxiliary losses; that of the cross-entropy is 1. Defaults are those of SPES."""
 
     load_balance: float = 0.01
     """Factor of the load-balance loss."""
@@ -37,23 +36,23 @@ class LossWeights:
     logit_z: float = 1e-5
     """Factor of the logit z-loss."""
     decayed_balance: bool = False
-    """Let the load of the held experts count less at first (SPES's "decayed balance loss")."""
+    """Whether the load of the held experts counts less at first (SPES's "decayed balance loss")."""
     decayed_balance_start: float = 0.7
-    """What the held experts' load counts for at the start of training."""
+    """Factor of the held experts' load at the start of training."""
     decayed_balance_fraction: float = 0.2
     """Fraction of training after which the held experts' load counts in full."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossParts:
-    """The loss and what it is made of; the parts are not multiplied by their weights."""
+    """The loss and its parts; the parts are not multiplied by their weights."""
 
     total: Tensor
     """Scalar to differentiate: cross_entropy + the weighted auxiliary losses."""
     cross_entropy: Tensor
     """Detached scalar: mean over predicted tokens, in nats."""
     load_balance: Tensor
-    """Detached scalar: 1 where every layer's load is even, E where one expert gets everything."""
+    """Detached scalar: 1 if the load of every layer is even, E if one expert gets all tokens."""
     router_z: Tensor
     """Detached scalar: sum over layers of mean squared log-sum-exp of the router logits."""
     logit_z: Tensor
@@ -61,11 +60,10 @@ class LossParts:
 
 
 class _CrossEntropyAndZ(torch.autograd.Function):
-    """Mean cross-entropy and mean squared log-sum-exp in one pass, with one buffer for the gradient of the
-    logits.
+    """Mean cross-entropy and mean squared log-sum-exp in one pass, with one buffer for the gradient of the logits.
 
-    Composed from library functions the two would keep a log-softmax and make several more tensors of the
-    logits' size in backward; this keeps the logits alone, and one gradient in their dtype.
+    Composed from library functions, the two would keep a log-softmax and allocate several more tensors of the logits'
+    size in backward; this keeps only the logits, and one gradient in their dtype.
     """
 
     @staticmethod
@@ -105,11 +103,10 @@ def _row_chunks(logits_NV: Tensor) -> list[slice]:
 
 
 def cross_entropy_and_z(logits_BSV: Tensor, input_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of predicting token s + 1 at position s, and mean squared log-sum-exp at those
-    positions.
+    """Mean cross-entropy of predicting token s + 1 at position s, and mean squared log-sum-exp at those positions.
 
-    The last position has no target and is ignored; it is masked rather than cut off, because a cut copies
-    the logits. SPES's own code divides by B * S instead of the B * (S - 1) predictions.
+    The last position has no target and is ignored; it is masked rather than sliced off, because slicing would copy the
+    logits. SPES's own code divides by B * S instead of the B * (S - 1) predictions.
 
     Raises:
         ValueError: sequences are shorter than two tokens.
@@ -124,10 +121,9 @@ def cross_entropy_and_z(logits_BSV: Tensor, input_ids_BS: Tensor) -> tuple[Tenso
 
 
 def balance_factor(weights: LossWeights, progress: float) -> float:
-    """What the held experts' load counts for at `progress` (fraction of training done, 0 to 1).
+    """Returns the factor of the held experts' load at `progress` (fraction of training done, 0 to 1).
 
-    Rises linearly from `decayed_balance_start` to 1 over the first `decayed_balance_fraction`; 1 when
-    switched off.
+    It rises linearly from `decayed_balance_start` to 1 over the first `decayed_balance_fraction`; 1 when disabled.
     """
     if not weights.decayed_balance or progress >= weights.decayed_balance_fraction:
         return 1.0
@@ -140,15 +136,15 @@ def load_balance_loss(
 ) -> Tensor:
     """Load balance: E * sum_e c_e * f_e * P_e per layer, averaged over layers.
 
-    f_e is the fraction of the T * K choices of a layer that fell on expert e (no gradient), P_e the mean
-    over tokens of the router's softmax over all experts, and c_e `held_factor` for held experts and 1 for
-    others. With f and P even it is 1. This is Switch Transformer Eqs. 4-6 for K choices, as in SPES and
-    megablocks. (transformers' own function is K times as large and pools layers before multiplying.)
+    f_e is the fraction of a layer's T * K choices that fall on expert e (no gradient), P_e the mean over tokens of the
+    router's softmax over all experts, and c_e is `held_factor` for held experts and 1 for others. If f and P are even
+    and c is 1, the loss is 1. This is Switch Transformer Eqs. 4-6 for K choices, as in SPES and megablocks.
+    (transformers' own function is K times as large and pools layers before multiplying.)
 
     Args:
         router_logits: per layer (T, E).
         top_k: K.
-        held: the experts whose load is multiplied.
+        held: experts whose load is multiplied by `held_factor`.
         held_factor: see `balance_factor`.
     """
     per_layer: list[Tensor] = []
@@ -156,8 +152,7 @@ def load_balance_loss(
         T, E = logits_TE.shape
         probabilities_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
         with torch.no_grad():
-            # The same operation on the same numbers as in the routers, so these are the choices that were
-            # made.
+            # The same operation on the same numbers as in the routers, so these are the routers' choices.
             chosen_S = probabilities_TE.topk(top_k, dim=-1).indices.reshape(-1)
             load_E = torch.zeros(E, device=logits_TE.device)
             load_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S, dtype=torch.float32))
@@ -169,11 +164,9 @@ def load_balance_loss(
 
 
 def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
-    """Router z-loss: per layer the mean over tokens of the squared log-sum-exp of the logits (T, E), summed
-    over layers.
+    """Router z-loss: the squared log-sum-exp of the logits (T, E), averaged over tokens and summed over layers.
 
-    The sum, not the mean, over layers is what SPES and megablocks (`batched_router_zloss`) use with factor
-    0.001.
+    SPES and megablocks (`batched_router_zloss`) use the sum over layers, not the mean, with factor 0.001.
     """
     return torch.stack([torch.logsumexp(x_TE.float(), dim=-1).square().mean() for x_TE in router_logits]).sum()
 
@@ -183,8 +176,8 @@ def language_model_loss(
 ) -> LossParts:
     """Runs the model on packed sequences and returns SPES's training loss.
 
-    Documents are packed without an attention mask, so every position but the last has a target. No value
-    leaves the device, so nothing here waits for it.
+    Documents are packed without an attention mask, so every position but the last has a target. The loss itself does
+    not synchronise with the device.
 
     Args:
         model: a transformers causal language model (`SparseModel.module` or an untouched one).
@@ -205,7 +198,7 @@ def language_model_loss(
     if wants_router:
         router_logits = getattr(output, "router_logits", None)
         if not router_logits:
-            raise ConfigError(f"{type(model).__name__} does not report router logits: its losses cannot be had")
+            raise ConfigError(f"{type(model).__name__} does not report router logits, which the auxiliary losses need")
         config: Any = model.config
         factor = balance_factor(weights, progress)
         load_balance = load_balance_loss(router_logits, config.num_experts_per_tok, held, factor)
@@ -222,9 +215,9 @@ def language_model_loss(
 
 @torch.no_grad()
 def cross_entropy_of_sequences(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
-    """Evaluation: mean next-token cross-entropy of each sequence in nats (B,), without gradients, in evaluation mode.
+    """Returns the mean next-token cross-entropy (B,) of each sequence in nats, without gradients, in evaluation mode.
 
-    The model is returned to the mode that it was in. Evaluation counts no routed tokens.
+    The model's mode is restored afterwards. Evaluation does not count routed tokens.
 
     Raises:
         ValueError: sequences are shorter than two tokens.

@@ -1,15 +1,15 @@
-"""Expert merging, SPES's warm-up (arXiv 2602.11543, Eqs. 5-6): at first, similar experts learn together.
+"""Expert merging, the warm-up of SPES (arXiv 2602.11543, Eqs. 5-6): similar experts move closer early in training.
 
-Array suffixes: N elements of the flat vector, E experts, F expert ffn dim, D model dim, P elements of one
-tensor of one expert, K neighbours.
+Array suffixes: N elements of the flat vector, E experts, F expert ffn dim, D model dim, P elements of one tensor of one
+expert, K neighbours.
 
-Per layer, A_jk = cos(w_in_j, w_in_k) over the flattened gate/input projections, Q_j = the K experts most
-similar to j (j itself excluded), and phi_j <- phi_j + alpha * mean_{k in Q_j}(phi_k - phi_j) for *all*
-matrices of an expert, every donor being its copy from before the merge.
+Per layer, A_jk = cos(w_in_j, w_in_k) over the flattened gate/input projections, Q_j = the K experts most similar to j
+(excluding j itself), and phi_j <- phi_j + alpha * mean_{k in Q_j}(phi_k - phi_j) for *all* matrices of an expert, with
+the donors' values from before the merge.
 
-Merged values go to live weights only. Sums over a matrix differ in the last bits between machines, so
-nothing here may touch the reference that all peers share bit for bit (DESIGN.md, "a consensus reference").
-Similarities are summed in fp64, which makes it very unlikely that two machines choose different neighbours.
+Merged values go to live weights only. Sums over a matrix differ in the last bits between machines, so the merge must
+never touch the reference, which all peers share bit for bit (docs/architecture.md). Similarities are summed in fp64,
+which makes it very unlikely that two machines choose different neighbours.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
 FlatArray = npt.NDArray[np.float32]
 
 GATE_UP = "gate_up_proj"  # (2F, D) per expert: transformers puts the F gate rows before the F up rows
-# Similarities convert so many elements per expert to fp64 at a time (8 MiB), never a whole layer.
+# Similarities convert this many elements per expert to fp64 at a time (8 MiB), never a whole layer.
 CHUNK_ELEMENTS = 2**20
 
 
 def merge_alpha(step: int, alpha: float, merge_steps: int) -> float:
-    """Strength after `step` local steps: alpha * (1 - min(step / merge_steps, 1)); 0 without merge_steps."""
+    """Merge strength after `step` local steps: alpha * (1 - min(step / merge_steps, 1)); 0 without merge_steps."""
     if merge_steps <= 0:
         return 0.0
     return alpha * (1.0 - min(step / merge_steps, 1.0))
 
 
 def merge_due(previous_step: int, step: int, interval: int) -> bool:
-    """Returns True if a multiple of `interval` (local steps; 0 is never) lies in (previous_step, step]."""
+    """Returns True if a multiple of `interval` (local steps; 0: never) lies in (previous_step, step]."""
     return interval > 0 and step // interval > previous_step // interval
 
 
 def similarity(gate_EP: FlatArray) -> npt.NDArray[np.float64]:
-    """Cosine similarity (E, E) of the rows; 0 where a row is zero. May be given a strided view."""
+    """Cosine similarity (E, E) of the rows; 0 where a row is zero. Accepts strided views."""
     E, P = gate_EP.shape
     gram_EE = np.zeros((E, E), dtype=np.float64)
     for start in range(0, P, CHUNK_ELEMENTS):
@@ -67,8 +67,8 @@ def nearest_experts(similarity_EE: npt.NDArray[np.float64], num_neighbours: int)
     E = similarity_EE.shape[0]
     others_EE = similarity_EE.copy()
     np.fill_diagonal(others_EE, -np.inf)
-    # Rounding makes ties of equal experts (fresh from upcycling) exact in spite of the order of summation; a
-    # stable sort of the negated values then keeps them in the order of their index.
+    # Rounding makes ties of equal experts (fresh from upcycling) exact, whatever the order of summation; a stable sort
+    # of the negated values then keeps them in index order.
     order_EE = np.argsort(-np.round(others_EE, 12), axis=1, kind="stable")
     return order_EE[:, : min(num_neighbours, E - 1)].astype(np.int64)
 
@@ -77,7 +77,7 @@ def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], a
     own_P: FlatArray = stack_EP[expert]
     if alpha == 0.0 or len(donors_K) == 0:
         return own_P.copy()
-    # Donors are added in ascending order, so the result does not depend on how close their similarities are.
+    # Donors are added in index order, so the result does not depend on their order of similarity.
     mean_P: FlatArray = np.zeros_like(own_P)
     for donor in np.sort(donors_K):
         mean_P += stack_EP[donor]
@@ -91,12 +91,12 @@ def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], a
 def merge_experts_layer(
     gate_up_EFD: FlatArray, down_EDF: FlatArray, alpha: float, num_neighbours: int
 ) -> tuple[FlatArray, FlatArray]:
-    """Merges the experts of one layer; the arguments are left as they are.
+    """Merges the experts of one layer; the arguments are not modified.
 
     Args:
         gate_up_EFD: (E, 2F, D) float32, gate rows first.
         down_EDF: (E, D, F) float32.
-        alpha: see `merge_alpha`; 0 returns equal bits.
+        alpha: see `merge_alpha`; 0 returns bit-identical values.
         num_neighbours: K; with fewer other experts, all of them are donors.
     """
     E, two_ffn, _ = gate_up_EFD.shape
@@ -112,7 +112,7 @@ def merge_experts_layer(
 def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FlatArray]]]:
     """Per layer and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
 
-    All expert blocks have the same slots at the same offsets, so the experts are rows of one matrix: no copy.
+    All expert blocks have the same slots at the same offsets, so the experts are rows of one matrix; nothing is copied.
     """
     first = layout.expert_block(0)
     block_EN = reference_N[first.start :].reshape(layout.num_experts, first.size)
@@ -131,17 +131,16 @@ def merged_slots(
     num_neighbours: int,
     experts: Sequence[int] | None = None,
 ) -> Iterator[tuple[TensorSlot, FlatArray]]:
-    """Merged values of every tensor of `experts` (default: all), one (slot, values) at a time.
+    """Yields (slot, merged values) for every tensor of `experts` (default: all).
 
-    The reference is only read. Extra memory is one tensor of one expert plus a few MiB, whatever the size of
-    the model. The caller writes the values to live weights (`SparseModel.write_slot`), or adds `values -
-    reference` to them.
+    The reference is only read. Extra memory is one tensor of one expert plus a few MiB, whatever the model size. The
+    caller writes the values to live weights (`SparseModel.write_slot`), or adds `values - reference` to them.
 
     Raises:
         ValueError: `reference_N` does not fit the layout, or a layer has no `gate_up_proj`.
     """
     if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
-        raise ValueError(f"the reference is {reference_N.dtype} {reference_N.shape}, not the layout's")
+        raise ValueError(f"the reference is {reference_N.dtype} {reference_N.shape}, which does not fit the layout")
     wanted = range(layout.num_experts) if experts is None else experts
     for tensors in _layers(reference_N, layout):
         if GATE_UP not in tensors:
@@ -157,7 +156,7 @@ def merged_slots(
 def merge_flat(
     reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int, out_N: FlatArray | None = None
 ) -> FlatArray:
-    """A whole merged vector (N,), shared block included, in `out_N` or a new array; see `merged_slots`.
+    """Returns the whole merged vector (N,), shared block included, in `out_N` or a new array; see `merged_slots`.
 
     Raises:
         ValueError: as `merged_slots`, or `out_N` shares memory with the reference, which must not change.

@@ -1,10 +1,9 @@
-"""A transformers MoE as a peer trains it: sparse experts inside, and blocks of the flat reference outside.
+"""A transformers MoE as a peer trains it: with sparse experts, and addressed in blocks of the flat reference.
 
 Tensor suffixes: N elements of the flat vector (or of one block of it), E experts, H held experts.
 
-Parameter names are those of the untouched transformers model, e.g.
-`model.layers.0.mlp.experts.gate_up_proj`; they name the slots of `Layout`. A `SparseModel` translates
-between slots and live storage, wherever that is.
+Parameter names are those of the untouched transformers model, e.g. `model.layers.0.mlp.experts.gate_up_proj`; they name
+the slots of `Layout`. A `SparseModel` maps slots to live storage.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ FlatArray = npt.NDArray[np.float32]
 def build_model(
     model_type: str, settings: Mapping[str, Any], seed: int, device: torch.device | str, on_meta: bool = False
 ) -> PreTrainedModel:
-    """A freshly initialised causal language model in fp32: same arguments, same bits (on one machine).
+    """Builds a freshly initialised causal language model in fp32: equal arguments give equal bits (on one machine).
 
-    Weights are drawn on the CPU whatever `device` is, so that they do not depend on it; the global random
-    state is left as it was. Attention is "sdpa" where the architecture has it, else "eager".
+    Weights are always drawn on the CPU, so they do not depend on `device`; the global random state is unchanged.
+    Attention is "sdpa" where the architecture supports it, else "eager".
 
     Args:
         model_type: a transformers model type with a causal language model, e.g. "olmoe".
-        settings: fields of that type's configuration; what is not named keeps transformers' default.
-        seed: of the initialisation.
-        device: where the weights are put.
+        settings: fields of that type's configuration; fields not named keep transformers' default.
+        seed: seed of the initialisation.
+        device: device of the weights.
         on_meta: build on the meta device instead: shapes without memory (seed and device are then unused).
 
     Raises:
-        ConfigError: as `config_from_settings`, or transformers cannot build a causal language model of these settings.
+        ConfigError: as `config_from_settings`, or transformers cannot build a causal language model from these.
     """
     config = config_from_settings(model_type, settings)
     mapping = AutoModelForCausalLM._model_mapping
@@ -61,7 +60,7 @@ def build_model(
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Every experts module of an untouched model by its name, in the order of the layers.
+    """Returns every experts module of an untouched model by name, in layer order.
 
     Raises:
         ConfigError: there is none, or one has a layout that sparse experts do not support.
@@ -80,10 +79,10 @@ def replace_experts(
     """Replaces every experts module in place, layer by layer (peak memory: one layer more than the model).
 
     Returns:
-        The new modules, in the order of the layers.
+        The new modules, in layer order.
 
     Raises:
-        ConfigError: no experts module, an unsupported one, an unknown kernel, or an impossible `held`.
+        ConfigError: no experts module, an unsupported one, an unknown kernel, or an invalid `held`.
     """
     expert_kernel = load_kernel(kernel)
     replaced: list[SparseExperts] = []
@@ -103,10 +102,10 @@ def replace_experts(
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """The layout of an untouched transformers model, which may be on the meta device.
+    """Returns the layout of an untouched transformers model, which may be on the meta device.
 
-    Stacked expert parameters go to the experts' blocks, all others to the shared one; tied weights count
-    once, under the first of their names.
+    Stacked expert parameters go to the experts' blocks, all others to the shared one; tied weights count once, under
+    the first of their names.
 
     Raises:
         ConfigError: no experts module, an unsupported one, or layers that differ in their number of experts.
@@ -123,7 +122,7 @@ def layout_of(model: nn.Module) -> Layout:
 
 
 def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
-    """The flat fp32 vector (N,) of an untouched model: the initial reference."""
+    """Returns the flat fp32 vector (N,) of an untouched model: the initial reference."""
     parameters = dict(model.named_parameters())
     flat_N = np.empty(layout.num_elements, dtype=np.float32)
     for block in layout.blocks:
@@ -140,17 +139,17 @@ def plain_state_dict(
     tied: Mapping[str, str] | None = None,
     include_tied: bool = False,
 ) -> dict[str, Tensor]:
-    """`SparseModel.state_dict_from_flat` for any model with this layout, e.g. an untouched one, which is left as it is.
+    """`SparseModel.state_dict_from_flat` for any model with this layout, e.g. an untouched one; does not modify it.
 
     Args:
-        model: gives the buffers; its parameters are not read.
-        layout: of the untouched model.
+        model: provides the buffers; its parameters are not read.
+        layout: layout of the untouched model.
         flat_N: the values (N,).
-        tied: every further name of a tied parameter with its first name; None takes them from `model`.
+        tied: maps every further name of a tied parameter to its first name; None: as in `model`.
         include_tied: add those further names.
 
     Raises:
-        ValueError: `flat_N` has another size or dtype.
+        ValueError: `flat_N` has the wrong size or dtype.
     """
     _check_array(flat_N, layout.num_elements)
     tied = _tied_names(model) if tied is None else tied
@@ -164,7 +163,7 @@ def plain_state_dict(
             if slot.name not in state:
                 state[slot.name] = torch.empty((layout.num_experts, *slot.shape))
             state[slot.name][slot.expert].copy_(values)
-    # What remains are buffers: a sparse model's own parameters are in `state` under the same names.
+    # The rest are buffers: a sparse model's own parameters are in `state` under the same names.
     state.update({n: t.cpu().clone() for n, t in model.state_dict().items() if n not in state and n not in tied})
     if include_tied:
         state.update({alias: state[name] for alias, name in tied.items()})
@@ -172,7 +171,7 @@ def plain_state_dict(
 
 
 def _as_tensor(array_N: FlatArray, slot: TensorSlot, array_start: int) -> Tensor:
-    """A CPU tensor that shares memory with the part of `array_N` that belongs to `slot`."""
+    """Returns a CPU tensor of the part of `array_N` that belongs to `slot`: a view where `array_N` is writable."""
     start = slot.start - array_start
     piece_N = array_N[start : start + slot.size]
     if not piece_N.flags.writeable:
@@ -186,8 +185,8 @@ class SparseModel:
 
     Attributes:
         module: the transformers model; call it to compute. Its experts modules have been replaced.
-        layout: of the untouched model.
-        held: the experts that are trained here, ascending.
+        layout: layout of the untouched model.
+        held: the experts that this peer trains, ascending.
     """
 
     def __init__(
@@ -200,13 +199,13 @@ class SparseModel:
         """Takes over an untouched model on any device and replaces its experts in place.
 
         Args:
-            model: from `build_model` or `from_pretrained`; do not use it as before afterwards.
+            model: from `build_model` or `from_pretrained`; modified in place.
             held: experts to train; any subset.
             kernel: name of an expert kernel.
             foreign_dtype: see `SparseExperts`.
 
         Raises:
-            ConfigError: the model is not a supported MoE, or `kernel` or `held` is impossible.
+            ConfigError: the model is not a supported MoE, or `kernel` or `held` is invalid.
         """
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
@@ -232,7 +231,7 @@ class SparseModel:
         """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
 
         Raises:
-            ValueError: `out_N` has another size or dtype, or is read-only.
+            ValueError: `out_N` has the wrong size or dtype, or is read-only.
         """
         block = self.layout.blocks[block_index]
         _check_array(out_N, block.size)
@@ -242,11 +241,10 @@ class SparseModel:
             _as_tensor(out_N, slot, block.start).copy_(self._live(slot))
 
     def write_block(self, block_index: int, in_N: FlatArray) -> None:
-        """Overwrites the live weights of a block, shared, held or foreign, with `in_N` (fp32, of the block's
-        size).
+        """Overwrites the live weights of a block (shared, held or foreign) with `in_N`: fp32, of the block's size.
 
         Raises:
-            ValueError: `in_N` has another size or dtype.
+            ValueError: `in_N` has the wrong size or dtype.
         """
         block = self.layout.blocks[block_index]
         _check_array(in_N, block.size)
@@ -254,11 +252,10 @@ class SparseModel:
             self._live(slot).copy_(_as_tensor(in_N, slot, block.start))
 
     def write_slot(self, slot: TensorSlot, values: FlatArray) -> None:
-        """Overwrites one tensor with `values` (fp32, `slot.size` elements in any shape), e.g. a merged
-        expert's.
+        """Overwrites one tensor, e.g. of a merged expert, with `values` (fp32, `slot.size` elements in any shape).
 
         Raises:
-            ValueError: `values` has another size or dtype.
+            ValueError: `values` has the wrong size or dtype.
         """
         flat_N = values.reshape(-1)
         _check_array(flat_N, slot.size)
@@ -267,14 +264,11 @@ class SparseModel:
     # Training
 
     def hold(self, held: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Changes the held experts; all weights keep their values (see `SparseExperts.hold` on
-        `foreign_dtype`).
+        """Changes the held experts; all weights keep their values (but see `SparseExperts.hold` on `foreign_dtype`).
 
-        The experts' parameters become new objects. An optimiser that was made from `param_groups` is
-        therefore given
-        here: its parameters are swapped, the state rows of experts that stay held are kept, those of experts
-            that are new start at zero. Its step count is per tensor, so for a new expert Adam's bias
-            correction is already over.
+        The experts' parameters become new objects, so an optimiser made from `param_groups` must be passed here. Its
+        parameters are swapped, the state rows of experts that stay held are kept, and those of new experts start at
+        zero. Its step count is per tensor, so Adam's bias correction is already over for a new expert.
 
         Raises:
             ConfigError: `held` names an expert twice or one that does not exist; nothing has changed then.
@@ -292,18 +286,15 @@ class SparseModel:
         self.held = held
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Named parameters that are trained: the shared ones and the held experts' stacks (H, ...), nothing
-        else.
-        """
+        """Yields the names and parameters that are trained: shared ones and the held experts' stacks (H, ...)."""
         for name, parameter in self.module.named_parameters():
             if parameter.numel() > 0:
                 yield name, parameter
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Two groups for an optimiser: matrices decay, one-dimensional tensors (norms, biases) do not.
+        """Returns two groups for an optimiser: matrices with weight decay, vectors (norms, biases) without.
 
-        Stacks without experts (nothing held) are included, empty, so that `hold` can swap them for others
-        later.
+        Empty stacks (nothing held) are included, so that `hold` can swap them for others later.
         """
         matrices = [parameter for parameter in self.module.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in self.module.parameters() if parameter.dim() <= 1]
@@ -313,9 +304,7 @@ class SparseModel:
         ]
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
-        """Routed copies of tokens per expert (E,), summed over layers, since the last call (training mode
-        only).
-        """
+        """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""
         counts = [experts.pop_routed_tokens() for experts in self._experts.values()]
         counts_E: npt.NDArray[np.int64] = torch.stack(counts).sum(dim=0).cpu().numpy()
         return counts_E
@@ -323,23 +312,23 @@ class SparseModel:
     # Export and accounting
 
     def state_dict_from_flat(self, flat_N: FlatArray, include_tied: bool = False) -> dict[str, Tensor]:
-        """A plain transformers state dict (fp32, CPU, stacked experts) with the values of a flat vector (N,).
+        """Returns a plain transformers state dict (fp32, CPU, stacked experts) with the values of a flat vector (N,).
 
-        It owns its memory. Persistent buffers of the model are included. Tied weights appear once, as
-        safetensors wants them and `from_pretrained` expects them; with `include_tied` also under their other
-        names, as a strict `load_state_dict` wants them.
+        It owns its memory. Persistent buffers of the model are included. Tied weights appear once, as safetensors and
+        `from_pretrained` expect; with `include_tied` also under their other names, as a strict `load_state_dict`
+        expects.
 
         Raises:
-            ValueError: `flat_N` has another size or dtype.
+            ValueError: `flat_N` has the wrong size or dtype.
         """
         return plain_state_dict(self.module, self.layout, flat_N, self._tied, include_tied)
 
     def bytes_per_class(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Bytes that live tensors occupy now, by class.
+        """Returns the bytes that live tensors occupy, by class.
 
         Keys: `{shared,held,foreign}_parameters`, `{shared,held,foreign}_gradients` and, given an optimiser,
-        `{shared,held,foreign}_optimizer`. The foreign gradients and optimiser state are counted, not
-        assumed, to be 0: anything that is neither shared nor held would count as foreign.
+        `{shared,held,foreign}_optimizer`. Foreign gradients and optimiser state are measured, not assumed to be 0:
+        anything that is neither shared nor held counts as foreign.
         """
         held = {getattr(experts, p) for experts in self._experts.values() for p in PROJECTIONS}
         shared = set(self._shared.values())
@@ -369,7 +358,7 @@ def _check_array(array_N: FlatArray, size: int) -> None:
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tied parameter, with the first name."""
+    """Maps every further name of a tied parameter to its first name."""
     first: dict[nn.Parameter, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -386,7 +375,7 @@ def _swap_parameters(
     held_before: Sequence[int],
     held_after: Sequence[int],
 ) -> None:
-    """Puts new stacks in the place of old ones, with the state rows of experts that are in both."""
+    """Replaces old stacks by new ones, and keeps the state rows of experts that are in both."""
     kept = [(held_before.index(e), row) for row, e in enumerate(held_after) if e in held_before]
     for group in optimizer.param_groups:
         group["params"] = [swapped.get(parameter, parameter) for parameter in group["params"]]

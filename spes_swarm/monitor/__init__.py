@@ -1,5 +1,5 @@
-"""Watches a swarm from outside, from the signed records in its DHT.
+"""Watches a swarm from outside through the signed records in its DHT; it never writes any.
 
-Imports `base`, `protocol`, `config`, `storage` and `network.link`; only reads. Begin with `state` (what all views
-show), then `ledger` (from records to a run); `__main__` is the command.
+Imports `base`, `protocol`, `config`, `storage` and `network.link`. Start with `state` (the values that all views show),
+then `ledger` (turns records into the state of a run); `__main__` is the command.
 """

@@ -1,7 +1,7 @@
-"""`python -m spes_swarm.monitor`: shows a run to anybody who has the address of one of its peers.
+"""`python -m spes_swarm.monitor`: shows a run, given the address of any of its peers.
 
-It only reads the signed records in the run's DHT, so it can run anywhere, any number of times, and nothing depends on
-it. See options.py for what it can do, and state.py for what it knows.
+It only reads the signed records in the run's DHT, so any number of monitors can run anywhere, and no peer depends on
+them. See options.py for the options, and state.py for what is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from spes_swarm.monitor.collector import Collector
 
-# What one look may miss, the next ones find.
+# One read may miss records; the next ones find them.
 _ONCE_LOOKS = 3
 _ONCE_PAUSE_S = 0.5
 
@@ -42,13 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse_options(arguments)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a curve is worth a few question marks where there is no UTF-8
+                stream.reconfigure(errors="replace")  # without UTF-8, curves become question marks instead of errors
         return asyncio.run(_until_told(_replay(options) if options.replay is not None else _watch(options)))
     except UserError as exc:
-        # Some of it may be what peers said: it must stay on one line, and move no cursor.
+        # The message may quote peers: keep it on one line, without control characters.
         print("monitor: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before its handler was there
+    except KeyboardInterrupt:  # before its handler is installed
         return 0
     except BrokenPipeError:  # `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,12 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"monitor: {exc}", file=sys.stderr)
         return 2
     except NetworkProcessError as exc:
-        print(f"monitor: {exc}; start again", file=sys.stderr)
+        print(f"monitor: {exc}; restart the monitor", file=sys.stderr)
         return 1
 
 
 async def _until_told(work: Coroutine[Any, Any, None]) -> int:
-    """Does something until it is done, or SIGINT or SIGTERM comes."""
+    """Runs `work` until it is done or SIGINT or SIGTERM arrives; returns the exit code."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,7 +74,7 @@ async def _until_told(work: Coroutine[Any, Any, None]) -> int:
     return 0
 
 
-# A file.
+# Replay.
 
 
 async def _replay(options: Options) -> None:
@@ -96,7 +96,7 @@ async def _replay(options: Options) -> None:
             await _serve(source, listener)
 
 
-# A swarm.
+# Live.
 
 
 async def _watch(options: Options) -> None:
@@ -109,7 +109,7 @@ async def _watch(options: Options) -> None:
         history = History(options.history) if options.history is not None else None
         if history is not None:
             cleanup.callback(history.close)
-        # hivemind imports torch, which takes seconds: a mistyped flag or a file should not have to wait for it.
+        # hivemind imports torch, which takes seconds: a mistyped flag or a replay must not wait for it.
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, connect
         from spes_swarm.protocol.members.identity import Identity
@@ -130,7 +130,7 @@ async def _watch(options: Options) -> None:
         )
         Identity.load_or_create(network.identity_path)
         if options.identity is not None:
-            lock = lock_file(network.identity_path, f"identity file {options.identity}", "it names one peer only")
+            lock = lock_file(network.identity_path, f"identity file {options.identity}", "each monitor needs its own")
             cleanup.callback(os.close, lock)
         remembered = history.manifest() if history is not None else None
         watcher = await connect(network, remembered, history.addresses() if history is not None else [])
@@ -177,7 +177,7 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs all until one ends, which ends the others; raises what ended it."""
+    """Runs all until one ends, then cancels the others; raises the error that ended it."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +189,7 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# Showing.
+# Output.
 
 
 def _console() -> Console:
@@ -214,7 +214,7 @@ async def _show_json(source: StateSource, output: TextIO) -> None:
 
 
 def _listen(options: Options) -> socket.socket | None:
-    """Takes the page's address before anything slow is done; browsers wait until the page is served."""
+    """Binds the page's address before any slow step; browsers wait until the page is served."""
     if options.web is None:
         return None
     from spes_swarm.monitor.views.web import listen

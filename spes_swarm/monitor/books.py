@@ -1,4 +1,4 @@
-"""What is written down of a round while its peers report it, and what one monitor leaves to the next."""
+"""Records of a round while its peers report it, and what one monitor hands over to the next."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress
 
-# No honest figure comes near (tokens per second, losses, seconds); a sum over thousands of peers stays finite.
+# Far above any honest figure (tokens per second, losses, seconds); a sum over thousands of peers stays finite.
 _MAX_FIGURE: Final = 1e12
-# In place of a peer id: those that nobody has seen for so long that they share one line.
+# In place of a peer id: peers that have been gone for so long that they share one entry.
 FORGOTTEN: Final = ""
 
 
 def count(value: int) -> int:
-    """A count as it may be shown and stored."""
+    """Clamps a count to the range that can be shown and stored."""
     return min(max(value, 0), MAX_COUNT)
 
 
 def bounded(value: float) -> float:
-    """A figure that is not negative, as it may be added up."""
+    """Clamps a figure to a finite range that starts at 0; NaN and inf become its upper end."""
     return min(max(value, 0.0), _MAX_FIGURE) if math.isfinite(value) else _MAX_FIGURE
 
 
 def superfluous(rounds: Collection[int]) -> list[int]:
-    """Rounds to be left out of a history that is too long: every second one of the older half."""
+    """Rounds to drop from a history that is too long: every second one of its older half."""
     ordered = sorted(rounds)
     return ordered[1 : len(ordered) // 2 : 2]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What an earlier monitor of the same run has written down."""
+    """What earlier monitors of the same run have recorded."""
 
     round: int = 0
-    alive_at: float | None = None  # swarm time of the last sign of anybody
+    alive_at: float | None = None  # swarm time of the newest record of any peer
     points: tuple[HistoryPoint, ...] = ()
     tokens: dict[str, int] = field(default_factory=dict)  # by peer id
-    names: dict[str, str] = field(default_factory=dict)  # by peer id, harmless
+    names: dict[str, str] = field(default_factory=dict)  # by peer id, sanitised
     trained_in: dict[int, int] = field(default_factory=dict)  # expert -> round
     faults: tuple[Fault, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A peer's last word on a round."""
+    """A peer's latest report of a round."""
 
     progress: Progress
     train_loss: float | None
     eval_loss: float | None
     eval_loss_stderr: float | None
-    experts: frozenset[int]  # a peer that says goodbye holds none any more, but has trained them
+    experts: frozenset[int]  # a leaving peer reports none, but has trained those that it reported before
 
 
 class RoundBook:
-    """One round, as its peers tell it: first their digests, a little later losses and bytes.
+    """The peers' reports of one round: digests come first, losses and bytes a little later.
 
     Attributes:
         number: the round.
-        tokens: what all peers had trained on by then; None: not noted yet.
+        tokens: what all peers had trained on by then; None: not recorded yet.
     """
 
     def __init__(self, number: int, now: float) -> None:
@@ -75,7 +75,7 @@ class RoundBook:
         self._entries: dict[str, _Entry] = {}
 
     def enter(self, peer_id: str, progress: Progress, train_loss: float | None) -> None:
-        """Notes a peer's newest record of this round."""
+        """Records a peer's newest report of this round."""
         before = self._entries.get(peer_id)
         if before is not None and before.progress is progress:
             return
@@ -85,7 +85,7 @@ class RoundBook:
 
     @property
     def consensus(self) -> str | None:
-        """The digest (hex) that most peers have; of equally many the smaller one."""
+        """The most common digest (hex), the smaller one on a tie; None without reports."""
         votes = Counter(entry.progress.digest for entry in self._entries.values())
         if not votes:
             return None
@@ -94,7 +94,7 @@ class RoundBook:
     def point(self, num_experts: int) -> HistoryPoint:
         """The round as a point of the history.
 
-        Losses are medians: a mean could be moved by one peer's word alone.
+        Losses are medians: one peer's claim alone could move a mean.
         """
         entries = list(self._entries.values())
         train = [bounded(e.train_loss) for e in entries if e.train_loss is not None]

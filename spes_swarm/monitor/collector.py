@@ -1,4 +1,4 @@
-"""The monitor at work: looks at the DHT again and again, keeps the books, and tells those who show them."""
+"""The monitor's main loop: reads the DHT, updates ledger and history, and passes the state to the views."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def run_info(manifest: Manifest) -> RunInfo:
-    """What is shown of a run's manifest."""
+    """The part of a run's manifest that is shown."""
     run = manifest.run
     return RunInfo(
         run_id=manifest.run_id,
@@ -38,14 +38,14 @@ class Collector:
     """Keeps a `HeldState` up to date.
 
     Attributes:
-        source: what is shown.
+        source: the state that views show.
     """
 
     def __init__(self, watcher: Watcher, history: History | None, refresh_s: float) -> None:
-        """Begins with what the history knows.
+        """Starts from the history, if there is one.
 
         Raises:
-            DataError: the history is damaged, or of another run.
+            DataError: the history is damaged, or belongs to another run.
         """
         known = Known()
         if history is not None:
@@ -59,7 +59,7 @@ class Collector:
         self.source = HeldState(self._ledger.state(watcher.now(), time.monotonic(), {}, None), self._ledger.points())
 
     async def refresh(self) -> None:
-        """Looks once.
+        """Reads the DHT once and updates the source.
 
         Raises:
             NetworkProcessError: the P2P daemon has ended.
@@ -74,7 +74,7 @@ class Collector:
             self._write(self._history)
 
     async def run(self) -> None:
-        """Looks until cancelled; whatever goes wrong in one look does not end it.
+        """Refreshes until cancelled; a failed refresh does not end it.
 
         Raises:
             NetworkProcessError: the P2P daemon has ended.
@@ -86,8 +86,8 @@ class Collector:
                 await self._watcher.keep_in_touch()
             except NetworkProcessError:
                 raise
-            except Exception as exc:  # what strangers send must not end the monitor, whatever it sets off
-                self._complain(f"this look at the swarm failed: {exc!r}")
+            except Exception as exc:  # no input from other nodes may end the monitor
+                self._complain(f"reading the swarm's records failed: {exc!r}")
             await asyncio.sleep(max(0.1, self._refresh_s - (time.monotonic() - started)))
 
     def _write(self, history: History) -> None:
@@ -100,6 +100,6 @@ class Collector:
             self._complain(str(exc))
 
     def _complain(self, text: str) -> None:
-        if text != self._complaint:  # once, not at every look
+        if text != self._complaint:  # once, not at every refresh
             self._complaint = text
             _LOGGER.warning("%s", text)

@@ -1,4 +1,4 @@
-"""Numbers, times and curves as people read them, in little room."""
+"""Compact text for curves, peers and refused records."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
-    """A curve of block characters, `height` lines of `width` columns; the lowest value still leaves a trace.
+    """Draws a curve in block characters, `height` lines of `width` columns; the lowest value is still visible.
 
-    More values than columns are averaged, fewer leave columns free at the right.
+    More values than columns are averaged; fewer leave the columns at the right empty.
     """
     if not values:
         return []
@@ -39,12 +39,12 @@ def _resampled(values: Sequence[float], width: int) -> list[float]:
 
 
 def peer_words(state: SwarmState) -> str:
-    """How many peers are there and whether they agree, or honestly that nobody is."""
+    """The number of peers and whether they agree, or how long ago the last one was seen."""
     count = len(state.peers)
     if state.status == "no_peers":
         if state.silent_s is None:
             return "no peers"
-        return f"no peers: the last sign of anybody was {seconds(state.silent_s)} ago"
+        return f"no peers: the last one was seen {seconds(state.silent_s)} ago"
     words = plural(count, "peer")
     if state.consensus.differ:
         differ = len(state.consensus.differ)
@@ -61,5 +61,5 @@ def name_of(state: SwarmState, peer_id: str) -> str:
 
 
 def refusals(state: SwarmState) -> str:
-    """What was refused: "3 forged, 1 oversized"; empty if nothing was."""
+    """Refused records by kind, such as "3 forged, 1 oversized"; empty if there are none."""
     return listed(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(state.refused.items()))

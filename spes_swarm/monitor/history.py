@@ -1,8 +1,8 @@
-"""Writes what the monitor has seen into an SQLite file: a restart does not forget, and a finished run can be replayed.
+"""Writes what the monitor has seen to an SQLite file, which survives a restart and can be replayed after the run.
 
-The file is of one run (its format: history_file.py). It holds one line for each round (at most `ledger.MAX_POINTS`:
-older ones are thinned out), one for each peer ever seen, and the last state. Writing is one transaction for each
-refresh, in WAL mode, so that a monitor that is killed leaves a file that is whole, and others may read it meanwhile.
+A file belongs to one run (format: history_file.py). It holds one row for each round (at most `ledger.MAX_POINTS`; older
+rounds are thinned out), one for each peer ever seen, and the last state. Each refresh is one transaction in WAL mode,
+so a killed monitor leaves a consistent file, and other processes can read it meanwhile.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ CREATE TABLE peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, tokens INTEGER
 
 
 class History:
-    """The file of a monitor that is running; only one may write to it."""
+    """The history file of a running monitor, its only writer."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, or makes it.
+        """Opens or creates the file.
 
         Raises:
-            DataError: it is something else, or of a newer version, or cannot be written.
+            DataError: the file is not a history, has an unknown version, or cannot be written.
             UserError: another monitor writes to it.
         """
         self.path = path
@@ -60,8 +60,8 @@ class History:
             os.close(descriptor)
         except OSError as exc:
             raise DataError(f"history {path}: {exc.strerror}") from exc
-        # Given back after SQLite has closed the file: with any descriptor that is closed go SQLite's own locks.
-        self._lock = lock_file(path, f"history {path}", "every monitor needs one of its own")
+        # Released after SQLite has closed the file: closing any descriptor of it drops SQLite's POSIX locks.
+        self._lock = lock_file(path, f"history {path}", "each monitor needs its own file")
         with explained(path):
             self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
@@ -85,17 +85,17 @@ class History:
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
-        """Ends the file; all is in it."""
+        """Closes the file; all writes are committed already."""
         self._db.close()
         os.close(self._lock)
 
-    # For the next monitor.
+    # State for the next monitor.
 
     def manifest(self) -> Manifest | None:
-        """The manifest of the run that the file is of, None for a new file.
+        """The manifest of the file's run; None for a new file.
 
         Raises:
-            DataError: it is corrupt.
+            DataError: the file is corrupt.
         """
         with explained(self.path):
             stored = read_meta(self._db, "manifest")
@@ -108,13 +108,13 @@ class History:
             raise DataError(f"history {self.path} is corrupt: {exc}") from exc
 
     def addresses(self) -> list[str]:
-        """Addresses of peers that a monitor met."""
+        """Addresses of peers that earlier monitors met."""
         with explained(self.path):
             stored = read_meta(self._db, "addresses")
         return [text for text in stored if isinstance(text, str)] if isinstance(stored, list) else []
 
     def known(self) -> Known:
-        """What was written down.
+        """What earlier monitors have recorded.
 
         Raises:
             DataError: the file is corrupt.
@@ -134,15 +134,15 @@ class History:
             )
 
     def begin(self, manifest: Manifest) -> None:
-        """Ties the file to a run.
+        """Binds the file to a run.
 
         Raises:
-            DataError: it is of another run.
+            DataError: the file belongs to another run.
         """
         stored = self.manifest()
         if stored is not None and stored.run_id != manifest.run_id:
             raise DataError(
-                f"history {self.path} is of run {stored.run_id}, not {manifest.run_id}; choose another file"
+                f"history {self.path} belongs to run {stored.run_id}, not {manifest.run_id}; choose another file"
             )
         with self._transaction():
             self._put("manifest", {key: value.hex() for key, value in manifest.to_wire().items()})
@@ -155,10 +155,10 @@ class History:
         removed: Sequence[int],
         addresses: Sequence[str],
     ) -> None:
-        """Adds what has changed; `known.points` is not looked at.
+        """Writes what has changed; ignores `known.points`.
 
         Raises:
-            DataError: the disk is full, or fails otherwise; the file is as before.
+            DataError: the disk is full or fails otherwise; the file is unchanged.
         """
         peers = {peer_id: (known.names.get(peer_id, ""), tokens) for peer_id, tokens in known.tokens.items()}
         changed = [(peer_id, *peers[peer_id]) for peer_id in peers if self._peers.get(peer_id) != peers[peer_id]]

@@ -1,6 +1,6 @@
-"""The SQLite file in which the monitor keeps what it has seen: its format, and how a finished run is read from it.
+"""The SQLite file of the monitor's history: its format, and how to read a finished run from it.
 
-Apart from what writes it (history.py), so that a replay starts without the network's imports.
+Separate from the writer (history.py), so that a replay does not import the network packages.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ FIELDS: Final = tuple(field.name for field in dataclasses.fields(HistoryPoint))
 
 
 def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
-    """The last state in a file, as a replay, and all its rounds; a running monitor is not disturbed.
+    """Reads the last state, as a replay, and all rounds of a file, without disturbing a monitor that writes to it.
 
     Raises:
-        DataError: there is no such file, or it is not one that a monitor has written to.
+        DataError: the file does not exist, or no monitor has written to it.
     """
     if not path.is_file():
         raise DataError(f"history {path}: no such file")
     with explained(path):
-        # Even to be read, a database in WAL mode writes beside itself, unless nobody has it open.
+        # Even reading a WAL database creates files beside it, except as immutable, which is safe while no process has
+        # it open (no -wal file).
         mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=BUSY_TIMEOUT_S)
         try:
@@ -49,21 +50,23 @@ def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
 
 
 def check_version(db: sqlite3.Connection, path: Path) -> None:
-    """Checks what the file's header says.
+    """Checks the application id and the version in the file's header.
 
     Raises:
-        DataError: it is no history, or one of another version.
+        DataError: the file is not a history, or has an unknown version.
     """
     application = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if application != APPLICATION_ID:
-        raise DataError(f"{path} is not a history of spes_swarm")
+        raise DataError(f"{path} is not a spes_swarm history file")
     if version not in _READABLE:
-        raise DataError(f"history {path} has version {version}; this version of spes_swarm knows {SCHEMA_VERSION}")
+        raise DataError(
+            f"history {path} has version {version}; this version of spes_swarm supports up to {SCHEMA_VERSION}"
+        )
 
 
 def read_meta(db: sqlite3.Connection, key: str) -> Any:
-    """A stored JSON value, None if there is none."""
+    """A stored JSON value; None if there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
     return None if row is None else json.loads(zlib.decompress(row[0]))
 
@@ -78,10 +81,10 @@ def read_points(db: sqlite3.Connection) -> list[HistoryPoint]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Says what a damaged or unwritable file means to a person.
+    """Turns errors of SQLite and of the decoders into one that names the file.
 
     Raises:
-        DataError: in place of what SQLite and decoders raise.
+        DataError: the file is damaged or cannot be used.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""From verified records to what is shown: who is there, how far, and who agrees with whom. No I/O.
+"""Turns verified records into the state of a run: present peers, their progress, and whether they agree. No I/O.
 
-Remote clocks are not believed further than needed: what counts is when a version of a record was first seen here. What
-peers claim is bounded before it is added up, and the upper median, not the maximum, decides which round the swarm is
-at; a lie that is signed is still a lie, and is shown beside the name of who tells it.
+Remote clocks are trusted as little as possible: what counts is when a version of a record was first seen here. Claims
+are clamped before they are added up, and the swarm's round is the upper median of the claims, not the maximum. A
+signature does not make a claim true: each claim is shown beside the name of the peer that makes it.
 
-Times: `now` is the swarm's time in Unix seconds, `at` this machine's steady clock.
+Times: `now` is the swarm's time in Unix seconds, `at` is this machine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from spes_swarm.monitor.state import (
 )
 from spes_swarm.protocol.members.records import Lease, Progress
 
-# Rounds around the swarm's whose reports are still taken in.
+# Reports count for rounds at most this far from the swarm's.
 _WINDOW: Final = 8
-# A peer that is so many rounds behind does not only report later than the others.
+# A peer this many rounds behind is late; one round can be a delayed report.
 _LATE_ROUNDS: Final = 2
 _MAX_FAULTS: Final = 50
 _FAULT_AGE_S: Final = 24 * 3600.0
-# Peers that are gone, of which the newest record is remembered so that it is not taken for a new one.
+# Departed peers whose newest record is remembered, so that a replay of it is not taken for a new one.
 _MAX_GONE: Final = 20_000
 MAX_POINTS: Final = 20_000
 
 
 @dataclass
 class _Sighting:
-    """The newest record of a peer that is there."""
+    """The newest record of a present peer."""
 
     progress: Progress
     name: str
-    seen_at: float  # steady clock; when this version was written, as far as known
-    eval_loss: float | None  # the last that it told
+    seen_at: float  # monotonic clock; when this version was written, as estimated
+    eval_loss: float | None  # the last one reported
     eval_loss_stderr: float | None
     train_loss: float | None
 
     @property
     def is_member(self) -> bool:
-        """True if it takes part in rounds, or will when others have come: its reference should be everybody's."""
+        """True if it takes part in rounds or waits for others to begin: its reference should match the swarm's."""
         return self.progress.state in ("training", "waiting")
 
     def age_s(self, at: float) -> float:
@@ -63,12 +63,12 @@ class _Sighting:
 
 @dataclass
 class Ledger:
-    """What is known of one run.
+    """Builds the state of one run from records.
 
     Attributes:
         run: what is trained.
-        progress_ttl_s: how long a peer counts as there without a new record.
-        known: what an earlier monitor has written down.
+        progress_ttl_s: how long a peer counts as present without a new record.
+        known: what earlier monitors have recorded.
     """
 
     run: RunInfo
@@ -87,13 +87,13 @@ class Ledger:
         self._books: dict[int, RoundBook] = {}
         self._trained_in = dict(self.known.trained_in)  # expert -> round
         self._faults = dict.fromkeys(self.known.faults)
-        self._alive_at = self.known.alive_at  # swarm time of the last sign of anybody
+        self._alive_at = self.known.alive_at  # swarm time of the newest record of any peer
         self._taken_at: float | None = None
 
-    # Taking records in.
+    # Input.
 
     def take(self, now: float, at: float, progress: Mapping[str, Progress], leases: Mapping[str, Lease]) -> None:
-        """Takes in what one look at the DHT has brought; a record that is missing this time is not gone for that."""
+        """Takes in the records of one read of the DHT; a record missing from it is kept until it expires."""
         for peer_id, record in progress.items():
             self._see(peer_id, record, now, at)
         for peer_id, sighting in list(self._peers.items()):
@@ -107,14 +107,14 @@ class Ledger:
             self._alive_at = now - min(sighting.age_s(at) for sighting in self._peers.values())
         rounds = sorted((s.progress.round for s in self._participants(at)), reverse=True)
         if rounds:
-            self.round = rounds[(len(rounds) - 1) // 2]  # as the peers reckon it: roster.median_round
+            self.round = rounds[(len(rounds) - 1) // 2]  # as peers compute it: Roster.median_round
         self._keep_books(now)
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
         known = self._peers.get(peer_id)
         if record.expires <= (known.progress.expires if known else self._gone.get(peer_id, 0.0)):
-            return  # the same, or an older one: nobody comes back by being repeated
-        # By its expiration it is so old; longer than since the last look it cannot have been there unseen.
+            return  # the same or an older one: a replayed record does not bring a departed peer back
+        # Its expiration gives its age, at most the time since the last read, which would have found an older one.
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
         same_round = known is not None and known.progress.round == record.round
@@ -128,7 +128,7 @@ class Ledger:
             eval_loss_stderr=evaluated.eval_loss_stderr,
         )
         self._names[peer_id] = self._peers[peer_id].name
-        # A peer that went back to a checkpoint has trained all the same.
+        # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
         self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), count(record.total_tokens))
         for note in record.faults:
             if now - note.at < _FAULT_AGE_S:
@@ -148,7 +148,7 @@ class Ledger:
         return sorted(self._faults, key=lambda fault: (fault.time, fault.peer_id, fault.kind))[-_MAX_FAULTS:]
 
     def _participants(self, at: float) -> list[_Sighting]:
-        """Peers that hold rounds, or wait for others to begin, and are not late."""
+        """Peers that take part in rounds or wait for others to begin, and are not late."""
         return [s for s in self._peers.values() if s.is_member and s.age_s(at) <= self.progress_ttl_s / 2]
 
     def _keep_books(self, now: float) -> None:
@@ -176,12 +176,12 @@ class Ledger:
 
     def _write(self, point: HistoryPoint) -> None:
         before = self._points.get(point.round)
-        # After a restart, few may be left who report a round that was seen in full.
+        # After a restart of the monitor, few peers may still report a round that was seen in full.
         if point != before and (before is None or point.peers >= before.peers):
             self._points[point.round] = point
             self._changed.add(point.round)
 
-    # What comes out.
+    # Output.
 
     @property
     def tokens_total(self) -> int:
@@ -189,7 +189,7 @@ class Ledger:
         return count(sum(self._tokens.values()))
 
     def summary(self) -> Known:
-        """What the next monitor has to know, except the points."""
+        """What the next monitor needs, except the points."""
         return Known(
             round=self.round,
             alive_at=self._alive_at,
@@ -209,15 +209,15 @@ class Ledger:
         return [self._points[n] for n in changed if n in self._points], [n for n in changed if n not in self._points]
 
     def give_back(self, points: Iterable[HistoryPoint], removed: Iterable[int]) -> None:
-        """Undoes `take_changes`, when they could not be written."""
+        """Undoes `take_changes` after a failed write."""
         self._changed.update([point.round for point in points], removed)
 
     def live_peers(self) -> dict[str, bool]:
-        """The peers that are there, and whether others can open connections to them."""
+        """The present peers, and whether others can open connections to them."""
         return {peer_id: sighting.progress.reachable for peer_id, sighting in self._peers.items()}
 
     def state(self, now: float, at: float, refused: Mapping[str, int], join_command: str | None) -> SwarmState:
-        """Everything as of now."""
+        """The state of the run."""
         votes = {n: book.consensus for n, book in self._books.items()}
         peers = tuple(self._peer_state(p, self._peers[p], at, votes) for p in sorted(self._peers))
         next_s, progress = self._next_round(at)
@@ -279,7 +279,7 @@ class Ledger:
             round_seconds=bounded(progress.round_seconds),
             age_s=age_s,
             digest=digest,
-            # Of a round far from the swarm's nothing is known; who is joining has nothing to agree with yet.
+            # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
             agrees=not seen.is_member or votes.get(progress.round) in (None, digest),
         )
 
@@ -295,7 +295,7 @@ class Ledger:
         return progress.state
 
     def _next_round(self, at: float) -> tuple[float | None, float]:
-        """(seconds until the next round is due, how much of its work is done): as pace.py reckons it for a peer."""
+        """(seconds until the next round is due, fraction of its work done), estimated as in training/pace.py."""
         working = [s for s in self._participants(at) if s.progress.state == "training"]
         if not working:
             return None, 0.0

@@ -14,7 +14,7 @@ from spes_swarm.storage.trackers import check_tracker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """What the user asks for, without contradictions in itself."""
+    """The command line options, checked to be consistent."""
 
     initial_peers: tuple[str, ...]
     run_id: str | None
@@ -44,25 +44,37 @@ def parse_options(arguments: list[str] | None) -> Options:
         prog="python -m spes_swarm.monitor", description="Watch a swarm from its signed DHT records."
     )
     parser.add_argument("--initial-peers", nargs="+", default=[], metavar="MADDR", help="addresses of peers of the run")
-    parser.add_argument("--run-id", help="refuse any other run than this one")
+    parser.add_argument("--run-id", help="refuse any run but this one")
     parser.add_argument(
-        "--refresh", type=float, default=2.0, metavar="SECONDS", help="pause between looks (default: 2)"
+        "--refresh", type=float, default=2.0, metavar="SECONDS", help="time between refreshes (default: 2)"
     )
-    parser.add_argument("--bootstrap-timeout", type=float, default=30.0, metavar="SECONDS", help="to reach somebody")
-    shown = parser.add_argument_group("what is shown")
-    shown.add_argument("--once", action="store_true", help="print the state and end")
-    shown.add_argument("--json", action="store_true", help="as JSON, one line each time")
-    shown.add_argument("--web", metavar="HOST:PORT", help="serve a page, /metrics and /api/state")
-    shown.add_argument("--log", metavar="tensorboard|wandb|trackio", help="write the swarm's figures to a tracker")
-    kept = parser.add_argument_group("what is kept")
-    kept.add_argument("--history", type=Path, metavar="FILE", help="SQLite file that remembers what was seen")
-    kept.add_argument("--replay", type=Path, metavar="FILE", help="show what such a file remembers; needs no network")
+    parser.add_argument(
+        "--bootstrap-timeout", type=float, default=30.0, metavar="SECONDS", help="to reach any peer (default: 30)"
+    )
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--once", action="store_true", help="print the state once and exit")
+    shown.add_argument("--json", action="store_true", help="print JSON, one line for each update")
+    shown.add_argument("--web", metavar="HOST:PORT", help="serve a web page, /metrics and /api/state")
+    shown.add_argument("--log", metavar="tensorboard|wandb|trackio", help="log the swarm's metrics to a tracker")
+    kept = parser.add_argument_group("history")
+    kept.add_argument("--history", type=Path, metavar="FILE", help="SQLite file that keeps what was seen")
+    kept.add_argument("--replay", type=Path, metavar="FILE", help="show the run in such a file; needs no network")
     kept.add_argument("--plot", type=Path, metavar="FILE", help="with --replay: draw the run (png, svg, pdf)")
     entry = parser.add_argument_group("entry point")
-    entry.add_argument("--bootstrap", action="store_true", help="also be an entry point for newcomers; needs the next")
-    entry.add_argument("--identity", type=Path, metavar="FILE", help="keeps the peer id (default: a new one each time)")
-    entry.add_argument("--host-maddrs", nargs="+", default=[], metavar="MADDR", help="where to listen, a fixed port")
-    entry.add_argument("--announce-maddrs", nargs="+", default=[], metavar="MADDR", help="what to tell others instead")
+    entry.add_argument(
+        "--bootstrap",
+        action="store_true",
+        help="also be an entry point for newcomers; needs --identity and --host-maddrs",
+    )
+    entry.add_argument(
+        "--identity", type=Path, metavar="FILE", help="file that keeps the peer id (default: a new id each time)"
+    )
+    entry.add_argument(
+        "--host-maddrs", nargs="+", default=[], metavar="MADDR", help="where to listen, with a fixed port"
+    )
+    entry.add_argument(
+        "--announce-maddrs", nargs="+", default=[], metavar="MADDR", help="addresses to announce instead"
+    )
     values = parser.parse_args(arguments)
     options = Options(
         initial_peers=tuple(check_peer_address(maddr) for maddr in values.initial_peers),
@@ -89,7 +101,7 @@ def _check(options: Options) -> None:
     if options.log is not None:
         check_tracker(options.log)
         if options.once:
-            raise ConfigError("--once prints and ends, --log goes on: give one of them")
+            raise ConfigError("--once prints and exits, --log keeps running: give one of them")
     if options.replay is not None:
         for name, given in (
             ("--initial-peers", options.initial_peers),
@@ -99,18 +111,18 @@ def _check(options: Options) -> None:
             ("--log", options.log),
         ):
             if given:
-                raise ConfigError(f"{name}: --replay shows a file, and takes part in no run")
+                raise ConfigError(f"{name} cannot be combined with --replay, which shows a file and joins no run")
     elif options.plot is not None:
-        raise ConfigError("--plot draws what a file remembers: give it with --replay FILE")
+        raise ConfigError("--plot draws a history file: give it with --replay FILE")
     elif not options.initial_peers and (options.history is None or not options.history.exists()):
-        raise ConfigError("--initial-peers: which run? Give the address of a peer, or --replay a file")
+        raise ConfigError("--initial-peers is missing: give the address of a peer, or show a file with --replay")
     if options.once and options.web is not None:
-        raise ConfigError("--once prints and ends, --web goes on: give one of them")
+        raise ConfigError("--once prints and exits, --web keeps running: give one of them")
     if options.bootstrap:
         if options.once:
-            raise ConfigError("--once prints and ends, --bootstrap goes on: give one of them")
+            raise ConfigError("--once prints and exits, --bootstrap keeps running: give one of them")
         if options.identity is None:
-            raise ConfigError("--bootstrap needs --identity FILE: newcomers know an entry point by its peer id")
+            raise ConfigError("--bootstrap needs --identity FILE: newcomers dial an entry point by its peer id")
         if not options.host_maddrs or any(maddr.endswith("/tcp/0") for maddr in options.host_maddrs):
             raise ConfigError("--bootstrap needs --host-maddrs with a fixed port, such as /ip4/0.0.0.0/tcp/31337")
     elif options.host_maddrs or options.announce_maddrs:

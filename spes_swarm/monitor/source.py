@@ -1,4 +1,4 @@
-"""The usual StateSource: holds the newest state and history, and wakes those who wait for the next."""
+"""The default StateSource: holds the latest state and history, and wakes waiters when they change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
 
 class HeldState:
-    """A StateSource whose contents are set by its owner, in the event loop of those who wait."""
+    """A StateSource whose owner sets its contents, in the same event loop as its waiters."""
 
     def __init__(self, state: SwarmState, history: Sequence[HistoryPoint] = ()) -> None:
         self._state = state
@@ -29,6 +29,6 @@ class HeldState:
         await self._changed.wait(timeout_s)
 
     def update(self, state: SwarmState, history: Sequence[HistoryPoint]) -> None:
-        """Replaces what is known, and wakes everybody."""
+        """Replaces state and history, and wakes all waiters."""
         self._state, self._history = state, list(history)
         self._changed.notify()

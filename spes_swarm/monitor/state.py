@@ -1,8 +1,8 @@
-"""What the monitor knows of a run, as values; everything that shows a run (terminal, web, Prometheus) begins here.
+"""The state of a run as plain values, the input of every view (terminal, web, Prometheus).
 
-The JSON form of these values is described by `schema.json` beside this file, and is the same for `--once --json` and
-for `/api/state`. All lists are sorted, so that equal knowledge is equal text. Names have been made harmless (names.py);
-times are Unix seconds of the swarm's clock.
+`schema.json` beside this file describes their JSON form, which `--once --json` and `/api/state` share. All lists are
+sorted, so equal states give equal text. Names are sanitised (base/names.py); times are Unix seconds of the swarm's
+clock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SCHEMA_VERSION: Final = 1
 STATE_SCHEMA: Final[dict[str, Any]] = json.loads(
     (files("spes_swarm.monitor") / "schema.json").read_text(encoding="utf-8")
 )
-# JavaScript has no larger exact integers; what peers claim beyond it is cut off.
+# The largest exact integer of JavaScript; larger claims of peers are clamped to it.
 MAX_COUNT = (1 << 53) - 1
 SHORT_ID_CHARS = 8
 
 PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "late"]
-# `live`: somebody is there; `no_peers`: nobody is (any more); `replay`: read from a file.
+# `live`: at least one peer is present; `no_peers`: none is; `replay`: read from a file.
 Status = Literal["live", "no_peers", "replay"]
 
 
@@ -38,16 +38,16 @@ class RunInfo:
     num_experts: int
     experts_per_peer: int
     total_steps: int  # inner steps until the learning rate is at its minimum
-    data: str | None = None  # what it trains on, in words; None: the manifest does not say
+    data: str | None = None  # description of the training data; None: not in the manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerState:
-    """One peer whose record has not run out."""
+    """One peer with an unexpired record."""
 
     peer_id: str
-    short_id: str  # the end of the peer id
-    name: str  # public nickname, harmless; may be empty
+    short_id: str  # last characters of the peer id
+    name: str  # public nickname, sanitised; may be empty
     state: PeerActivity
     reachable: bool  # whether others can open connections to it
     experts: tuple[int, ...]  # that it trains now
@@ -56,7 +56,7 @@ class PeerState:
     tokens_per_second: float
     loss: float | None  # of the last local step
     train_loss: float | None  # mean of the last round
-    eval_loss: float | None  # on held-out text, when it was last evaluated
+    eval_loss: float | None  # on held-out text, at the last evaluation
     eval_loss_stderr: float | None = None  # its standard error
     total_tokens: int  # that it has trained on in this run
     bytes_sent: int  # payload of the last round
@@ -64,63 +64,63 @@ class PeerState:
     round_seconds: float  # how long its last round took
     age_s: float  # since its last record
     digest: str  # hex, of its whole reference
-    agrees: bool  # False: it takes part, and its digest is not the one that most others have at its round
+    agrees: bool  # False: it takes part in rounds, and its digest is not the most common one at its round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertState:
-    """Who trains an expert."""
+    """One expert and its holders."""
 
     expert: int
-    holders: tuple[str, ...]  # peer ids of peers that are there
-    reserved: tuple[str, ...]  # peer ids of peers that are gone, but have a lease that has not run out
-    age_rounds: int | None  # since a holder last committed; None: never, as far as the monitor has seen
+    holders: tuple[str, ...]  # peer ids of present peers that train it
+    reserved: tuple[str, ...]  # peer ids of absent peers with an unexpired lease on it
+    age_rounds: int | None  # since a holder last committed; None: no commit seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consensus:
-    """Whether all references are the same."""
+    """Agreement of the peers' references."""
 
-    digest: str | None  # hex; what most peers at the newest round have
-    agree: int  # peers of that round that have it
+    digest: str | None  # hex; the most common one at the swarm's round
+    agree: int  # peers at that round that have it
     differ: tuple[str, ...]  # peer ids of those that do not agree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Something that went wrong, as told by a peer."""
+    """A fault reported by a peer."""
 
     time: float
-    peer_id: str  # who reports it
+    peer_id: str  # of the reporter
     kind: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwarmState:
-    """Everything that the monitor knows now."""
+    """The state of a run at one moment."""
 
     time: float
     status: Status
-    silent_s: float | None  # with `no_peers`: since the last sign of anybody; None: there never was one
+    silent_s: float | None  # with `no_peers`: since the last record of any peer; None: there never was one
     run: RunInfo
-    round: int  # that at least half of the peers have committed
-    next_round_s: float | None  # estimated time to the next round; None: nobody trains
+    round: int  # the newest that at least half of the peers have committed
+    next_round_s: float | None  # estimated time to the next round; None: no peer trains
     round_progress: float  # 0 to 1
-    tokens_total: int  # by all peers the monitor has ever seen
+    tokens_total: int  # trained on by all peers ever seen
     tokens_per_second: float
-    train_loss: float | None  # median over peers, of the newest round that has it
+    train_loss: float | None  # median over peers, of the newest round that reports it
     eval_loss: float | None
-    eval_loss_stderr: float | None = None  # of that round's eval loss, from the sample that it was measured on
-    experts_covered: int  # that somebody holds
+    eval_loss_stderr: float | None = None  # standard error of `eval_loss`, from the sequences evaluated
+    experts_covered: int  # with at least one holder
     peers: tuple[PeerState, ...]
     experts: tuple[ExpertState, ...]  # every expert of the model, in order
     consensus: Consensus
     faults: tuple[Fault, ...]  # the newest last
-    refused: dict[str, int]  # records that the monitor did not accept, by kind
+    refused: dict[str, int]  # number of refused records, by kind
     join_command: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values as in schema.json."""
+        """Plain JSON values that follow schema.json."""
         return {"schema": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
 
     @classmethod
@@ -128,7 +128,7 @@ class SwarmState:
         """The inverse of `to_json`, for values that this program has written.
 
         Raises:
-            KeyError, TypeError: it has not.
+            KeyError, TypeError: the values are malformed.
         """
         rest = {key: value for key, value in values.items() if key != "schema"}
         return cls(
@@ -148,11 +148,11 @@ class SwarmState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPoint:
-    """A committed round; while peers still report it, a point may be replaced by a fuller one."""
+    """A committed round. While peers still report it, a more complete point may replace this one."""
 
     round: int
     time: float
-    tokens: int  # by all peers so far
+    tokens: int  # trained on by all peers so far
     train_loss: float | None  # median over the peers that reported it
     eval_loss: float | None
     eval_loss_stderr: float | None = None  # median over the peers; they measure the same sample
@@ -163,31 +163,31 @@ class HistoryPoint:
     bytes: int  # payload sent by all peers together
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values as in schema.json (`#/$defs/history_point`)."""
+        """Plain JSON values that follow schema.json (`#/$defs/history_point`)."""
         values: dict[str, Any] = _plain(dataclasses.asdict(self))
         return values
 
 
 class StateSource(Protocol):
-    """Where those who show a run get it from: a live collector, or a file."""
+    """Where views get a run from: a live collector or a file."""
 
     def state(self) -> SwarmState:
-        """What is known now."""
+        """The latest state."""
 
     def history(self) -> list[HistoryPoint]:
-        """All rounds seen so far, in order; a fresh list."""
+        """All rounds seen so far, in order, as a new list."""
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Returns when state or history have changed since the call, at the latest after `timeout_s`."""
+        """Waits until state or history change after the call, for at most `timeout_s`."""
 
 
 def to_text(state: SwarmState) -> str:
-    """One line of JSON: stable, and without anything that JSON does not have."""
+    """One line of JSON with sorted keys; NaN and inf raise ValueError."""
     return json.dumps(state.to_json(), sort_keys=True, allow_nan=False)
 
 
 def short_id(peer_id: str) -> str:
-    """The end of a peer id, which differs between peers; the beginning is the same for all."""
+    """The last characters of a peer id; its first characters are the same for all peers."""
     return peer_id[-SHORT_ID_CHARS:]
 
 

@@ -1,4 +1,4 @@
-"""Checks every record that the DHT brings to the monitor, once, and counts those it refuses."""
+"""Verifies each record that the DHT delivers to the monitor once, and counts the refused ones."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.run_records import MAX_LIFETIME_S, RunRecordValidator, record_key
 from spes_swarm.protocol.members.records import Record
 
-# What a person is told about a refused record, by the reason that the validator gives.
+# The displayed kind of a refused record, by the validator's reason.
 _REFUSALS: Final = {
     "signature": "forged",
     "owner": "forged",
-    "subkey": "forged",  # a plain value, which would replace everybody's records
-    "expiration": "replayed",  # made to live longer than its writer has signed
+    "subkey": "forged",  # a plain value, which would replace the records of all peers
+    "expiration": "replayed",  # expires later than its writer has signed
     "lifetime": "far_future",
     "oversized": "oversized",
     "malformed": "malformed",
     "schema": "malformed",
     "key": "malformed",
 }
-# A hostile node may send as many distinct records as it likes; an honest swarm has two for each peer.
+# A hostile node can send any number of distinct records; an honest swarm has two for each peer.
 _MAX_REMEMBERED = 20_000
 
 _Verdict = tuple[str, Record] | str  # (writer, message), or why it was refused
 
 
 class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
-    """The validator of the monitor's DHT node, which remembers its verdicts.
+    """The record validator of the monitor's DHT node, with a cache of its verdicts.
 
-    Every refresh brings all records again, and from several nodes; a signature takes far longer to verify than to look
-    up. Verdicts are kept while the same bytes keep coming: see `forget`. How far ahead a record expires is not part of
-    them: the clock moves.
+    Each refresh delivers all records again, from several nodes, and verifying a signature takes far longer than a
+    lookup. A verdict is kept while the same bytes keep arriving; see `forget`. How far ahead a record expires is not
+    part of the verdict, since that depends on the time.
 
     Args:
         run_id: the run.
         now: the swarm's time in Unix seconds.
-        longest_s: by kind, how far ahead of now a record may expire; honest ones of that kind do not.
+        longest_s: by kind, how far ahead a record may expire; honest records stay below it.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float], longest_s: Mapping[str, float]) -> None:
@@ -61,22 +61,22 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many records were refused, by kind, sorted; the same bytes count once while they keep coming."""
+        """Number of refused records by kind, sorted; the same bytes count once while they keep arriving."""
         return dict(sorted(self._refused.items()))
 
     def validate(self, record: DHTRecord) -> bool:
-        """Returns True if a record may be used; called by hivemind for everything that comes from other nodes."""
+        """Returns True if a record is valid; hivemind calls it for every record from other nodes."""
         return not isinstance(self._verdict(record), str)
 
     def open(self, kind: str, owner: object, sealed: object, expires: float) -> Record | None:
-        """The message of a record as hivemind hands it out; None when it was refused."""
+        """The message of a record as hivemind returns it; None if the record is refused."""
         pack = DHTProtocol.serializer.dumps
         key = DHTID.generate(source=record_key(self._run_id, kind)).to_bytes()
         verdict = self._verdict(DHTRecord(key, pack(owner), pack(sealed), expires))
         return None if isinstance(verdict, str) else verdict[1]
 
     def forget(self) -> None:
-        """Drops the verdicts on records that have not come since the last call; to be called after each refresh."""
+        """Drops the verdicts on records that have not arrived since the last call; to be called after each refresh."""
         self._before, self._verdicts = self._verdicts, {}
         self._too_long_before, self._too_long = self._too_long, set()
 
@@ -102,7 +102,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             return self._validator.open(record)
         except ProtocolError as exc:
             kind = _REFUSALS.get(exc.kind, "malformed")
-        except Exception:  # whatever a stranger's bytes bring about must not end the monitor
+        except Exception:  # no input from other nodes may end the monitor
             kind = "malformed"
         self._refused[kind] += 1
         return kind

@@ -1,7 +1,7 @@
-"""The monitor's place in the network: a node of the DHT that reads the run's records and has none of its own.
+"""The monitor's DHT node, which reads the records of a run and publishes none.
 
-It is a client that nobody depends on, unless it is asked to be an entry point (`bootstrap`): then it listens, keeps
-records for others as any node of the DHT does, and answers what newcomers ask first.
+It is a client that no peer depends on, unless it is started as an entry point (`--bootstrap`). Then it listens, stores
+records as any DHT node does, and answers the first requests of newcomers.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from spes_swarm.protocol.members.records import Lease, Progress
 
 _CALL_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 20.0
-# After a correction of its clock, a peer's records may expire later than their usual life by as much.
+# After a peer has corrected its clock, its records may expire this much later than usual.
 _CLOCK_SLACK_S: Final = 3600.0
 _GREETINGS_AT_A_TIME: Final = 4
 _DIALS_AT_A_TIME: Final = 8
 _MAX_MET: Final = 128
 _MAX_REMEMBERED: Final = 16
-_REDIAL_S: Final = 5.0  # while nobody is there
+_REDIAL_S: Final = 5.0  # while no peer is present
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at the DHT has brought."""
+    """The records found by one read of the DHT."""
 
     now: float  # swarm time
-    at: float  # steady clock
+    at: float  # monotonic clock
     progress: dict[str, Progress]
     leases: dict[str, Lease]
 
@@ -58,7 +58,7 @@ class Watcher:
 
     Attributes:
         manifest: of the run.
-        verifier: checks everything that comes.
+        verifier: checks every incoming record.
     """
 
     def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, maddrs: Sequence[str], *, is_entry: bool) -> None:
@@ -86,13 +86,13 @@ class Watcher:
         self.live: dict[str, bool] = {}  # peers with a record, and whether they are reachable; set by the owner
 
     async def start(self) -> None:
-        """Takes the swarm's time and joins the DHT."""
+        """Sets the clock to the swarm's time and joins the DHT."""
         await self._dht.join(
             self._initial_peers,
             self.verifier,
             self._trusted,
             client_mode=not self._is_entry,
-            # Nothing is kept for later or handed on: what is shown is what the nodes say now.
+            # No records are cached or passed on: the monitor shows what the nodes return now.
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
@@ -105,7 +105,7 @@ class Watcher:
         self._clock_task = asyncio.create_task(self._keep_time())
 
     async def stop(self) -> None:
-        """Leaves the DHT and ends the daemon."""
+        """Leaves the DHT and stops the daemon."""
         if self._clock_task is not None:
             self._clock_task.cancel()
         await self._dht.leave()
@@ -116,7 +116,7 @@ class Watcher:
         return {"maddrs": self._dht.own_maddrs}
 
     def _trusted(self, connected: set[str]) -> set[str]:
-        """Whose word on the time counts: peers that this monitor was told of, while there are any."""
+        """Peers whose clocks count: the initial peers while any is connected, else all connected peers."""
         return connected & self._told or connected
 
     async def _keep_time(self) -> None:
@@ -124,10 +124,10 @@ class Watcher:
             with suppress(OSError, ProtocolError):
                 await self._dht.check_time(lambda connected: self._trusted(connected | self.live.keys()))
 
-    # Looking.
+    # Reading.
 
     async def look(self) -> Look:
-        """Reads and verifies all records; what cannot be read in time is missing from the answer.
+        """Reads and verifies all records; those that cannot be read in time are missing from the result.
 
         Raises:
             NetworkProcessError: the P2P daemon has ended.
@@ -159,7 +159,7 @@ class Watcher:
     # Staying in touch.
 
     async def keep_in_touch(self) -> None:
-        """Learns the addresses of peers that are there; dials those that were, while nobody is."""
+        """Learns the addresses of present peers; while there are none, dials those that it has met."""
         if self.live:
             await self._greet([peer for peer, reachable in self.live.items() if reachable and peer not in self._met])
         elif time.monotonic() - self._dialled_at >= _REDIAL_S:
@@ -185,19 +185,19 @@ class Watcher:
         answering = set(await self._acquaintances.dial(self._daemon, [*given, *turn])) | await self._dht.connected()
         if answering:
             self._dht.node.blacklist.clear()
-            # With this both nodes know each other in the DHT again.
+            # This puts both nodes back into each other's routing tables.
             await asyncio.gather(*(self._dht.node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
 
-    # What others can use.
+    # Addresses.
 
     def addresses(self) -> list[str]:
-        """Addresses of peers of the run, those that are there first: for the next start."""
+        """Addresses of peers of the run for the next start, present ones first."""
         return list(dict.fromkeys([*self._acquaintances.of(self.live), *self._acquaintances.of(self._met)]))[
             :_MAX_REMEMBERED
         ]
 
     def join_command(self) -> str | None:
-        """What a newcomer types; None when there is no address to offer."""
+        """The command that joins the run; None if there is no address to offer."""
         offers = best_first(self._dht.own_maddrs) if self._is_entry else []
         reachable = [peer for peer, is_reachable in self.live.items() if is_reachable]
         given = [maddr for maddr in self._initial_peers if peer_id_of(maddr) in reachable]
@@ -208,7 +208,7 @@ class Watcher:
 
 
 def _ignore(peer_id: str, error: ProtocolError) -> None:
-    """Faults of calls: a peer that answers nonsense is as good as one that does not answer."""
+    """Ignores faults of calls: a malformed answer counts as no answer."""
     del peer_id, error
 
 
@@ -222,20 +222,20 @@ class NetworkOptions:
     announce_maddrs: tuple[str, ...]
     is_entry: bool
     run_id: str | None
-    timeout_s: float  # to reach somebody
+    timeout_s: float  # to reach any peer
 
 
 async def connect(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
     """Starts the daemon and finds the run.
 
     Args:
-        options: how.
-        remembered: the manifest of the run, when an earlier monitor has written it down: then nobody has to be there.
-        addresses: of peers that an earlier monitor has met.
+        options: how the monitor takes part.
+        remembered: the manifest that an earlier monitor has recorded; with it, no peer has to answer.
+        addresses: of peers that earlier monitors have met.
 
     Raises:
-        AddressError: it cannot listen as it should.
-        BootstrapError: nobody answers, or nobody takes part in a run.
+        AddressError: it cannot listen on the given addresses.
+        BootstrapError: no peer answers, or none takes part in a run.
         ManifestError: the run's description fails verification, or it is another run.
         NetworkProcessError: the daemon did not start.
     """

@@ -1,10 +1,10 @@
-"""The network process: everything of a peer that talks to other peers.
+"""The network process: all of a peer's communication with other peers.
 
 Imports `base`, `protocol`, `config` and `port`.
 
-- `link`      connections: p2pd, framed streams, calls, the DHT, the swarm's time, reachability and relays
-- `round`     rendezvous, and the exchange of a round
-- `transfer`  the reference and moments of experts, from peer to peer
+- `link`      connections: p2pd, framed streams, calls, the DHT, the swarm clock, reachability and relays
+- `round`     the rendezvous and the exchange of a round
+- `transfer`  peer-to-peer transfer of the reference and of experts' moments
 
-Begin with `services`: one run, and in `_hold_round` one round.
+Start with `services`, which serves one run; its `_hold_round` runs one round.
 """

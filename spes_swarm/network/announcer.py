@@ -1,4 +1,4 @@
-"""What this peer tells the swarm through its records in the DHT, and when."""
+"""Publishes this peer's records in the DHT, and decides when."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, R
 
 
 class Announcer:
-    """Writes this peer's progress and lease while its trainer is alive.
+    """Writes this peer's records while its trainer is alive.
 
     Args:
-        run_state: whose round, digest and experts are announced.
-        faults: those of late.
-        now: the swarm's time in Unix seconds.
-        reachable: whether others can open connections to this peer.
-        on_fault: told when no node of the DHT takes a record.
+        run_state: its round, digest and experts are announced.
+        faults: this peer's recent faults.
+        now: returns the swarm's time in Unix seconds.
+        reachable: returns True if other peers can open connections to this one.
+        on_fault: called if no DHT node accepts a record.
 
     Attributes:
-        presence: what the trainer has said last; None before the first time.
+        presence: what the trainer reported last; None before its first report.
         in_round: whether this peer is in a round.
-        round_seconds: how long its last round took.
-        volunteering: where this peer would publish (see election.py) and whether it is at it; None: nowhere.
+        round_seconds: duration of its last round.
+        volunteering: digest of the target that this peer would publish to (see election.py), and whether it is
+            publishing; None if it does not volunteer.
         traffic: payload bytes sent and received in its last round.
     """
 
@@ -63,66 +64,69 @@ class Announcer:
         self.traffic = (0, 0)
 
     def open(self, records: Records) -> None:
-        """Says where records go; must come before the first is written."""
+        """Sets where records are written; none are written before."""
         self._records = records
 
     @property
     def tokens_per_step(self) -> int:
-        """Of this peer; 0 before its trainer has said."""
+        """Tokens per step of this peer; 0 before its trainer has reported them."""
         return self.presence.tokens_per_step if self.presence is not None else 0
 
     def beat(self) -> None:
-        """The trainer is alive."""
+        """Notes that the trainer is alive."""
         self._last_beat = time.monotonic()
 
     def announce_soon(self) -> None:
-        """There is something that others should know at once."""
+        """Makes an announcement due now."""
         self._wanted.set()
 
     def renew_lease_soon(self) -> None:
-        """The experts held have changed: the next announcement includes the lease."""
+        """Includes the lease in the next announcement, since the experts held have changed."""
         self._lease_expires = 0.0
 
     def set_presence(self, presence: Presence) -> None:
-        """Takes what the trainer says; a change of state, or a round's losses, is announced at once."""
+        """Takes the trainer's report. A change of state or of the round's losses is announced at once."""
         known, self.presence = self.presence, presence
         if known is None or known.state != presence.state or known.losses != presence.losses:
             self._wanted.set()
 
     def learn_swarm_tokens(self) -> None:
-        """Takes over what others say of the reference's round, if this peer has missed commits; not during a round."""
+        """Adopts the token count that others report for the reference's round, if this peer has missed commits.
+
+        Does nothing during a round.
+        """
         if not self.in_round:
             roster = self._run.roster
             self._run.swarm_tokens.learn(roster.swarm_tokens(self._reference.round), alone=not roster.present())
 
     def has_contributed(self, tokens: int) -> None:
-        """Takes tokens that went into a commit from the count.
+        """Subtracts tokens that went into a commit from this peer's count.
 
-        Others may ask or read before the trainer's next step: what was contributed no longer counts.
+        Other peers may ask or read before the trainer's next report, and contributed tokens no longer count.
         """
         if self.presence is not None:
             self.presence = replace(self.presence, tokens=max(0, self.presence.tokens - tokens))
 
     async def announce(self) -> None:
-        """Waits until an announcement is due, and makes it."""
+        """Waits until an announcement is due, then writes the records."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wanted.wait(), self._config.progress_ttl_s / 5)
         self._wanted.clear()
         if time.monotonic() - self._last_beat > self._config.stall_timeout_s:
-            return  # the trainer is stopped (Ctrl-Z): the others must not wait for this peer in every round
+            return  # the trainer is stopped (Ctrl-Z): other peers must not wait for this one in every round
         await self.publish_progress()
         await self._volunteer()
         if self._leases.held and self._now() > self._lease_expires - 2 * self._config.lease_s / 3:
             await self.publish_lease()
 
     async def publish_progress(self) -> None:
-        """Writes the progress record now, if the trainer has said anything yet."""
+        """Writes the progress record now, if the trainer has reported yet."""
         async with self._storing:
             if self.presence is not None:
                 await self._store("progress", self._progress(self.presence))
 
     def _progress(self, presence: Presence) -> Progress:
-        # A commit is told at once, before the trainer knows how good it was.
+        # A commit is announced at once, before the trainer has its losses.
         losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
         return Progress(
             expires=self._next_expiration("progress", self._config.progress_ttl_s),
@@ -166,7 +170,7 @@ class Announcer:
             )
 
     async def say_goodbye(self) -> None:
-        """Gives the lease back, if there is one, and tells that this peer is leaving."""
+        """Releases the lease, if there is one, and announces that this peer is leaving."""
         self._leases.held = ()
         if self._lease_is_out:
             await self.publish_lease()
@@ -187,6 +191,6 @@ class Announcer:
         except OSError as exc:
             stored, reason = False, str(exc)
         else:
-            reason = "no node of the DHT took the record"
+            reason = "no DHT node accepted the record"
         if not stored:
             self._on_fault(self._run.identity.peer_id, ProtocolError("dht", reason))

@@ -24,7 +24,7 @@ from spes_swarm.port.commands import Called, Commands, Event, News, Port
 from spes_swarm.port.messages import SwarmView
 
 _BEAT_S = 1.0
-_MAX_UNSENT = 4096  # commands that may wait for a process that reads none; a trainer sends about ten a second
+_MAX_UNSENT = 4096  # commands queued for a process that does not read them; a trainer sends about ten a second
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 
@@ -35,7 +35,7 @@ class NetworkClient(Port):
     Must be created before CUDA is initialised and in the main thread: the process is forked, and it dies with the
     thread that forked it.
 
-    `on_event` is told what the metrics are to hold, in a thread of its own.
+    The reader thread calls `on_event` with each event for the metrics.
     """
 
     def __init__(self, identity_path: Path, on_event: Callable[[Event], None]) -> None:
@@ -49,8 +49,8 @@ class NetworkClient(Port):
         self._on_event = on_event
         self._numbers = itertools.count()
         self._pending: dict[int, Future[Any]] = {}
-        # A thread of its own writes: a pipe to a process that is stopped, or gets no processor, fills up, and whoever
-        # wrote to it would wait for ever, deaf to signals.
+        # A separate thread writes: the pipe to a process that is stopped or starved of CPU fills up, and a blocked
+        # write would keep the main thread from handling signals.
         self._unsent: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._dead = False
@@ -60,7 +60,7 @@ class NetworkClient(Port):
         self._reader.start()
         threading.Thread(target=self._write_forever, name="spes-network-writer", daemon=True).start()
         threading.Thread(target=self._beat_forever, name="spes-heartbeat", daemon=True).start()
-        # However this process ends: multiprocessing would wait for a child that ignores its SIGTERM.
+        # At exit, multiprocessing would otherwise wait for this child, which ignores its SIGTERM.
         atexit.register(self._process.kill)
 
     @property
@@ -84,7 +84,7 @@ class NetworkClient(Port):
                     future.set_result(message.result)
                 else:
                     future.set_exception(message.error)
-        except Exception:  # the end of the pipe, or a message that cannot be read: either way nothing more will come
+        except Exception:  # the end of the pipe or an unreadable message: no further message can be read
             with self._lock:
                 self._dead = True
                 pending, self._pending = self._pending, {}
@@ -92,14 +92,14 @@ class NetworkClient(Port):
                 future.set_exception(NetworkProcessError("the network process has ended"))
 
     def _write_forever(self) -> None:
-        with contextlib.suppress(OSError):  # the reader notices the end of the process, too
+        with contextlib.suppress(OSError):  # the reader handles the end of the process
             while True:
                 self._pipe.send_bytes(self._unsent.get())
 
     def _beat_forever(self) -> None:
         with contextlib.suppress(NetworkProcessError):
             while True:
-                if self._unsent.empty():  # otherwise something is on its way in any case
+                if self._unsent.empty():  # heartbeats must not pile up while the process does not read
                     self.submit(Commands.beat)
                 time.sleep(_BEAT_S)
 
@@ -165,11 +165,11 @@ class NetworkClient(Port):
             raise no_answer(command.__name__) from exc
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Leaves the swarm and ends the process; after `timeout_s` by force."""
+        """Leaves the swarm and ends the process, by force after `timeout_s`."""
         try:
             self.ask(Commands.stop, timeout_s)
         except NetworkProcessError:
-            pass  # it is gone already, or stuck; either way it is ended below
+            pass  # already gone, or stuck: it is ended below
         self._process.join(2.0)
         if self._process.is_alive():
             self._process.kill()
@@ -177,10 +177,10 @@ class NetworkClient(Port):
 
 
 def no_answer(command: str) -> NetworkProcessError:
-    """The error of a command that was not answered in time."""
+    """Returns the error for a command that was not answered in time."""
     return NetworkProcessError(f"the network process did not answer `{command}`")
 
 
 def _child(trainers_end: Connection, pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
-    trainers_end.close()  # or this process would never see that the trainer is gone
+    trainers_end.close()  # otherwise, this process would never notice that the trainer has exited
     run_network_process(pipe, identity_path, trainer_pid)

@@ -1,4 +1,4 @@
-"""What travels through the pipe between a trainer and its network process, pickled; see port.py."""
+"""Messages on the pipe between a trainer and its network process, pickled; see port/commands.py."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from spes_swarm.base.errors import SwarmError
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A command, on its way to the network process."""
+    """A command to the network process."""
 
-    number: int  # of the reply that belongs to it
-    name: str  # of one of port.Commands
+    number: int  # the reply has the same number
+    name: str  # a method of port.commands.Commands
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of a command."""
+    """The outcome of a command."""
 
     number: int
     result: Any = None

@@ -1,8 +1,8 @@
-"""The network process: everything of a peer that talks to other peers.
+"""The network process: all of a peer's communication with other peers.
 
-Forked from the trainer before CUDA starts. It runs one event loop with the P2P daemon's client, a DHT node, and the
-services of the run, holds the reference and the contribution in memory shared with the trainer, and takes commands from
-it over a pipe (see network_client.py). It ends when the trainer ends, however that happens.
+It is forked from the trainer before CUDA starts. It runs one event loop with the P2P daemon's client, a DHT node and
+the services of the run. The reference and the contribution lie in memory shared with the trainer, which sends commands
+over a pipe (see client.py). The process ends when the trainer ends, however that happens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from spes_swarm.port.messages import Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
-_SWEEP_EVERY = 10  # looks at the daemon between two looks for sockets of killed peers
-_MAX_FAULTS_PER_PEER = 20  # between two commits; a hostile peer must not fill the log
+_SWEEP_EVERY = 10  # checks of the daemon between two sweeps for sockets of killed peers
+_MAX_FAULTS_PER_PEER = 20  # per round; a hostile peer must not fill the log
 
 
 class NetworkProcess(ProcessCommands):
-    """Executes the trainer's commands: those for which no run need be open here, the others in RunServices."""
+    """Executes the trainer's commands. Those that need an open run are passed on to RunServices."""
 
     def __init__(self, pipe: Connection, identity: Identity) -> None:
         self._pipe = pipe
@@ -54,7 +54,7 @@ class NetworkProcess(ProcessCommands):
     # Plumbing.
 
     async def serve(self) -> None:
-        """Takes commands until the trainer says `stop` or goes away."""
+        """Executes commands until the trainer sends `stop` or exits."""
         loop = asyncio.get_running_loop()
         incoming: asyncio.Queue[Sent | None] = asyncio.Queue()
 
@@ -83,7 +83,7 @@ class NetworkProcess(ProcessCommands):
         try:
             result = await getattr(self._executor(sent.name), sent.name)(*sent.args, **sent.kwargs)
             self._send(Reply(sent.number, result))
-        except Exception as exc:  # whatever went wrong belongs to the caller, who is in the other process
+        except Exception as exc:  # every error goes to the caller, which is in the other process
             # Only our own errors are known to survive pickling; the caller must get an answer in any case.
             known = exc if isinstance(exc, SwarmError) else NetworkProcessError(f"{sent.name} failed: {exc!r}")
             self._send(Reply(sent.number, error=known))
@@ -100,19 +100,19 @@ class NetworkProcess(ProcessCommands):
             self._pipe.send(message)
 
     def tell(self, news: News) -> None:
-        """Passes it on, unless the trainer is stopped and its pipe is full: this process must not wait for it."""
+        """Sends news to the trainer, or drops it if the trainer is stopped and the pipe is full, so as not to block."""
         _, writable, _ = select.select([], [self._pipe], [], 0)
         if writable:
             self._send(news)
 
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        """Reports a peer's fault to the trainer's metrics, a limited number of times for each peer and round."""
+        """Reports a peer's fault to the trainer's metrics, a limited number of times per peer and round."""
         self._fault_counts[peer_id] += 1
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
             self.tell(FaultSeen(error.kind, peer_id, error.detail))
 
     def on_round_over(self) -> None:
-        """Begins a new period for the limit on reported faults."""
+        """Resets the limit on reported faults."""
         self._fault_counts.clear()
 
     # Commands.
@@ -125,7 +125,7 @@ class NetworkProcess(ProcessCommands):
         relay: bool,
         private: bool = False,
     ) -> list[str]:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         if self._daemon is not None and self._watcher is not None:
             self._watcher.cancel()
             await self._daemon.stop()
@@ -151,40 +151,40 @@ class NetworkProcess(ProcessCommands):
         return await self._daemon.maddrs()
 
     def _replace_connection(self, peer_id: str) -> None:
-        """Closes connections over which nothing comes; the next call, or links.py, opens a new one."""
+        """Closes a silent peer's connections; the next call, or links.py, opens a new one."""
         assert self._daemon is not None
         task = asyncio.create_task(self._daemon.disconnect(peer_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def _watch(self, daemon: Daemon) -> None:
-        """Ends this process when the daemon is gone: the trainer notices, and says how to go on."""
+        """Ends this process if the daemon has ended; the trainer notices, and prints how to continue."""
         for look in itertools.count(1):
             if not daemon.is_alive:
                 break
-            if look % _SWEEP_EVERY == 0:  # a killed peer cannot tidy up; any other one on this machine does
+            if look % _SWEEP_EVERY == 0:  # a killed peer cannot clean up; any other peer on this machine does
                 await asyncio.to_thread(remove_stale_sockets)
             await asyncio.sleep(_WATCH_S)
         self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon (p2pd) has ended"))
         os._exit(1)
 
     async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         assert self._daemon is not None
         return await bootstrap(self._daemon, maddrs, timeout_s)
 
     async def fetch_manifest(self, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         assert self._rpc is not None
         return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
 
     async def check_reach(self) -> Reach:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         assert self._connectivity is not None
         return await self._connectivity.check()
 
     async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         assert self._daemon is not None
         assert self._rpc is not None
         assert self._connectivity is not None
@@ -193,12 +193,12 @@ class NetworkProcess(ProcessCommands):
         self._connectivity.attend(services, review=review_reach, is_busy=lambda: services.in_round)
 
     async def beat(self) -> None:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         if self._run is not None:
             self._run.beat()
 
     async def stop(self) -> None:
-        """See port.ProcessCommands."""
+        """See port.commands.ProcessCommands."""
         if self._connectivity is not None:
             self._connectivity.stop()
         if self._run is not None:
@@ -211,7 +211,7 @@ class NetworkProcess(ProcessCommands):
 
 def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
     """Entry point of the forked process."""
-    # A full collection would write into each object that was inherited from the trainer, and so copy all its memory.
+    # A full collection would write to every object inherited from the trainer, and so copy all of its memory.
     gc.freeze()
     die_with_parent(trainer_pid)
     os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave

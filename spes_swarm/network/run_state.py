@@ -1,4 +1,4 @@
-"""What the services of one run share.
+"""State shared by the services of one run.
 
 Shape: N elements of the flat vector.
 """
@@ -26,11 +26,11 @@ from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 @dataclass(kw_only=True)
 class RunState:
-    """What this peer knows and has in one run; only rounds and downloads change the reference."""
+    """This peer's state in one run. Only rounds and downloads change the reference."""
 
     settings: RunSettings
     identity: Identity
-    told: frozenset[str]  # peers that the user has told it to join
+    told: frozenset[str]  # ids of the initial peers, other than this one
     reference: Reference
     contribution_N: FloatArray  # shared with the trainer
     roster: Roster
@@ -41,7 +41,7 @@ class RunState:
 
     @classmethod
     def of(cls, identity: Identity, settings: RunSettings) -> Self:
-        """The state to begin with, on the vectors that the trainer has made."""
+        """Creates the initial state on the trainer's shared vectors."""
         run, layout, me = settings.manifest.run, settings.layout, identity.peer_id
         told = frozenset(map(peer_id_of, settings.initial_peers)) - {me}
         rules = Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts)
@@ -58,7 +58,7 @@ class RunState:
 
     @property
     def run(self) -> RunConfig:
-        """The swarm's settings."""
+        """The run's swarm-wide settings."""
         return self.settings.manifest.run
 
     @property

@@ -1,4 +1,4 @@
-"""The services of one run inside the network process, and the state that they share.
+"""The services of one run inside the network process.
 
 Shapes: N elements of the flat vector.
 """
@@ -50,12 +50,12 @@ from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
-_REFRESH_S = 1.0  # how often the records of the others are read
+_REFRESH_S = 1.0  # how often other peers' records are read
 _Record = TypeVar("_Record", bound=Record)
 
 
 class RunServices(RunCommands):
-    """The services of one run and the state they share."""
+    """Creates, starts and connects the services of one run; executes the trainer's run commands."""
 
     def __init__(self, listener: Listener, daemon: Daemon, rpc: Rpc, identity: Identity, settings: RunSettings) -> None:
         state = self._state = RunState.of(identity, settings)
@@ -66,7 +66,7 @@ class RunServices(RunCommands):
         rpc.on_contact = state.roster.standing.note_answer
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
         self._faults = RecentFaults(self._dht.now)
-        self._ahead = 0  # the round that others gather for, when it is beyond our next one
+        self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._volunteers: dict[str, Volunteer] = {}
         self._acquaintances = Acquaintances(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -109,7 +109,7 @@ class RunServices(RunCommands):
         self._records: Records | None = None
 
     async def start(self) -> None:
-        """Takes the swarm's time, joins the DHT and registers the services."""
+        """Synchronises the clock with the swarm, joins the DHT and registers the services."""
         settings, run_id, told = self._state.settings, self._state.run_id, self._state.told
         validator = RunRecordValidator(run_id, self._dht.now)
         await self._dht.join(
@@ -125,13 +125,13 @@ class RunServices(RunCommands):
         await self._moments.start()
         await self._rendezvous.start()
         await self.refresh()
-        self._spawn(self._repeat(self._announcer.announce, 0.3))  # a burst of events needs only the last record
+        self._spawn(self._repeat(self._announcer.announce, 0.3))  # a burst of events needs only one record
         self._spawn(self._repeat(self._look_around, _REFRESH_S))
         self._spawn(self._repeat(self._keep_time, 0.0))
         self._spawn(self._repeat(self._reunite, _REFRESH_S))
 
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        """Tells the trainer, and in the next record those who watch: what kind of fault, not whose."""
+        """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
         self._listener.on_fault(peer_id, error)
 
@@ -139,20 +139,20 @@ class RunServices(RunCommands):
 
     @property
     def reference(self) -> Reference:
-        """What this peer's members agree on."""
+        """The run's reference, as this peer has it."""
         return self._state.reference
 
     def _told_maddrs(self) -> list[str]:
-        """Addresses that others are told."""
+        """Addresses to announce to other peers."""
         return self._dht.own_maddrs if self.reachable else []
 
     @property
     def reachable(self) -> bool:
-        """True if this peer tells others that it can be reached."""
+        """True if this peer announces that it can be reached."""
         return self._rendezvous.reachable
 
     def set_reach(self, reachable: bool, address: str | None) -> None:
-        """Changes that. `address`: where others got through, None where they did not."""
+        """Sets `reachable`. `address` is where other peers got through, None if they did not."""
         if self._rendezvous.reachable != reachable:
             self._rendezvous.reachable = reachable
             self._announcer.announce_soon()
@@ -165,18 +165,18 @@ class RunServices(RunCommands):
         return [Neighbour(view.peer_id, view.progress.reachable) for view in self._state.roster.present()]
 
     async def maddrs_of(self, peer_id: str) -> list[str]:
-        """Asks a peer for its addresses; those of last time if it does not answer."""
+        """Asks a peer for its addresses; returns the last known ones if it does not answer."""
         return await self._greetings.greet(peer_id)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(coroutine))
 
     async def _repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
-        """Does something for as long as the run is open; an unexpected error is reported and does not end it."""
+        """Repeats an action while the run is open. An unexpected error is reported and does not end the loop."""
         while True:
             try:
                 await action()
-            except Exception as exc:  # whatever it is: a peer that stops publishing or reading would split the swarm
+            except Exception as exc:  # any error: a peer that stops publishing or reading would split the swarm
                 self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
             await asyncio.sleep(pause_s)
 
@@ -222,7 +222,7 @@ class RunServices(RunCommands):
     # Records.
 
     def beat(self) -> None:
-        """See port.ProcessCommands."""
+        """Notes that the trainer is alive; see port.commands.ProcessCommands."""
         self._announcer.beat()
 
     async def _look_around(self) -> None:
@@ -235,10 +235,10 @@ class RunServices(RunCommands):
 
     async def _keep_time(self) -> None:
         if await self._dht.check_time(self._clock_voices) > 0:
-            self._announcer.announce_soon()  # to those who were ahead, this peer's records had expired
+            self._announcer.announce_soon()  # to peers that were ahead, this peer's records had expired
 
     def _clock_voices(self, connected: set[str]) -> Collection[str]:
-        # Also those that are only connected: to a peer whose clock is ahead, the others' records have expired.
+        # Includes peers that are merely connected: to a peer whose clock is ahead, the others' records have expired.
         live = {view.peer_id for view in self._state.roster.present()}
         return self._state.roster.standing.clock_voices(live | connected, time.monotonic())
 
@@ -247,7 +247,7 @@ class RunServices(RunCommands):
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Reads the others' records and greets new peers, so that connections stand before the first round."""
+        """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None
         new = self._state.roster.update(await self._records.read("progress", Progress))
         self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
@@ -257,7 +257,10 @@ class RunServices(RunCommands):
         self._greetings.greet_soon(new)
 
     def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
-        """The records of peers that have answered a call: a record alone neither takes experts nor publishes."""
+        """Returns the records of peers that have answered a call.
+
+        A record alone must neither reserve experts nor take a turn at publishing.
+        """
         return {peer: record for peer, record in records.items() if self._state.roster.standing.has_answered(peer)}
 
     async def view(self) -> SwarmView:
@@ -316,7 +319,7 @@ class RunServices(RunCommands):
             return experts
         self._state.leases.choose(experts)
         await self._announcer.publish_lease()
-        # Peers that start together choose alike; look again until the choices have settled.
+        # Peers that start together make the same choice; look again until the choices have settled.
         quiet = 0
         while quiet < 2:
             await asyncio.sleep(_REFRESH_S)
@@ -354,7 +357,7 @@ class RunServices(RunCommands):
         return max(self._state.roster.swarm_round(self._state.reference.round) + 1, self._ahead)
 
     def _on_ahead(self, round_number: int) -> None:
-        # At most one round beyond our own next one: calls are not proof, and must not run the swarm's clock.
+        # At most one round beyond this peer's next one: calls are no proof, and must not drive the round number.
         if round_number <= self._state.reference.round + 2:
             self._ahead = round_number
 
@@ -368,8 +371,8 @@ class RunServices(RunCommands):
         except RoundError:
             self._faults.note("round")
             raise
-        except Exception as exc:  # one failed round must not end the stay; the work is in the next difference
-            raise RoundError(f"unexpected: {exc!r}") from exc
+        except Exception as exc:  # one failed round must not end the session; its work is in the next difference
+            raise RoundError(f"unexpected error: {exc!r}") from exc
         finally:
             self._announcer.in_round = False
             self._announcer.announce_soon()
@@ -386,12 +389,12 @@ class RunServices(RunCommands):
             await asyncio.wait({self._round_task})
 
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        # A frozen node makes the DHT slow for seconds while the others wait; records are read all the time anyway.
+        # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway.
         await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
-                self._state.lineage = Lineage({})  # nothing of its own is left in the reference: as for a newcomer
+                self._state.lineage = Lineage({})  # no block of its old lineage is left, as for a newcomer
             self._state.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.begin_anew()
@@ -400,13 +403,13 @@ class RunServices(RunCommands):
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""
-        with self._transfer.round_under_way():  # others still fetch their results from here
+        with self._transfer.round_under_way():  # other members still fetch their results from here
             self._announcer.traffic = await self._exchange.traffic()
         self._announcer.announce_soon()
         return self._announcer.traffic
 
     async def leave(self) -> None:
-        """Gives the leases back and says goodbye."""
+        """Releases the lease, announces that this peer is leaving, and leaves the DHT."""
         for task in self._tasks:
             task.cancel()
         await self._announcer.say_goodbye()

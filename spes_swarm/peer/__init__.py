@@ -1,4 +1,4 @@
-"""One stay of a peer in a run: find the run, get its reference, claim experts, train, leave.
+"""One session of a peer in a run: find the run, fetch its reference, claim experts, train, leave.
 
 Imports everything but `monitor`, `convert` and `testing`. Begin with `session`.
 """

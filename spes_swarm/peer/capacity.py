@@ -1,14 +1,14 @@
-"""Which device to train on, and what fits into its memory and into that of this machine.
+"""Selects the device, and checks what fits into device and host memory.
 
-What a peer needs, where N are the model's weights and T those that are trained here (shared ones and held experts):
+A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device 4 bytes a weight, 12 more for each trained one (gradient, two AdamW moments), and in a step the logits
-  of the batch with their gradient;
-- in this machine's memory the reference (4 N), the contribution (4 T), and while a round is held its results, at the
-  size of the codec. For a GPU the model is first built there, too (4 N beside the reference).
+- on the device: 4 bytes per weight, 12 more per trained weight (gradient, two AdamW moments), and during a step the
+  logits of the batch with their gradient;
+- in host memory: the reference (4 N bytes), the contribution (4 T) and, during a round, its results at the codec's
+  size. For a GPU the model is first built on the host, too (4 N beside the reference).
 
-That is the least: activations come on top, so `auto` leaves a part of the memory free, and only what cannot possibly
-fit is refused.
+This is a lower bound: activations come on top. So `auto` leaves part of the memory free, and only what cannot possibly
+fit is rejected.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 _BYTES_PER_WEIGHT = 4
 # A trained weight has, besides itself, a gradient and two AdamW moments.
 _EXTRA_BYTES_PER_TRAINED_WEIGHT = 12
-# What is left for activations, the allocator's fragments and everybody else.
+# The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device at this moment."""
+    """Returns the free memory of a device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return free_host_bytes()
@@ -45,16 +45,16 @@ def free_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a peer does, as far as it decides how much memory it needs."""
+    """What determines how much memory a peer needs."""
 
     layout: Layout
     device: torch.device
-    logits_bytes: int  # of one sequence, with their gradient
-    result_bytes: int  # of a round
+    logits_bytes: int  # per sequence, including their gradient
+    result_bytes: int  # per round
 
     @classmethod
     def of(cls, run: RunConfig, device: torch.device) -> Workload:
-        """Takes the run's shapes; nothing of the model's size is allocated."""
+        """Derives the workload from the run's shapes; allocates nothing of the model's size."""
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True))
         bytes_per_logit = 2 if device.type == "cuda" else 4  # bf16 under autocast, else fp32
         return cls(
@@ -65,22 +65,22 @@ class Workload:
         )
 
     def needed(self, num_experts: int, batch_size: int) -> tuple[int, int]:
-        """Bytes on the device and in this machine's memory; on the CPU all are in the latter."""
+        """Returns the bytes needed on the device and on the host; on the CPU all of them are on the host."""
         weights = _BYTES_PER_WEIGHT * self.layout.num_elements
         num_trained = self.layout.blocks[SHARED_BLOCK].size + num_experts * self.layout.expert_block(0).size
         training = weights + _EXTRA_BYTES_PER_TRAINED_WEIGHT * num_trained
         exchange = weights + _BYTES_PER_WEIGHT * num_trained
         logits = batch_size * self.logits_bytes
-        if self.device.type == "cpu":  # between a step and a round the logits are given up
+        if self.device.type == "cpu":  # the logits are freed between a step and a round
             return 0, training + exchange + max(logits, self.result_bytes)
         return training + logits, max(exchange + self.result_bytes, 2 * weights)
 
 
 def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch_size: int) -> int:
-    """How many experts to train: as many as wanted, or for "auto" up to `most`, leaving memory for activations.
+    """Returns how many experts to train: `wanted`, or for "auto" up to `most`, leaving memory for activations.
 
     Raises:
-        CapacityError: what is wanted does not fit, or for "auto" not even one expert; the message says what would.
+        CapacityError: the wanted experts do not fit, or for "auto" not even one; the message says what would fit.
     """
     free_on_device, free_on_host = free_bytes(workload.device), free_host_bytes()
 
@@ -105,7 +105,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch
         where, needed, free, least = "this machine's memory", on_host, free_on_host, smallest[1]
     raise CapacityError(
         f"training {num_experts} expert{'s' if num_experts > 1 else ''} in batches of {batch_size} needs "
-        f"{_gigabytes(needed)} of {where}, and {_gigabytes(free)} are free: "
+        f"{_gigabytes(needed)} of {where}, but only {_gigabytes(free)} is free: "
         + next(
             chain(
                 _what_would_fit(fits, num_experts, batch_size),
@@ -118,7 +118,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch
 
 
 def _what_would_fit(fits: Callable[[int, int], bool], num_experts: int, batch_size: int) -> Iterator[str]:
-    """What to change, best first."""
+    """Yields settings that would fit, best first."""
     if fewer := _largest(num_experts - 1, lambda number: fits(number, batch_size)):
         yield f"--experts {fewer} would fit"
     if smaller := _largest(batch_size - 1, lambda number: fits(num_experts, number)):
@@ -128,7 +128,7 @@ def _what_would_fit(fits: Callable[[int, int], bool], num_experts: int, batch_si
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` that fits, 0 if none does; a number fits if a larger one does."""
+    """Returns the largest number from 1 to `most` that fits, or 0. If a number fits, all smaller ones must fit."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -141,10 +141,10 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
-    """How many experts this peer is going to train, found out before anything large is opened or built.
+    """Returns how many experts this peer will train, before anything large is opened or built.
 
     Raises:
-        ConfigError: it asks for experts that the model does not have, or for too large a batch.
+        ConfigError: the model lacks the wanted experts, or the batch is too large.
         CapacityError: see `experts_that_fit`.
     """
     wanted = parse_experts(peer.experts, run.model.num_experts)
@@ -153,10 +153,10 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is a usable one.
+    """Returns the named device; "auto" is CUDA if it is usable, else the CPU.
 
     Raises:
-        ConfigError: there is no such device on this machine.
+        ConfigError: this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -165,9 +165,9 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as exc:
         raise ConfigError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from exc
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but this machine has no usable CUDA device")
+        raise ConfigError(f"device {name!r} was requested, but this machine has no usable CUDA device")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device {name!r} was asked for, but this machine has {torch.cuda.device_count()} CUDA devices"
+            f"device {name!r} was requested, but this machine has {torch.cuda.device_count()} CUDA devices"
         )
     return device

@@ -1,7 +1,7 @@
-"""How much of this machine's memory a process may still take.
+"""How much host memory this process may still allocate.
 
-/proc/meminfo, which psutil reads, is that of the whole machine even in a container. What a container may use is in its
-control groups, any of which can set a limit (cgroups(7): memory.max in version 2, memory.limit_in_bytes in version 1).
+psutil reads /proc/meminfo, which describes the whole machine even inside a container. The limits of a container are in
+its control groups, any of which can set one (cgroups(7): memory.max in version 2, memory.limit_in_bytes in version 1).
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pathlib import Path
 
 import psutil
 
-# Names of the limit, of what is in use, and of the page cache in `memory.stat` that the kernel would give up first.
+# Files with the limit and the usage, and the `memory.stat` field of the page cache that the kernel reclaims first.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def free_host_bytes() -> int:
-    """Bytes that this process may still take."""
+    """Returns the bytes that this process may still allocate."""
     free = int(psutil.virtual_memory().available)
     return min([free, *cgroup_free_bytes()])
 
 
 def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group with a limit has left, in bytes.
+    """Yields the bytes left in each control group that has a limit.
 
     Args:
-        process: which control groups the process is in.
-        mount: where they are mounted.
+        process: file that lists the control groups of the process.
+        mount: where control groups are mounted.
     """
     try:
         lines = process.read_text(encoding="utf-8").splitlines()
@@ -39,7 +39,7 @@ def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = P
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (mount, _V2) if not controllers else (mount / "memory", _V1)
-        # In a container the path may be that of the host, where it is not mounted; its own group is then the root.
+        # In a container the path may be the host's, which is not mounted here; the container's group is then the root.
         group = root / path.lstrip("/")
         for directory in (group, *group.parents):
             if (free := _free_in(directory, *names)) is not None:
@@ -49,9 +49,9 @@ def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = P
 
 
 def _free_in(directory: Path, limit_file: str, usage_file: str, reclaimable: str) -> int | None:
-    """What one control group has left; None if it has no limit."""
+    """Returns the bytes left in one control group, None if it has no limit."""
     try:
-        limit = int((directory / limit_file).read_text(encoding="ascii"))  # "max" is no number
+        limit = int((directory / limit_file).read_text(encoding="ascii"))  # "max" is not a number: no limit
         used = int((directory / usage_file).read_text(encoding="ascii"))
         statistics = (directory / "memory.stat").read_text(encoding="ascii")
     except (OSError, ValueError):

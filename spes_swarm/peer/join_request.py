@@ -1,4 +1,4 @@
-"""What a user asks `join` for: command line and configuration file together, checked before anything starts."""
+"""What the user asks of `join`: command line and configuration file combined, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from spes_swarm.publishing.location import parse_location
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """A request without contradictions in itself."""
+    """A validated request."""
 
-    run: RunConfig | None  # of the configuration file, for founding a run
-    run_is_explicit: bool  # the user named that file
+    run: RunConfig | None  # from the configuration file, to found a run
+    run_is_explicit: bool  # the user passed --config
     peer: PeerConfig
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A request in which everything but the model has been checked; that was possible without transformers."""
+    """A request validated except for the model, which needs transformers."""
 
     file: RawConfigFile
     run_is_explicit: bool
@@ -36,7 +36,7 @@ class DraftRequest:
         """Builds the run's configuration; imports transformers, which takes seconds.
 
         Raises:
-            ConfigError: the model cannot be built, or does not have the experts that the user wants to train.
+            ConfigError: the model cannot be built, or lacks the experts that the user wants to train.
         """
         run = self.file.build_run()
         if self.run_is_explicit and run is not None:
@@ -48,8 +48,8 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
     """Reads the configuration and applies the flags.
 
     Raises:
-        ConfigError: the configuration or a flag is wrong.
-        AddressError: an address is.
+        ConfigError: the configuration or a flag is invalid.
+        AddressError: an address is invalid.
     """
     flags = dict(vars(options))
     config_path = flags.pop("config", None)
@@ -63,7 +63,7 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
         check_listen_address(maddr, announced=True)
     for flag in ("publish_every", "publish_mbps", "publish_keep"):
         if flags.get(flag) is not None and peer.publish_to is None:
-            raise ConfigError(f"--{flag.replace('_', '-')} belongs to --publish-to, which is not given")
+            raise ConfigError(f"--{flag.replace('_', '-')} requires --publish-to")
     if peer.publish_to is not None:
         parse_location(peer.publish_to)
     if peer.from_hub is not None:

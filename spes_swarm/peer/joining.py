@@ -1,4 +1,4 @@
-"""How a peer comes into a run: the steps from nothing to a trainer that is ready, in order."""
+"""How a peer joins a run: the steps from nothing to a trainer that is ready, in order."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from spes_swarm.training.trainer import Trainer
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
 _COMMAND_TIMEOUT_S = 120.0
-_BARRIER_S = 120.0  # at most, while all are present: some may wait for more peers than this one does
-_ABSENCE_S = 20.0  # after a peer has left or failed
+_BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
+_ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
 
 _Args = ParamSpec("_Args")
@@ -55,7 +55,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
-    """What a peer has from the beginning of its stay in a run to the end."""
+    """What a peer keeps from the start to the end of its session in a run."""
 
     request: JoinRequest
     directory: RunDirectory
@@ -70,12 +70,12 @@ class Stay:
 
 
 class Joining:
-    """Joins a run; each step finds what the steps before it have left in attributes.
+    """Joins a run. Each step reads the attributes that earlier steps have set.
 
     Attributes:
-        manifest: of the run, once it is found.
-        trainer: once the experts are claimed.
-        joined: whether all steps are done.
+        manifest: of the run; set once the run is found.
+        trainer: set once the experts are claimed.
+        joined: True once all steps are done.
     """
 
     manifest: Manifest
@@ -90,12 +90,12 @@ class Joining:
         self.joined = False
 
     def run(self) -> Trainer:
-        """Joins; returns a trainer that is ready.
+        """Joins the run; returns a trainer that is ready.
 
         Raises:
-            UserError: something that the user can fix.
+            UserError: an error that the user can fix.
             NetworkProcessError: the network process failed.
-            LeftEarlyError: told to stop meanwhile, or the run is over.
+            LeftEarlyError: the user stopped the peer, or the run is over.
         """
         self._prepare_machine()
         self._listen()
@@ -114,12 +114,12 @@ class Joining:
         self._tell_joined()
         return self.trainer
 
-    # The steps, in their order.
+    # The steps, in order.
 
     def _prepare_machine(self) -> None:
-        # Not before the fork: looking for a CUDA device may initialise the driver.
+        # Only after the network process was forked: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
-        load_kernel(self._peer.kernel)  # the model is built much later
+        load_kernel(self._peer.kernel)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
 
@@ -134,7 +134,7 @@ class Joining:
         self._run = self.manifest.run
         self._source = finder.source
         self._initial_peers = finder.initial_peers
-        stay.data.choose(self._run.data)  # who has plainly other data need not bother the others
+        stay.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
 
     def _settle_reach(self) -> None:
         self._reach = self._check_reach()
@@ -152,7 +152,7 @@ class Joining:
         self._room = plan_experts(run, self._peer, self._device)
         self._local = stay.data.open(run.data, tokenizer_of(run))
         stay.metrics.write("data", **self._local.to_event())
-        # By default every identity has an order of its own, and keeps it.
+        # By default each identity has its own data order, the same in every session.
         own_seed = int.from_bytes(blake3(stay.identity.peer_id.encode()).digest()[:6], "little")
         self._sampler = Sampler(
             TokenStream(self._local.files),
@@ -182,7 +182,7 @@ class Joining:
         self._contribution = SharedVector.create(self._layout.num_elements)
 
     def _fill_reference(self) -> None:
-        """Takes the reference from where it can be had without asking others: the disk, a publication, the seed."""
+        """Fills the reference from local sources: a checkpoint or initial weights."""
         stay = self._stay
         self._start = StartingPoint(
             self._peer,
@@ -199,8 +199,8 @@ class Joining:
         self._leave_if_over(self._source.publication.round if self._source is not None else 0)
         if self._peer.client_mode and not self._initial_peers:
             raise BootstrapError(
-                "no peer of the last session answers, and with --client-mode nobody could join this one: "
-                "start again when one of them runs, give --initial-peers, or leave out --client-mode"
+                "no peer of the last session answers, and with --client-mode no peer could join this one: "
+                "start again when one of them is running, give --initial-peers, or leave out --client-mode"
             )
 
     def _enter_swarm(self) -> None:
@@ -221,7 +221,7 @@ class Joining:
         self._batch_size = self._run.training.batch_size_of(peer.batch_size)
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
-        # From here on others are answered: whoever starts a swarm by script need not wait for this peer's first step.
+        # From here on this peer answers others: a script that starts a swarm need not wait for its first step.
         stay.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
         stay.directory.remember(self.manifest)
         stay.data.remember(self._local)
@@ -230,25 +230,24 @@ class Joining:
             self._leave_if_over(newest.round if newest is not None else 0)
 
     def _obtain_reference(self) -> None:
-        """Fetches the swarm's reference, unless this peer's is as new."""
+        """Fetches the swarm's reference, unless this peer's own is as new."""
         self._table = self._start.obtain(
             self._reference.values_N, self._initial_peers, announce_syncing=lambda: self._announce("syncing")
         )
 
     def _claim_experts(self) -> None:
-        """Takes leases of as many experts as there is room for; "auto" means as many as the run says, if they fit."""
+        """Claims leases on the wanted experts; "auto" means the run's `experts_per_peer`, as far as memory allows."""
         run, wanted, room, checkpoint = self._run, self._wanted, self._room, self._checkpoint
         fixed = isinstance(wanted, tuple)
         if wanted == "auto" and room < run.experts_per_peer:
-            self._console.say(f"{room} instead of {run.experts_per_peer} experts: more do not fit in memory")
+            self._console.say(f"training {room} instead of {run.experts_per_peer} experts: more do not fit in memory")
         choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
         if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
             choice = tuple(checkpoint.meta.held)
             room = max(room, len(choice))
         if room > run.most_experts:
             self._console.say(
-                f"{room} experts are asked for: "
-                f"one peer keeps {run.most_experts} of them where others can hold the rest"
+                f"{room} experts requested: a peer keeps at most {run.most_experts} while others can hold the rest"
             )
         self._held = self._ask(Commands.claim, _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
 
@@ -284,7 +283,7 @@ class Joining:
         self._tell_how_to_join()
 
     def _wait_for_peers(self) -> None:
-        """Waits for as many peers as the user wants."""
+        """Waits until as many peers are ready as the user wants."""
         wanted = self._peer.wait_for_peers
         if wanted <= 1:
             return
@@ -298,7 +297,7 @@ class Joining:
                 shown = here
                 self._console.say(f"waiting for peers: {here} of {wanted}")
             self._stay.stop.wait(0.5)
-        # All may have come back from different checkpoints: they go on from the newest of them.
+        # The peers may have resumed from different checkpoints: all continue from the newest.
         self._start.download(if_newer=True)
         self._table = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
         self._leave_if_over(self._table.round)
@@ -340,10 +339,10 @@ class Joining:
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> _Result:
-        """Like Port.ask, but a person who wants to leave does not have to wait for the answer.
+        """Like Port.ask, but does not keep waiting once the user stops the peer.
 
         Raises:
-            LeftEarlyError: told to stop meanwhile.
+            LeftEarlyError: the user stopped the peer.
         """
         future = self._stay.network.submit(command, *args, **kwargs)
         deadline = time.monotonic() + wait_s if wait_s is not None else None
@@ -352,15 +351,15 @@ class Joining:
                 future.exception(_STOP_POLL_S)  # only waits
                 return future.result()
             if self._stay.stop.is_set():
-                raise LeftEarlyError("told to stop while joining")
+                raise LeftEarlyError("stopped while joining")
             if deadline is not None and time.monotonic() > deadline:
                 raise no_answer(command.__name__)
 
     def _leave_if_over(self, round_number: int) -> None:
-        """Says so, and leaves, when the run has ended by its schedule.
+        """Prints a line and leaves if the run has ended by its schedule.
 
         Raises:
-            LeftEarlyError: it has.
+            LeftEarlyError: the run has ended.
         """
         end = ScheduleEnd(self._run)
         if end.ends_run(round_number):
@@ -368,7 +367,7 @@ class Joining:
             raise LeftEarlyError("the run is over")
 
     def _start_daemon(self, host_maddrs: list[str], *, private: bool = False) -> list[str]:
-        """Starts p2pd, or starts it again for a peer that cannot be reached; returns this peer's addresses."""
+        """Starts p2pd, or restarts it for a peer that cannot be reached; returns this peer's addresses."""
         maddrs = self._ask(
             Commands.start_daemon,
             _COMMAND_TIMEOUT_S,
@@ -384,10 +383,10 @@ class Joining:
         return maddrs
 
     def _go_private(self) -> None:
-        """Tells libp2p that others cannot open connections to this peer."""
+        """Restarts p2pd as a private node, to which others cannot open connections."""
         peer = self._peer
         if peer.client_mode:
-            return  # it does not listen in any case
+            return  # it never listens
         self._start_daemon(with_port(peer.host_maddrs, self._stay.directory.known_port()), private=True)
         if self._initial_peers:
             self._ask(
@@ -398,7 +397,7 @@ class Joining:
             )
 
     def _check_reach(self) -> Reach:
-        """Finds out whether others can open connections to this peer, unless the user has said it."""
+        """Finds out whether others can open connections to this peer, unless the user has declared it."""
         if self._peer.client_mode:
             reach = Reach(False, None, ())
         elif self._peer.assume_reachable:
@@ -449,22 +448,22 @@ class Joining:
     def _tell_how_to_join(self) -> None:
         if not self._maddrs:
             return
-        self._console.say("others join with (on this machine with an --output-dir of their own):")
+        self._console.say("others join with (on this machine, each with its own --output-dir):")
         self._console.command(join_command(self.manifest, best_first(self._maddrs)[0], interpreter()))
         if (note := join_note(self._run.data)) is not None:
             self._console.say(note)
 
     def _say_round(self) -> None:
-        if not self._console.is_terminal:  # where the panel shows it
+        if not self._console.is_terminal:  # on a terminal the panel shows it
             self._console.say(round_line(self._stay.status))
 
 
 def await_training(
     view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
 ) -> None:
-    """Waits until the others train, too, so that no peer starts before the rest have seen each other.
+    """Waits until the other peers train, so that no peer starts before all have seen each other.
 
-    That takes a second, or half a minute where they see each other through a relay on a busy machine.
+    This takes about a second, or half a minute if they are connected through a relay on a busy machine.
     """
     begun = all_there = now()
     while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):

@@ -1,4 +1,4 @@
-"""What a person sees of a peer: start-up lines, then a live panel on a terminal or one line a round elsewhere."""
+"""Console output of a peer: start-up lines, then a live panel on a terminal or one line per round elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFRESH_S = 0.5
 
 
 class PeerConsole:
-    """Writes to standard output; nothing that peers say is interpreted as markup."""
+    """Writes to standard output. Text from other peers is never interpreted as markup."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -40,12 +40,12 @@ class PeerConsole:
         return self._console.is_terminal
 
     def live(self, status: TrainingStatus, title: str) -> LivePanel:
-        """A panel that follows `status` while it is open."""
+        """Returns a panel that shows `status` while it is open."""
         return LivePanel(self._console, status, title)
 
 
 class LivePanel:
-    """Redraws the panel twice a second in a thread of its own; does nothing where there is no terminal."""
+    """Redraws the panel twice a second in its own thread; does nothing without a terminal."""
 
     def __init__(self, console: Console, status: TrainingStatus, title: str) -> None:
         self._status = status
@@ -97,7 +97,7 @@ class LivePanel:
 
 
 def experts_text(experts: tuple[int, ...]) -> str:
-    """Experts as people write them: 0-3, 7."""
+    """Formats experts as ranges: 0-3, 7."""
     ranges: list[str] = []
     remaining = sorted(experts)
     while remaining:
@@ -109,7 +109,7 @@ def experts_text(experts: tuple[int, ...]) -> str:
 
 
 def round_line(status: TrainingStatus) -> str:
-    """The line about a round; it has the loss on held-out text only if that was measured in this round."""
+    """Formats the line for a round. The eval loss is included only if it was measured in this round."""
     measured = status.eval_loss is not None and status.eval_round == status.round
     eval_loss = f", eval loss {loss_with_error(status.eval_loss, status.eval_loss_stderr)}" if measured else ""
     return (
@@ -119,12 +119,12 @@ def round_line(status: TrainingStatus) -> str:
 
 
 def last_eval_loss(status: TrainingStatus) -> str:
-    """The loss on held-out text as it was last measured, and when: 1.246 ± 0.031 (round 20)."""
+    """Formats the last eval loss with the round of its measurement: 1.246 ± 0.031 (round 20)."""
     words = loss_with_error(status.eval_loss, status.eval_loss_stderr)
     return words if status.eval_loss is None else f"{words} (round {status.eval_round})"
 
 
 def interpreter() -> str:
-    """How a person types the interpreter that runs this."""
+    """Returns the running interpreter as a user would type it."""
     python = Path(sys.executable)
     return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)

@@ -1,6 +1,6 @@
-"""What can be refused before torch is imported, which takes seconds. Nothing is left behind on disk.
+"""Checks that run before torch is imported, which takes seconds. They leave nothing on disk.
 
-What passes here may still fail later, with the same message: files can vanish, and a driver can be broken.
+A request that passes may still fail later, with the same message: files can vanish, and a driver can be broken.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from spes_swarm.publishing.location import parse_location
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import check_tracker
 
-# Everything that torch may call "cuda": NVIDIA's driver, on Jetson and in the Windows Subsystem for Linux too; ROCm.
+# Device files of the drivers that torch exposes as "cuda": NVIDIA's (also on Jetson and WSL) and ROCm.
 _CUDA_DEVICE_FILES = ("nvidia*", "nvhost-*", "nvmap", "dxg", "kfd")
 
 
 def check_machine(peer: PeerConfig) -> None:
-    """Refuses what cannot work on this machine.
+    """Rejects a request that cannot work on this machine.
 
     Raises:
-        UserError: a device, file, directory or package that the user wants is not there, or in use.
+        UserError: a requested device, file, directory or package is missing or in use.
     """
     if peer.device.startswith("cuda") and not has_cuda_hardware():
-        raise ConfigError(f"device {peer.device!r} was asked for, but this machine has no CUDA device; use cpu or auto")
+        raise ConfigError(f"device {peer.device!r} was requested, but this machine has no CUDA device; use cpu or auto")
     directory = RunDirectory(Path(peer.output_dir))
     directory.check()
     _check_identity(Path(peer.identity) if peer.identity else directory.identity, peer.initial_peers)
@@ -43,7 +43,7 @@ def check_machine(peer: PeerConfig) -> None:
         try:
             check_source(known_data.source)
         except DataError as exc:
-            raise DataError(f"the data of the last session: {exc}; give --data if they are elsewhere now") from exc
+            raise DataError(f"the data of the last session: {exc}; give --data if they have moved") from exc
     if peer.initial_weights is not None and not Path(peer.initial_weights).is_dir():
         raise CheckpointError(f"{peer.initial_weights}: no such directory")
     if peer.log is not None:
@@ -52,10 +52,10 @@ def check_machine(peer: PeerConfig) -> None:
 
 
 def check_run(draft: DraftRequest) -> None:
-    """Refuses what contradicts the run that the output directory belongs to, or cannot found one.
+    """Rejects a request that contradicts the run of the output directory, or cannot found a run.
 
     Raises:
-        UserError: the request does not make sense there, or what is there is corrupt.
+        UserError: the request does not fit the directory, or the directory's manifest is corrupt.
     """
     peer = draft.peer
     directory = RunDirectory(Path(peer.output_dir))
@@ -69,7 +69,7 @@ def check_run(draft: DraftRequest) -> None:
     if stored is None and not peer.initial_peers:
         if peer.client_mode:
             raise ConfigError(
-                "--client-mode accepts no connections, so nobody could join this peer: give the --initial-peers of a "
+                "--client-mode accepts no connections, so no peer could join this one: give the --initial-peers of a "
                 "run, or leave out --client-mode"
             )
         if peer.from_hub is None:
@@ -95,7 +95,7 @@ def _check_identity(path: Path, initial_peers: Sequence[str]) -> None:
 
 
 def _check_publications(peer: PeerConfig) -> None:
-    """Looks at those that are directories; a Hub is asked when something is to be fetched or published."""
+    """Checks publications in directories; a Hub is contacted only to fetch or publish."""
     if peer.from_hub is not None:
         source = parse_location(peer.from_hub, with_revision=True)
         if source.path is not None:

@@ -1,14 +1,14 @@
-"""The data that a run trains on, and whether a peer has the same.
+"""The data that a run trains on, and whether this peer has the same data.
 
-The run's description (`DataConfig`) says one of three things:
+The run's description (`DataConfig`) names one of three kinds:
 
-- `stdlib`: the Python standard library. The text differs a little between versions of Python; the name is what counts,
-  and the founder's version is recorded.
-- `corpus`: token files or text, by the digest of the tokens (corpus_index.py). Whoever has all shards, or some of them
-  with the corpus's index, has the same data.
-- `own`: every peer brings data of its own, and nothing is compared.
+- `stdlib`: the Python standard library. The text differs slightly between versions of Python. Only the kind is
+  compared; the founder's version is recorded.
+- `corpus`: token files or text, identified by the digest of the tokens (data/corpus_index.py). A peer with all shards,
+  or with some of them and the corpus's index, has the same data.
+- `own`: every peer brings its own data, and nothing is compared.
 
-A peer whose data differ is refused before any weights are fetched, unless it says that this is meant.
+A peer whose data differ is rejected before it fetches any weights, unless the user passes --data-differs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from spes_swarm.storage.run_directory import RunDirectory
 class LocalData:
     """What this peer trains on."""
 
-    source: str  # for open_source; absolute where it is a path
+    source: str  # for open_source; a path is absolute
     files: tuple[TokenFile, ...]
     described: DataConfig  # as a founder would describe it
     num_shards: int  # of the whole corpus; at least as many as files
-    differs: bool  # from what the run trains on
+    differs: bool  # from the run's data
 
     def to_event(self) -> dict[str, Any]:
-        """The fields of the `data` event; paths stay out of it, as trackers get it too."""
+        """Returns the fields of the `data` event, without paths, since trackers get it too."""
         return {
             "kind": self.described.kind,
             "name": self.described.name,
@@ -60,12 +60,12 @@ class LocalData:
 
 
 class PeerData:
-    """The data of one peer, from the command line or from its last stay.
+    """The data of one peer, from the command line or from its last session.
 
     Args:
-        peer: what the user wants.
+        peer: the peer's configuration.
         directory: remembers where the data are.
-        say: tells a person.
+        say: prints a line.
         stop: set when the user wants to leave.
     """
 
@@ -80,10 +80,10 @@ class PeerData:
         self._founded: LocalData | None = None
 
     def choose(self, run: DataConfig) -> tuple[str, bool]:
-        """Where this peer's data are, and whether they may differ from the run's; opens nothing.
+        """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
 
         Raises:
-            DataError: the run needs data that the user has not named, or that are plainly not those.
+            DataError: the user has named no data although the run needs some, or obviously different data.
         """
         source, may_differ = self._given, self._differs_given
         if source is None and (last := self._directory.known_data()) is not None:
@@ -93,7 +93,7 @@ class PeerData:
                 raise DataError(f"the run trains on {describe_data(run)}: give --data PATH with the path of your copy")
             if run.kind == "own":
                 raise DataError(
-                    "every peer of this run brings data of its own: name yours with --data "
+                    "every peer of this run brings its own data: name yours with --data "
                     "('stdlib' is the Python standard library)"
                 )
             source = STDLIB
@@ -104,21 +104,21 @@ class PeerData:
             raise _refusal(run, here)
         if run.kind == "corpus" and not may_differ and not Path(source).exists() and not glob.has_magic(source):
             raise DataError(
-                f"the run trains on {describe_data(run)}, and --data {self._given or source!r} does not exist here: "
+                f"the run trains on {describe_data(run)}, but --data {self._given or source!r} does not exist here: "
                 "give the path of your copy"
             )
         return source, may_differ
 
     def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
-        """The description of a new run's data: what the configuration says, completed from this peer's own data.
+        """Returns the data description of a new run: the configuration, completed from this peer's own data.
 
         Raises:
-            DataError: this peer does not have what the configuration says, or its data cannot be used.
+            DataError: this peer's data differ from the configuration, or cannot be used.
         """
         data = self.open(wanted, tokenizer)
         if data.differs:
             raise DataError(
-                f"the configuration says that the run trains on {describe_data(wanted)}, and this peer's data are "
+                f"the configuration says that the run trains on {describe_data(wanted)}, but this peer's data are "
                 f"{describe_data(data.described)}: a founder needs the run's data (--data-differs is for joiners)"
             )
         self._founded = data
@@ -127,11 +127,11 @@ class PeerData:
         return dataclasses.replace(data.described, name=wanted.name or data.described.name)
 
     def open(self, run: DataConfig, tokenizer: Tokenizer) -> LocalData:
-        """Opens this peer's data, tokenising text where that has not been done, and compares them with the run's.
+        """Opens this peer's data, tokenising text that has no cached tokens, and compares them with the run's.
 
         Raises:
-            DataError: they differ and nobody said that they may, or they cannot be used.
-            LeftEarlyError: told to stop while token files were read.
+            DataError: the data differ without --data-differs, or cannot be used.
+            LeftEarlyError: the user stopped the peer while it was reading token files.
         """
         if self._founded is not None:
             return self._founded
@@ -142,11 +142,11 @@ class PeerData:
             here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
             if run.python_version not in (None, here.python_version):
                 self._say(
-                    f"the run's standard library is that of Python {run.python_version}, this peer's of "
-                    f"{here.python_version}: their text differs a little"
+                    f"the run uses the standard library of Python {run.python_version}, this peer that of "
+                    f"{here.python_version}: the text differs slightly"
                 )
         else:
-            if run.kind != "own":  # with which nothing is compared
+            if run.kind != "own":  # `own` is compared with nothing
                 check_contents_once(files, default_cache_dir(), self._say, self._leave_if_told)
             member = membership(files)
             here = DataConfig(kind="corpus", name=name_of(source), digest=member.digest)
@@ -158,29 +158,29 @@ class PeerData:
         return LocalData(source, files, here, member.num_shards if member is not None else len(files), differs)
 
     def remember(self, data: LocalData) -> None:
-        """Keeps where the data are for the next start in this directory.
+        """Stores where the data are, for the next start in this directory.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the directory cannot be written.
         """
         self._directory.remember_data(data.source, differs=data.differs)
 
     def _leave_if_told(self) -> None:
         if self._stop.is_set():
-            raise LeftEarlyError("told to stop while its data were read")
+            raise LeftEarlyError("stopped while reading the data")
 
 
 def same_run_data(given: DataConfig, run: DataConfig) -> bool:
-    """Returns True if a configuration file describes a run's data; the founder has completed it.
+    """Returns True if a configuration file agrees with a run's data, whose description the founder has completed.
 
-    The Python version does not count: the founder wrote down its own.
+    The Python version is not compared: the founder recorded its own.
     """
     stated = {key: value for key, value in dataclasses.asdict(given).items() if key != "python_version"}
     return all(value is None or value == getattr(run, key) for key, value in stated.items())
 
 
 def name_of(source: str) -> str:
-    """What people call a data source: the last part of its path, in characters that a shell leaves alone."""
+    """Returns a name for a data source: the last part of its path, in characters that a shell does not interpret."""
     path = Path(source)
     while not path.exists() and glob.has_magic(path.name):
         path = path.parent
@@ -198,8 +198,8 @@ def _refusal(run: DataConfig, here: DataConfig, member: Membership | None = None
     hint = ""
     if run.kind == "corpus" and member is not None and not member.is_indexed:
         hint = " (if these are shards of it, put its corpus.json beside them)"
-    copy = "give --data PATH with the path of your copy" if run.kind == "corpus" else "leave --data out"
+    copy = "give --data PATH with the path of your copy" if run.kind == "corpus" else "leave out --data"
     return DataError(
-        f"the run trains on {describe_data(run)}, and this peer's data are {describe_data(here)}{hint}: {copy}, or say "
-        "--data-differs if that is meant"
+        f"the run trains on {describe_data(run)}, but this peer's data are {describe_data(here)}{hint}: {copy}, or "
+        "pass --data-differs if this is intended"
     )

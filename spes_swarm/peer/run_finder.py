@@ -1,4 +1,4 @@
-"""Which run is meant: a new one, that of the output directory, or that of the initial peers."""
+"""Finds the run to take part in: a new one, that of the output directory, or that of the initial peers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class RunFinder:
     """Finds the run.
 
     Attributes:
-        initial_peers: addresses of peers of the run; also those of an earlier stay that answer now.
-        source: where the run was published, if the user has said so.
+        initial_peers: addresses of peers of the run: those given, or those of an earlier session if any answers now.
+        source: the publication named by --from-hub, if any.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class RunFinder:
         self.source: PublicationSource | None = None
 
     def find(self) -> Manifest:
-        """The manifest of the run that the user wants, verified.
+        """Returns the verified manifest of the run that the user wants.
 
         Raises:
-            UserError: there is none, or it is another one than the user says.
+            UserError: there is no such run, or it differs from what the user has asked for.
         """
         stored = self._directory.manifest()
         peer = self._request.peer
@@ -73,9 +73,9 @@ class RunFinder:
             if self._request.run_is_explicit and not _same_run(self._request.run, stored.run):
                 raise UserError(
                     f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
-                    "differs from the given one; choose another --output-dir, or leave --config out to go on"
+                    "differs from the given one; choose another --output-dir, or leave out --config to continue it"
                 )
-            self._console.say("going on with the run of this output directory")
+            self._console.say("continuing the run of this output directory")
             self.initial_peers = self._reach_known_peers()
             return stored
         self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
@@ -111,9 +111,9 @@ class RunFinder:
         return manifest
 
     def _reach_known_peers(self) -> list[str]:
-        """Addresses of peers of an earlier stay that answer now: the run may have gone on without this peer.
+        """Returns the known addresses of an earlier session if any answers: the run may have continued meanwhile.
 
-        Without them a founder that comes back would go on alone, beside the swarm that it founded.
+        Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
         """
         known = self._directory.known_peers()
         if not known:
@@ -128,8 +128,8 @@ class RunFinder:
 
     def _found(self) -> Manifest:
         run = self._request.run
-        assert run is not None  # preflight.py has refused that
-        plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before anything takes long
+        assert run is not None  # preflight.check_run has rejected that
+        plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before any slow step
         tokenizer = load_tokenizer(run.tokenizer.name)
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
@@ -141,11 +141,11 @@ class RunFinder:
         return found_run(run, layout.digest, self._identity)
 
     def _with_initial_weights(self, run: RunConfig, layout: Layout) -> RunConfig:
-        """The configuration with the digest of the weights that the user wants to begin from."""
+        """Returns the configuration with the digest of the initial weights that the user has named."""
         directory, expected = self._request.peer.initial_weights, run.model.initial_weights
         if directory is None:
             if expected is not None:
-                raise ConfigError("run.model.initial_weights names weights to begin from: give --initial-weights DIR")
+                raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights DIR")
             return run
         self._console.say("reading the initial weights")
         digest = load_initial_reference(Path(directory), layout, np.empty(layout.num_elements, dtype=np.float32))
@@ -155,7 +155,7 @@ class RunFinder:
 
 
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
-    """Returns True if a configuration file describes this run; the founder has filled in digests."""
+    """Returns True if a configuration file agrees with this run, whose digests the founder has filled in."""
     if given is None:
         return True
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
@@ -166,11 +166,11 @@ def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
 
 
 def tokenizer_of(run: RunConfig) -> Tokenizer:
-    """The run's tokenizer on this machine.
+    """Loads the run's tokenizer on this machine.
 
     Raises:
-        ManifestError: it is another one than the founder's.
-        ConfigError: the model has too small a vocabulary for it.
+        ManifestError: it is not the founder's.
+        ConfigError: the model's vocabulary is too small for it.
     """
     tokenizer = load_tokenizer(run.tokenizer.name)
     if run.tokenizer.digest is not None and tokenizer.digest != run.tokenizer.digest:
@@ -185,7 +185,7 @@ def tokenizer_of(run: RunConfig) -> Tokenizer:
 def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(
-            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary only "
+            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary has only "
             f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
         )
     pad = run.model.pad_token_id

@@ -1,4 +1,4 @@
-"""One stay of a peer in a run: find the run, obtain the reference, claim experts, train, leave."""
+"""One session of a peer in a run: find the run, fetch its reference, claim experts, train, leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAY_PROGRESS_S = 5.0
 
 
 class Session:
-    """One stay of a peer in a run, from start to leaving."""
+    """One session of a peer in a run, from start to leaving."""
 
     def __init__(self, request: JoinRequest, console: PeerConsole, signals: StopSignals) -> None:
         started = time.monotonic()
@@ -63,7 +63,7 @@ class Session:
         self._joining = Joining(self._stay)
 
     def _on_network_event(self, event: Event) -> None:
-        # This is the reader's thread. On a full disk the trainer's own next event fails as well, and ends the stay.
+        # Runs in the reader's thread. On a full disk the trainer's own next event fails as well, and ends the session.
         with suppress(UserError):
             self._metrics.write(event.metric, **asdict(event))
         if isinstance(event, FaultSeen):
@@ -76,12 +76,12 @@ class Session:
             )
 
     def run(self) -> None:
-        """Joins, trains until told to stop, leaves.
+        """Joins, trains until stopped, leaves.
 
         Raises:
-            UserError: something that the user can fix.
+            UserError: an error that the user can fix.
             NetworkProcessError: the network process failed.
-            LeftEarlyError: told to stop while joining, or the run is over.
+            LeftEarlyError: the user stopped the peer while joining, or the run is over.
         """
         try:
             with as_user_error("while joining, in a round or in an evaluation"):
@@ -90,7 +90,7 @@ class Session:
                 self._train(trainer, self._joining.manifest.run_id)
         finally:
             self._network.stop()
-            with suppress(UserError):  # on a full disk; what ended the stay is the news
+            with suppress(UserError):  # on a full disk; the error that ended the session matters more
                 if self._joining.joined:
                     self._metrics.write("leave", round=self._status.round)
             self._metrics.close()
@@ -103,8 +103,8 @@ class Session:
         if trainer.run_is_over:
             self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")
         else:
-            self._console.say(f"left the swarm after round {self._status.round}; the same command goes on from there")
-        self._console.say("take the model out with:")
+            self._console.say(f"left the swarm after round {self._status.round}; the same command resumes from there")
+        self._console.say("export the model with:")
         self._console.command(
             shlex.join([interpreter(), "-m", "spes_swarm.export", str(self._stay.directory.path), "MODEL_DIR"])
         )

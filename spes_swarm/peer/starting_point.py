@@ -1,8 +1,8 @@
 """Where a peer's reference comes from when it joins.
 
-Its own checkpoint, or else what was published if the user says so, or else, for the founder of a run, initial weights:
-from the run's seed, or from a model directory. Whatever the others have that is newer is fetched from them; where a
-publication still has blocks that they have, it is one more donor.
+The first of: its own checkpoint; the publication that the user names; for the founder of a run, initial weights from
+the run's seed or a model directory. A newer reference is fetched from other peers. A publication is one more donor of
+the blocks that have not changed since.
 
 Shapes: N elements of the flat vector.
 """
@@ -51,27 +51,27 @@ _COMMAND_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Filled:
-    """What the reference holds before anybody is asked."""
+    """Content of the reference before other peers are asked."""
 
     round: int
     versions: tuple[int, ...]
     lineage: Lineage
     swarm_tokens: int
-    digest: str | None  # what it must have; None: whatever it has
-    origin: str  # for the message if it has not
+    digest: str | None  # expected; None: any
+    origin: str  # for the message if the digest differs
 
 
 class StartingPoint:
-    """Finds a reference to begin with.
+    """Finds a reference to start from.
 
     Args:
-        peer: what the user wants.
+        peer: the peer's configuration.
         directory: of this peer.
         identity: of this peer.
         manifest: of the run.
         ask: sends a command to the network process.
         stop: set when the user wants to leave.
-        console: where a person is told.
+        console: prints progress.
         metrics: gets `sync`, `from_hub`, `hub_blocks` and `fault` events.
     """
 
@@ -95,16 +95,18 @@ class StartingPoint:
         self._console = console
         self._metrics = metrics
         self._filled: _Filled | None = None
-        self._source: PublicationSource | None = None  # to be used when it is known whether others are there
+        self._source: PublicationSource | None = None  # used once it is known whether other peers are present
         self._lost_checkpoints = False
 
     def fill(
         self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout, source: PublicationSource | None
     ) -> Checkpoint | None:
-        """Fills the reference with what this peer can have without asking others; returns its own checkpoint, if any.
+        """Fills the reference from this peer's checkpoint or initial weights; returns the checkpoint, if any.
+
+        A publication is used later, by `obtain`.
 
         Raises:
-            UserError: what is there cannot be used.
+            UserError: the checkpoint or the initial weights cannot be used.
         """
         checkpoint = self._load_checkpoint(layout)
         if checkpoint is not None:
@@ -134,14 +136,14 @@ class StartingPoint:
         )
         self._lost_checkpoints = bool(complaints) and checkpoint is None
         for complaint in complaints:
-            self._console.say(f"passing over a checkpoint: {complaint}")
+            self._console.say(f"skipping a checkpoint: {complaint}")
             self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
         if checkpoint is not None:
             self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
         return checkpoint
 
     def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> _Filled:
-        """Begins from what was published, as nobody has anything newer."""
+        """Starts from the publication, as no peer has a newer reference."""
         started = time.monotonic()
         try:
             loaded = source.load(reference_N)
@@ -162,7 +164,7 @@ class StartingPoint:
     def _take_blocks(
         self, source: PublicationSource, initial_peers: list[str], announce_syncing: Callable[[], None]
     ) -> bool:
-        """Uses the publication as one more donor; False where nobody else has anything as new as it."""
+        """Uses the publication as one more donor; returns False if no other peer has a reference as new."""
         if not initial_peers or not self._num_others():
             return False
         announce_syncing()
@@ -172,7 +174,7 @@ class StartingPoint:
         pairs = zip(source.publication.blocks, table.digests, strict=False)
         same = [index for index, (block, digest) in enumerate(pairs) if bytes.fromhex(block.digest) == digest]
         if not same:
-            self._console.say("the swarm has moved on from what is published; everything comes from its peers")
+            self._console.say("every published block has changed since; fetching everything from peers")
             return True
         kept = PartialReference(self._directory.partial_reference)
         try:
@@ -184,7 +186,7 @@ class StartingPoint:
     def _fetch_blocks(
         self, source: PublicationSource, same: list[int], table: ReferenceTable, kept: PartialReference
     ) -> None:
-        """Puts published blocks with the digests that most donors announce where the download will find them."""
+        """Stores the published blocks `same`, whose digests most donors announce, where the download finds them."""
         started = time.monotonic()
         fetched: list[int] = []
         payload_bytes = 0
@@ -201,24 +203,24 @@ class StartingPoint:
                 fetched.append(loaded.index)
                 payload_bytes += loaded.values_N.nbytes
                 if self._stop.is_set():
-                    raise LeftEarlyError("told to stop while joining")
-        except (HubError, PublicationError) as exc:  # peers have it all, too
+                    raise LeftEarlyError("stopped while joining")
+        except (HubError, PublicationError) as exc:  # peers have these blocks, too
             problem = str(exc)
         seconds = time.monotonic() - started
         if problem is not None:
-            self._console.say(f"no more is fetched from the publication: {problem}")
+            self._console.say(f"fetching no more from the publication: {problem}")
             self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=problem)
         self._metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
-        self._console.say(f"{payload_bytes / 1e6:.1f} MB in {seconds:.1f} s from the publication, as the swarm has it")
+        self._console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
 
     def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
         wanted, directory = self._manifest.run.model.initial_weights, self._peer.initial_weights
         if wanted is None:
             reference_N[:] = flat_from_model(model, layout)
         elif directory is None:
-            raise ConfigError("the run began from a model directory: give it with --initial-weights")
+            raise ConfigError("the run started from a model directory: give it with --initial-weights")
         elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
-            raise ConfigError(f"{directory} does not have the weights that the run began from")
+            raise ConfigError(f"{directory} does not have the weights that the run started from")
         num_blocks = self._manifest.run.model.num_experts + 1
         self._filled = _Filled(
             round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
@@ -227,15 +229,15 @@ class StartingPoint:
     def obtain(
         self, reference_N: FloatArray, initial_peers: list[str], announce_syncing: Callable[[], None]
     ) -> ReferenceTable:
-        """Makes what was filled in this peer's reference, or fetches that of the others if it is newer.
+        """Adopts what `fill` has put into the reference, then fetches the swarm's reference if that is newer.
 
         Args:
             reference_N: the reference, shared with the network process.
-            initial_peers: through which the swarm was found; empty: nobody was.
-            announce_syncing: tells the others that this peer downloads.
+            initial_peers: peers through which the swarm was found; empty if none was.
+            announce_syncing: announces that this peer is downloading.
 
         Raises:
-            UserError: there is nothing to begin with.
+            UserError: there is no reference to start from.
         """
         source = self._source
         if (
@@ -253,7 +255,7 @@ class StartingPoint:
             )
         elif not initial_peers:
             raise UserError(
-                f"output directory {self._directory.path} has no checkpoint to go on from, and no peer of the run was "
+                f"output directory {self._directory.path} has no checkpoint to resume from, and no peer of the run was "
                 "found; give --initial-peers, or --from-hub if it was published"
             )
         if initial_peers and (self._filled is None or self._num_others()):
@@ -261,17 +263,17 @@ class StartingPoint:
             self._console.say("fetching the swarm's reference")
             try:
                 if not self.download(if_newer=self._filled is not None):
-                    self._console.say("nobody has a newer one than this peer")
+                    self._console.say("no peer has a newer reference than this one")
             except BootstrapError as exc:
                 if source is None or self._filled is not None:
                     raise
-                self._console.say(f"{exc}; this peer begins from what is published")
+                self._console.say(f"{exc}; starting from the publication")
                 self._adopt(self._load_publication(source, reference_N))
         own = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
         if source is not None and own.round < source.publication.round:
             raise UserError(
-                f"this peer's reference is of round {own.round}, and round {source.publication.round} is published: "
-                "give --initial-peers to catch up with the swarm, or a new --output-dir to begin from what is published"
+                f"this peer's reference is of round {own.round}, but round {source.publication.round} is published: "
+                "give --initial-peers to catch up with the swarm, or a new --output-dir to start from the publication"
             )
         with suppress(OSError):
             self._directory.partial_reference.unlink(missing_ok=True)
@@ -291,12 +293,12 @@ class StartingPoint:
             swarm_tokens=filled.swarm_tokens,
         )
         if filled.digest not in (None, digest):
-            raise UserError(f"{filled.origin} does not have the digest that it was written with")
+            raise UserError(f"{filled.origin} does not match the digest that it was written with")
 
     def download(self, *, if_newer: bool) -> bool:
-        """Fetches the reference from the others, with `if_newer` only a newer one. Returns False if there is none."""
+        """Fetches the reference from other peers, with `if_newer` only a newer one; returns False if there is none."""
         started = time.monotonic()
-        # Who has something to compare with has a start; only a newcomer would have to begin anew.
+        # A peer with a reference fetches only chunks that differ; only a newcomer would have to start from scratch.
         partial = None if if_newer else self._directory.partial_reference
         try:
             report = self._ask(Commands.download, None, if_newer=if_newer, partial=partial)
@@ -321,13 +323,13 @@ class StartingPoint:
         self._console.say(
             f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
             f"{plural(len(report.chunks_by_donor), 'donor')} in {seconds:.1f} s, verified"
-            + (f"; {report.resumed_bytes / 1e6:.1f} MB were on disk" if report.resumed_bytes else "")
+            + (f"; {report.resumed_bytes / 1e6:.1f} MB were already on disk" if report.resumed_bytes else "")
         )
         return True
 
 
 def _has(kept: PartialReference, block: Block, table: ReferenceTable) -> bool:
-    """Returns True if an earlier attempt has left a whole block as the swarm has it."""
+    """Returns True if an earlier attempt has stored a whole block with the digests of `table`."""
     for chunk, digest in zip(chunks_of(block), table.chunk_digests[block.index], strict=True):
         values_N = kept.read(chunk)
         if values_N is None or chunk_digest(values_N) != digest:

@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: the wish to leave, which has to be obeyed within seconds whatever the machine is busy with.
+"""SIGINT and SIGTERM ask a peer to leave, which must take effect within seconds however busy the machine is.
 
-A peer that trains leaves in order, between two steps. One that is still joining has nothing to lose: it may be
-importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free
-processor, so the first signal interrupts whatever it is at.
+A peer that trains leaves in order, between two steps. A peer that is still joining has nothing to lose. It may be
+importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free CPU,
+so the first signal interrupts it immediately.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from spes_swarm.base.errors import LeftEarlyError
 
 
 class _Interrupted(KeyboardInterrupt):
-    """Like Ctrl-C without a handler, which libraries let pass."""
+    """A KeyboardInterrupt, which libraries do not catch."""
 
 
 class StopSignals:
-    """What the two signals do.
+    """Handles both signals.
 
     Attributes:
-        told: set with the first of them.
+        told: set by the first signal.
     """
 
     def __init__(self) -> None:
@@ -32,24 +32,24 @@ class StopSignals:
         self._interrupts = False
 
     def install(self) -> None:
-        """Handles both signals from now on; in the main thread."""
+        """Installs the handlers; call this in the main thread."""
         signal.signal(signal.SIGINT, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The first signal ends what is done inside; in the main thread.
+        """The first signal interrupts the code inside; use this in the main thread.
 
         Raises:
-            LeftEarlyError: told to stop, inside or before.
+            LeftEarlyError: a signal arrived, inside or before.
         """
         try:
             self._interrupts = True
             if self.told.is_set():
-                raise LeftEarlyError("told to stop while joining")
+                raise LeftEarlyError("stopped while joining")
             yield
         except _Interrupted:
-            raise LeftEarlyError("told to stop while joining") from None
+            raise LeftEarlyError("stopped while joining") from None
         finally:
             self._interrupts = False
 

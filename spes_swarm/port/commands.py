@@ -6,7 +6,7 @@ function, never by a string, so that mypy checks arguments and results on both s
     counts = port.ask(Commands.count_tokens, 30.0)
     report = port.submit(Commands.run_round, tokens=4096, routed=(1024,), leaving=False)  # a Future[RoundReport | ...]
 
-The other direction is `News`: what the network process tells without being asked.
+The other direction is `News`: what the network process reports unprompted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 
 
 class ProcessCommands(Protocol):
-    """What the network process does with or without a run; see network.NetworkProcess."""
+    """Commands that need no open run; see network.process.NetworkProcess."""
 
     async def start_daemon(
         self,
@@ -49,10 +49,10 @@ class ProcessCommands(Protocol):
         relay: bool,
         private: bool = False,
     ) -> list[str]:
-        """Starts p2pd, ending one that runs; returns this peer's addresses."""
+        """Starts p2pd, replacing a running one; returns this peer's addresses."""
 
     async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
-        """Connects to the initial peers; see daemon.bootstrap.
+        """Connects to the initial peers; see network.link.daemon.bootstrap.
 
         Raises:
             BootstrapError: none of them could be reached.
@@ -67,25 +67,25 @@ class ProcessCommands(Protocol):
         """
 
     async def check_reach(self) -> Reach:
-        """Asks connected peers whether they can open connections to this one; see reach.py."""
+        """Asks connected peers whether they can open connections to this one; see network/link/reach.py."""
 
     async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
-        """Joins the run's DHT and opens its services. The shared vectors hold the reference to begin with.
+        """Joins the run's DHT and starts its services on the shared vectors of `settings`.
 
         Args:
             settings: of the run and of this peer.
-            review_reach: whether this peer's reachability is checked again from time to time.
+            review_reach: True to check this peer's reachability again from time to time.
         """
 
     async def beat(self) -> None:
-        """The trainer is alive: without this for a while, the peer counts as gone (see announcer.py)."""
+        """Heartbeat of the trainer: without it for a while, the peer counts as gone (see network/announcer.py)."""
 
     async def stop(self) -> None:
-        """Leaves: releases the lease, tells the others, ends the daemon."""
+        """Leaves the run: releases the leases, announces the departure, stops the daemon."""
 
 
 class RunCommands(Protocol):
-    """What it does once a run is open; see services.RunServices."""
+    """Commands that need an open run; see network.services.RunServices."""
 
     # The reference.
 
@@ -96,69 +96,74 @@ class RunCommands(Protocol):
         """Fetches the reference from the other peers.
 
         Args:
-            if_newer: only one that is newer than this peer's.
-            partial: keeps what has come in case this peer is killed; see Transfer.download.
+            if_newer: fetch only a reference that is newer than this peer's.
+            partial: file that keeps verified chunks in case this peer is killed; see Transfer.download.
 
         Returns:
-            How it went; None if there is none that is newer.
+            A report; None if there is no newer reference.
 
         Raises:
-            RoundError: nobody delivers it.
+            RoundError: no peer delivers it.
         """
 
     async def swarm_table(self) -> ReferenceTable | None:
-        """Table of the reference that most of the other peers have, None if nobody answers."""
+        """Returns the table of the reference that most other peers have; None if no peer answers."""
 
     async def table(self) -> ReferenceTable:
-        """Table of this peer's reference."""
+        """Returns the table of this peer's reference."""
 
     async def lineage(self) -> tuple[list[int], bytes]:
-        """Rounds and marks of the commits that led to this peer's reference; see lineage.py."""
+        """Returns rounds and marks of the commits that led to the reference; see protocol/consensus/lineage.py."""
 
     async def swarm_tokens(self) -> int:
-        """Tokens of all peers that have gone into commits until the reference's round."""
+        """Returns the tokens of all peers in the commits up to this peer's reference."""
 
     # Other peers.
 
     async def peer_maddrs(self) -> list[str]:
-        """Addresses of the run's other peers that this peer is connected to."""
+        """Returns addresses of the other peers of the run that this peer is connected to."""
 
     async def view(self) -> SwarmView:
-        """Reads the records of the others now."""
+        """Reads the records of the other peers now."""
 
     async def count_tokens(self) -> TokenCounts:
-        """Asks the others directly how many tokens they have processed since the last commit."""
+        """Asks the other peers directly how many tokens they have processed since the last commit."""
 
     async def set_presence(self, presence: Presence) -> None:
-        """Updates what others see of this peer."""
+        """Updates what this peer announces about itself."""
 
     async def volunteer(self, target: bytes | None, publishing: bool) -> None:
-        """Tells others that this peer would publish there (None: nowhere), and whether it is at it; see election.py."""
+        """Announces that this peer volunteers to publish to `target`; see protocol/members/election.py.
+
+        Args:
+            target: digest of the place; None withdraws.
+            publishing: True while this peer is publishing.
+        """
 
     # Experts.
 
     async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
-        """Takes leases of these experts, or of that many chosen by the rules.
+        """Takes leases on these experts, or on that many chosen by the rules.
 
         Args:
             experts: numbers, or how many.
-            room: how many this peer can hold at most.
-            fixed: the choice is the user's and must not be changed later.
+            room: the most experts that this peer can hold.
+            fixed: True if the user chose the experts, which must not change later.
 
         Returns:
             The experts held.
         """
 
     async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
-        """Serves the moments of experts given up at a commit, in shared memory, to those who took the experts over."""
+        """Serves the moments of experts given up at a commit, from shared memory, to the peers that adopt them."""
 
     async def fetch_moments(
         self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
     ) -> dict[int, Received]:
-        """Fetches the moments of experts taken over at a commit into shared memory; returns those that came."""
+        """Fetches the moments of experts adopted at a commit into shared memory; returns those that arrived."""
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
-        """Waits until all moments that are due have been fetched from here."""
+        """Waits until the adopters have fetched all moments due from this peer. Returns False after `timeout_s`."""
 
     # Rounds.
 
@@ -166,25 +171,25 @@ class RunCommands(Protocol):
         """Holds a round with the contribution in shared memory.
 
         Args:
-            tokens: that this peer has processed since the last commit.
-            routed: of those, how many went to each expert held.
-            leaving: it is this peer's last round.
+            tokens: tokens that this peer has processed since the last commit.
+            routed: how many of those went to each expert held.
+            leaving: True if it is this peer's last round.
 
         Raises:
-            RoundError: nothing was committed, and reference and contribution are unchanged.
+            RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
 
     async def cancel_round(self) -> None:
-        """Gives up the round that is under way, if there is one; afterwards the reference is at rest."""
+        """Cancels the round that is under way, if any; afterwards the reference no longer changes."""
 
     async def traffic(self) -> tuple[int, int]:
-        """Payload bytes (sent, received) of the last round, when the others have fetched their share from here."""
+        """Returns payload bytes (sent, received) of the last round, once others have fetched their results here."""
 
 
 class Commands(ProcessCommands, RunCommands, Protocol):
-    """All of them.
+    """All commands.
 
-    Each may raise a SwarmError of its own; RoundError stands for a run command when no run is open.
+    Each may raise its own SwarmError; a run command raises RoundError if no run is open.
     """
 
 
@@ -202,8 +207,8 @@ class Ask(Protocol):
         """Sends `command` with the arguments.
 
         Args:
-            command: one of Commands.
-            wait_s: how long to wait; None: as long as it takes.
+            command: a method of Commands.
+            wait_s: how long to wait; None for no limit.
             args: of the command.
             kwargs: of the command.
 
@@ -218,14 +223,14 @@ class Port(Protocol):
 
     @property
     def view(self) -> SwarmView | None:
-        """The latest view of the others, None before the first."""
+        """The latest view of the other peers; None before the first one."""
 
     @property
     def called_round(self) -> int:
-        """The newest round that a leader has called for, 0 before the first."""
+        """The newest round that a leader has called; 0 before the first one."""
 
     def renew_view(self, wait_s: float) -> None:
-        """Has the records of the others read now; `view` is then no older than this call.
+        """Reads the other peers' records now; afterwards `view` is no older than this call.
 
         Raises:
             NetworkProcessError: the network process has ended, or did not answer within `wait_s`.
@@ -238,10 +243,10 @@ class Port(Protocol):
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> Future[_Result]:
-        """Sends a command without ever waiting; the future carries its result or exception.
+        """Sends a command without blocking; the future carries its result or exception.
 
         Raises:
-            NetworkProcessError: the process has ended, or has read no command for long.
+            NetworkProcessError: the network process has ended, or has read no command for a long time.
         """
 
     @property
@@ -251,7 +256,7 @@ class Port(Protocol):
 
 @dataclass(frozen=True)
 class FaultSeen:
-    """A peer did something wrong, or something went wrong with it."""
+    """A peer did something wrong, or an operation with it failed."""
 
     metric: ClassVar[str] = "fault"
     kind: str
@@ -261,7 +266,7 @@ class FaultSeen:
 
 @dataclass(frozen=True)
 class GroupFormed:
-    """The exchange of a round begins."""
+    """A group has formed, and the exchange of its round begins."""
 
     metric: ClassVar[str] = "group"
     round: int
@@ -270,7 +275,7 @@ class GroupFormed:
 
 @dataclass(frozen=True)
 class LinkMade:
-    """A connection to another peer stands, directly or through a relay."""
+    """A connection to another peer was made, directly or through a relay."""
 
     metric: ClassVar[str] = "link"
     peer: str
@@ -279,26 +284,26 @@ class LinkMade:
 
 @dataclass(frozen=True)
 class Called:
-    """A leader calls for a round."""
+    """A leader has called a round."""
 
     round: int
 
 
 Event: TypeAlias = FaultSeen | GroupFormed | LinkMade | Reach | SyncProgress
-"""What the network process reports for the metrics, under the name `metric`."""
+"""What the network process reports for the metrics, as the event named by `metric`."""
 
 News: TypeAlias = Event | SwarmView | Called
-"""All that it tells the trainer without being asked."""
+"""All that the network process reports to the trainer unprompted."""
 
 
 class Listener(Protocol):
-    """Who is told what happens in a run: the trainer, through the network process's pipe."""
+    """Receives what happens in a run: the trainer, through the network process's pipe."""
 
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        """A peer did something wrong, or something went wrong with it."""
+        """A peer did something wrong, or an operation with it failed."""
 
     def on_round_over(self) -> None:
         """A round has ended, with or without a commit."""
 
     def tell(self, news: News) -> None:
-        """There is news."""
+        """Passes on a message."""

@@ -1,4 +1,4 @@
-"""What the trainer and the network process tell each other about a run."""
+"""The messages between the trainer and the network process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spes_swarm.protocol.rounds.round_state import CommitReport
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLosses:
-    """How good the model was in a committed round."""
+    """The losses of a committed round."""
 
     round: int
     train_loss: float | None  # mean over the steps that went into it
@@ -27,7 +27,7 @@ class RoundLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class Presence:
-    """What the trainer wants others to know about this peer."""
+    """What this peer announces about itself."""
 
     name: str
     state: State
@@ -37,35 +37,36 @@ class Presence:
     tokens_per_second: float
     loss: float | None
     experts: tuple[int, ...]
-    total_tokens: int = 0  # that this peer has trained on in the run
+    total_tokens: int = 0  # tokens that this peer has trained on in the run
     losses: RoundLosses | None = None  # of its last round
 
 
 @dataclass(frozen=True)
 class SwarmView:
-    """What the trainer needs to know about the others; sent to it once a second."""
+    """What the trainer needs to know about the other peers; sent to it once a second."""
 
-    num_peers: int  # the others with a live record that answer calls
+    num_peers: int  # other peers with a live record that answer calls
     num_ready: int  # of those, how many have a reference and train or wait for others
     num_training: int  # of those, how many train
-    # These follow voices alone; see standing.py.
-    tokens_per_step: int  # sum over the others that train
+    # From voices alone, up to swarm_round; see protocol/members/standing.py.
+    tokens_per_step: int  # sum over the peers that train
     tokens: float  # estimate of what they have processed since the last commit, at `at`
-    tokens_per_second: float  # their speed together
+    tokens_per_second: float  # their total speed
     at: float  # monotonic time (the same clock in both processes)
     swarm_round: int
     experts_covered: int
-    publishing_periods: int = 0  # a round may be overdue before it is for this peer to publish it; see election.py
+    # How many periods a round is overdue before this peer publishes it; see protocol/members/election.py.
+    publishing_periods: int = 0
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """What the others have processed since the last commit."""
+    """What the other peers have processed since the last commit."""
 
-    tokens: int  # together
-    steps: tuple[float, ...]  # each of them
+    tokens: int  # in total
+    steps: tuple[float, ...]  # inner steps of each peer
     behind: bool = False  # most of them have committed a round that this peer has not
-    called: bool = False  # this peer is a newcomer, and one that it was told to join is on its way to a round
+    called: bool = False  # this peer is a newcomer, and one of its initial peers is gathering for a round
 
 
 @dataclass(frozen=True)
@@ -77,26 +78,26 @@ class RoundReport:
     exchange_seconds: float
     digest: str
     experts: Reassignment
-    swarm_tokens: int  # of all peers, that have gone into commits until this one
+    swarm_tokens: int  # of all peers, in all commits up to this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaughtUp:
-    """In place of a round: this peer's reference was too far from the swarm's, and has been fetched anew.
+    """In place of a round: this peer's reference was too far from the swarm's and has been fetched again.
 
-    The contribution has become what the live weights have to be.
+    The contribution now holds the new values of the live weights.
     """
 
     round: int
     why: str
     seconds: float
     payload_bytes: int
-    complete: bool  # otherwise a part of it is still the old one, and the next round heals it
+    complete: bool  # False: part of it is still the old one, and the next round heals it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What the network process needs to know of a run and of this peer."""
+    """What the network process needs to know about a run and this peer."""
 
     manifest: Manifest
     layout: Layout
@@ -106,20 +107,20 @@ class RunSettings:
     client_mode: bool
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
-    upload_mbps: float | None = None  # as declared by the user; transfers to newcomers keep within it
+    upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
 
 
 @dataclass(frozen=True)
 class Reach:
-    """What is known about whether this peer can be reached."""
+    """Whether other peers can open connections to this one, as far as known."""
 
     metric: ClassVar[str] = "reach"
-    reachable: bool | None  # None: nobody could tell
-    address: str | None  # where it was tried
-    via: tuple[str, ...]  # the peers that tried
+    reachable: bool | None  # None: unknown
+    address: str | None  # the address that was tried
+    via: tuple[str, ...]  # the peers that tried it
 
     def describe(self) -> list[str]:
-        """What the user should know; nothing where there is no news, as for peers on one machine."""
+        """Returns lines for the user; none if there is nothing to report, as for peers on one machine."""
         endpoint = None if self.address is None else tcp_endpoint(self.address)
         if endpoint is None or ipaddress.ip_address(endpoint[0]).is_loopback:
             return []
@@ -128,8 +129,8 @@ class Reach:
             return [f"reachable at {self.address} (tried by {asked})"]
         host, port = endpoint
         return [
-            f"not reachable from outside: {host} takes no connections on TCP port {port} (tried by {asked}); taking "
-            "part as a client, whose parts others average",
+            f"not reachable from outside: {host} accepts no connections on TCP port {port} (tried by {asked}); "
+            "taking part as a client, whose parts other peers average",
             f"to be reachable, open TCP port {port} in the router or firewall (--host-maddrs chooses the port), or use "
             "--announce-maddrs",
         ]
@@ -140,22 +141,22 @@ UNKNOWN = Reach(None, None, ())
 
 @dataclass
 class TransferReport:
-    """How a download went. payload_bytes = what was kept + refetched_bytes + superseded_bytes."""
+    """Report of a download. payload_bytes = bytes kept + refetched_bytes + superseded_bytes."""
 
     round: int
-    digest: str = ""  # of what was adopted, in hex
-    payload_bytes: int = 0  # all that donors have sent, including what was thrown away
-    refetched_bytes: int = 0  # of that, thrown away: unfinished chunks of failed donors, duplicates, lies
-    superseded_bytes: int = 0  # of that, verified and kept until the swarm had changed them
+    digest: str = ""  # of the adopted reference, in hex
+    payload_bytes: int = 0  # all that donors have sent, including discarded bytes
+    refetched_bytes: int = 0  # of that, discarded: unfinished chunks of failed donors, duplicates, corrupt chunks
+    superseded_bytes: int = 0  # of that, verified and kept until the swarm changed those chunks
     resumed_bytes: int = 0  # verified chunks of an earlier attempt, from disk
-    outdated_blocks: int = 0  # blocks that are not as in the last vote: the swarm commits faster than they arrive
+    outdated_blocks: int = 0  # blocks that differ from the last vote: the swarm commits faster than they arrive
     chunks_by_donor: Counter[str] = field(default_factory=Counter)
-    moved_on: Counter[str] = field(default_factory=Counter)  # chunks that a donor had changed before it was asked
+    moved_on: Counter[str] = field(default_factory=Counter)  # chunks that a donor no longer had when asked
 
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """How far a download is."""
+    """The progress of a download."""
 
     metric: ClassVar[str] = "sync_progress"
     round: int
@@ -170,5 +171,5 @@ class Received:
     """One expert's moments as they arrived."""
 
     peer_id: str
-    step: int  # of the giver's optimiser
+    step: int  # of the previous holder's optimiser
     digest: str  # hex BLAKE3 of the values

@@ -1,10 +1,10 @@
-"""The rules that all peers follow: pure functions and bookkeeping, without sockets, clocks of their own or tensors.
+"""The rules that all peers follow: pure functions and bookkeeping, without networking or torch tensors.
 
-Imports `base` alone, and neither hivemind nor torch nor transformers, so that all of it is tested exhaustively.
+Imports only `base`, and not hivemind, torch or transformers, so all of it can be tested exhaustively.
 
 - `consensus`  the reference that peers agree on, its layout, its digests, and the commits that led to it
-- `members`    who a peer is, what it says of itself, and whose word counts
-- `rounds`     one round: what members state, who reduces which part, what is accepted, what is committed
+- `members`    peer identities, signed records, and whose claims count
+- `rounds`     one round: members' statements, who reduces which part, what is accepted, what is committed
 - `ownership`  which peer trains which expert
 
 Begin with `rounds.plan`: who sends what to whom, as a function of signed statements.

@@ -1,8 +1,8 @@
 """When and how this peer publishes the run's model while it trains.
 
-Publishing is a process of its own at the lowest priority (`python -m spes_swarm.publish`), which reads this peer's
-newest checkpoint and dies with this peer. Who of several volunteers publishes is in election.py; what is there already
-is looked up at the place itself, so a volunteer that says nothing, or the wrong thing, cannot stop the others.
+Publishing runs in a separate process at the lowest priority (`python -m spes_swarm.publish`), which reads this peer's
+newest checkpoint and dies with this peer. protocol/members/election.py decides which of several volunteers publishes.
+What is already published is looked up at the target, so a volunteer that is silent or lies cannot stop the others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _MAX_OUTPUT = 64 * 1024
 
 
 class Publishing:
-    """Publishes every so many rounds.
+    """Publishes the model at regular intervals.
 
     Args:
-        network: tells the other volunteers, and knows of them.
+        network: announces this volunteer, and provides the view of the others.
         metrics: gets `publish` events, and `fault` events of the kind `publish`.
         output_dir: of this peer.
         run_id: the run.
         peer_id: this peer.
         target: USER/REPO or file:DIRECTORY.
         every: rounds between publications.
-        say: tells a person.
-        upload_mbps: how fast it may send; a share of what the rounds need, too.
-        keep: rounds that keep a name of their own there; None: all.
+        say: prints a line.
+        upload_mbps: upload limit; part of the bandwidth that rounds need as well.
+        keep: number of newest rounds that remain readable by name; None: all.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class Publishing:
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
-        self._published = -1  # the newest round that is known to be there
+        self._published = -1  # the newest round known to be published
         self._has_failed = False
         self._retry_at = 0.0
         self._retry_s = _MIN_RETRY_S
         self._volunteer()
 
     def _volunteer(self) -> None:
-        """Tells the others that this peer would publish; not after a failure, until it has succeeded again."""
+        """Announces whether this peer volunteers. After a failure it does so only once it publishes again."""
         publishing = self._process is not None
         stands = publishing or not self._has_failed
         self._network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], None]) -> None:
-        """Begins to publish if that is due, and for this peer to do.
+        """Starts publishing if a publication is due and it is this peer's turn.
 
         Args:
-            round_number: the last commit.
+            round_number: round of the last commit.
             save: writes a checkpoint of it.
 
         Raises:
@@ -114,13 +114,13 @@ class Publishing:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is for the trainer
+            start_new_session=True,  # Ctrl-C reaches only the trainer
             preexec_fn=lambda: die_with_parent(parent),
         )
         self._volunteer()
 
     def look(self) -> None:
-        """Takes note of a publication that has ended; costs next to nothing while there is none."""
+        """Handles a publication that has ended; cheap to call while none has."""
         if self._process is None or self._process.poll() is None:
             return
         lines = self._last_lines()
@@ -129,9 +129,9 @@ class Publishing:
         self._has_failed = summary is None
         self._volunteer()
         if summary is None:
-            detail = lines[-1][-500:] if lines else f"it ended with code {process.returncode}"
+            detail = lines[-1][-500:] if lines else f"publishing exited with code {process.returncode}"
             self._metrics.write("fault", kind="publish", peer=self._peer_id, detail=detail)
-            self._say(f"{detail}; training goes on, and publishing is tried again in {self._retry_s:.0f} s")
+            self._say(f"{detail}; training continues, and publishing is retried in {self._retry_s:.0f} s")
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             return
@@ -151,8 +151,8 @@ class Publishing:
     def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
         """Publishes the last round of a run even if it is not due; its checkpoint has been written.
 
-        Volunteers take their turns as always: who is not the first in line waits until those before have gone, and
-        then finds the round published. A failure is told, and tried again until `timeout_s` have passed.
+        Volunteers take turns as always: a peer that is not first in line waits until those before it have left, and
+        then finds the round published. A failure is reported, and retried until `timeout_s` have passed.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop.is_set():
@@ -166,7 +166,7 @@ class Publishing:
             stop.wait(_POLL_S)
 
     def stop(self, wait_s: float) -> None:
-        """Lets a publication that is under way go on for so long, then ends it; the next one goes on from there."""
+        """Waits up to `wait_s` for a running publication, then kills it; the next one resumes from there."""
         if self._process is None:
             return
         try:
@@ -174,7 +174,7 @@ class Publishing:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-            self._process = None  # that is no failure
+            self._process = None  # not a failure
         self.look()
 
 

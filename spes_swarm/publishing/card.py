@@ -1,7 +1,7 @@
-"""The model card (README.md) of a publication: what was trained on what, how far, and how to use and to join it.
+"""The model card (README.md) of a publication: what was trained on which data, how far, and how to use and join it.
 
-Names come from peers and configurations. None of them may become markup: YAML is written by a library, names lose what
-means something to Markdown or HTML. A card tells no paths, and no addresses but those that its publisher gives.
+Names come from peers and configurations. None of them may become markup: a library writes the YAML, and characters with
+a meaning in Markdown or HTML are escaped. A card contains no paths, and only the addresses that its publisher gives.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Contributor:
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says beyond the publication itself; nothing of it is known unless the publisher gives it."""
+    """What a card states beyond the publication itself; all of it comes from the publisher."""
 
     repository: str | None = None  # USER/REPO; None: a directory
     license: str | None = None  # an identifier of the Hub, e.g. apache-2.0
-    base_model: str | None = None  # USER/REPO that an upcycled model comes from
+    base_model: str | None = None  # USER/REPO of the base of an upcycled model
     data: str | None = None  # what it was trained on, in words
     contributors: Sequence[Contributor] = ()
     join_address: str | None = None  # a peer's multiaddress that may be made public
@@ -55,7 +55,7 @@ def write_card(directory: Path, publication: Publication, facts: CardFacts) -> N
     """Writes the card and, where matplotlib is installed, the loss curve.
 
     Raises:
-        UserError: a fact is not what it should be.
+        UserError: a fact is invalid.
         OSError: the directory cannot be written.
     """
     picture = draw_losses(publication.history, directory / PICTURE_FILE)
@@ -63,15 +63,15 @@ def write_card(directory: Path, publication: Publication, facts: CardFacts) -> N
 
 
 def escape(text: str) -> str:
-    """Somebody's text as one line that Markdown and HTML show as it is."""
+    """Returns untrusted text as one line that Markdown and HTML render literally."""
     return _MARKUP.sub(r"\\\1", clean_name(text))
 
 
 def card(publication: Publication, facts: CardFacts, picture: bool) -> str:
-    """The card's text.
+    """Returns the card's text.
 
     Raises:
-        UserError: a fact is not what it should be.
+        UserError: a fact is invalid.
     """
     run = publication.manifest.run
     sections = [
@@ -96,7 +96,7 @@ def _front_matter(run: RunConfig, facts: CardFacts) -> str:
         if value is None:
             continue
         if not _IDENTIFIER.fullmatch(value):
-            raise UserError(f"{key.replace('_', '-')} {value!r:.80}: expected an identifier of the Hub")
+            raise UserError(f"{key.replace('_', '-')} {value!r:.80}: expected a Hub identifier")
         fields[key] = value
     return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---\n"
 
@@ -111,7 +111,7 @@ def _introduction(publication: Publication, facts: CardFacts) -> str:
     return (
         f"# {escape(run.name)}\n\n"
         f"A Mixture-of-Experts language model ({escape(run.model.type)}, {plural(run.model.num_experts, 'expert')}, "
-        f"{run.model.experts_per_token} for each token{origin}), trained{data} by volunteers who share no server, with "
+        f"{run.model.experts_per_token} for each token{origin}), trained{data} by volunteers without a server, with "
         "[SPES](https://arxiv.org/abs/2602.11543): each peer trains the shared layers and some of the experts.\n"
     )
 
@@ -132,7 +132,7 @@ def _progress(publication: Publication, picture: bool) -> str:
         after = "" if last.round == publication.round else f" after round {last.round:,}"
         rows.append(("loss on held-out text", f"{loss_with_error(last.loss, last.stderr)}{error}{after}"))
     image = f"\n![Loss on held-out text]({PICTURE_FILE})\n" if picture else ""
-    return "## How far it is\n\n| | |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows) + image
+    return "## Progress\n\n| | |\n|---|---|\n" + "".join(f"| {k} | {v} |\n" for k, v in rows) + image
 
 
 def _loading(publication: Publication, facts: CardFacts) -> str:
@@ -149,10 +149,10 @@ def _loading(publication: Publication, facts: CardFacts) -> str:
 
 
 def _joining(publication: Publication, facts: CardFacts) -> str:
-    text = "## Take part\n\nAnybody can, with spes_swarm and one address of a peer:\n\n```bash\n"
+    text = "## Take part\n\nAnyone can, with spes_swarm and the address of one peer:\n\n```bash\n"
     address = " ".join(facts.join_address.split()) if facts.join_address else "ADDRESS_OF_A_PEER"
     if "`" in address:
-        raise UserError("the address for joining is not a multiaddress")
+        raise UserError("the join address is not a multiaddress")
     text += f"{join_command(publication.manifest, address)}\n```\n"
     data = data_arguments(publication.manifest.run.data)
     source = facts.repository or "PUBLICATION"
@@ -167,16 +167,16 @@ def _contributors(contributors: Sequence[Contributor]) -> str:
     if not contributors:
         return ""
     ranked = sorted(contributors, key=lambda c: (-c.tokens, c.name))
-    rows = [f"| {escape(c.name) or 'somebody'} | {c.tokens:,} |\n" for c in ranked[:_MAX_ROWS]]
+    rows = [f"| {escape(c.name) or 'anonymous'} | {c.tokens:,} |\n" for c in ranked[:_MAX_ROWS]]
     rest = ranked[_MAX_ROWS:]
     if rest:
         rows.append(f"| {len(rest)} more | {sum(c.tokens for c in rest):,} |\n")
-    return "## Who trained it\n\n| peer | tokens |\n|---|---:|\n" + "".join(rows)
+    return "## Contributors\n\n| peer | tokens |\n|---|---:|\n" + "".join(rows)
 
 
 def _provenance(publication: Publication) -> str:
     return (
-        "## Where it comes from\n\n"
+        "## Provenance\n\n"
         f"Run `{publication.run_id}` (configuration {publication.manifest.run.digest[:16]}), founded by "
         f"`{publication.manifest.founder}`. Reference `{publication.digest}`. `spes_swarm.json` has the run's signed "
         "description and the digest of every block and file.\n"
@@ -184,15 +184,15 @@ def _provenance(publication: Publication) -> str:
 
 
 def round_tag(round_number: int) -> str:
-    """The name of a round's revision."""
+    """Returns the tag of a round."""
     return f"round-{round_number:06d}"
 
 
 def draw_losses(history: Sequence[LossPoint], path: Path) -> bool:
-    """Draws the loss on held-out text; says whether there is a picture (it takes two points, and matplotlib).
+    """Draws the eval loss. Returns False if there are fewer than two points or matplotlib is missing.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the picture cannot be written.
     """
     if len(history) < 2:
         return False
@@ -218,7 +218,7 @@ def draw_losses(history: Sequence[LossPoint], path: Path) -> bool:
 
 _MAX_RESULTS_BYTES = 8 << 20
 _MAX_NAME_CHARS = 200
-_MARK = '"round"'  # lines without it are of other events
+_MARK = '"round"'  # lines without it belong to other events
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -235,19 +235,19 @@ class NamedTokens(_Strict):
 
 
 class Results(_Strict):
-    """What is known of a run; the content of the file of `--results`."""
+    """What is known about a run: the content of the file given to `--results`."""
 
     tokens: _Count | None = None  # trained on by all peers together
-    peers: _Count | None = None  # that held the newest round
+    peers: _Count | None = None  # that took part in the newest round
     history: list[LossPoint] = []
     contributors: list[NamedTokens] = []
 
 
 def read_results(path: Path) -> Results:
-    """Reads the file of `--results`.
+    """Reads the file given to `--results`.
 
     Raises:
-        DataError: it cannot be read or used.
+        DataError: the file cannot be read, or is invalid.
     """
     try:
         if path.stat().st_size > _MAX_RESULTS_BYTES:
@@ -260,9 +260,9 @@ def read_results(path: Path) -> Results:
 
 
 def results_of_metrics(path: Path, round_number: int) -> Results:
-    """What a peer's own `metrics.jsonl` tells up to a round: its losses on held-out text, and who was there.
+    """Reads the eval losses up to a round, and the number of its peers, from a peer's `metrics.jsonl`.
 
-    Lines that cannot be read are passed over, and so is a file that is not there: nothing depends on it.
+    Unreadable lines and a missing file are ignored: nothing depends on them.
     """
     points: dict[int, LossPoint] = {}
     peers: int | None = None

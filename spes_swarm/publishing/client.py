@@ -1,11 +1,10 @@
-"""huggingface_hub as this package uses it: deadlines, a count of the bytes sent, and errors that say what to do.
+"""huggingface_hub as this package uses it: deadlines, a count of the bytes sent, and actionable errors.
 
-Tokens are the library's business (HF_TOKEN, or `hf auth login`); nothing here reads or logs one. Its own log says
-addresses of uploads, which are signed and work like passwords, so it is silenced, and no message of this package quotes
-an address.
+The library handles tokens (HF_TOKEN, or `hf auth login`); nothing here reads or logs one. The library's log contains
+upload URLs, which are signed and work like passwords. So it is silenced, and no message of this package quotes a URL.
 
-Weights travel by the Hub's Xet protocol where the Hub is huggingface.co, and by Git LFS elsewhere: with Xet installed
-the library insists on it, and other servers that speak the Hub's protocol have only LFS. HF_HUB_DISABLE_XET overrides.
+Weights are sent by the Hub's Xet protocol to huggingface.co, and by Git LFS to other servers: with Xet installed the
+library always uses it, but other servers that speak the Hub's protocol support only LFS. HF_HUB_DISABLE_XET overrides.
 """
 
 from __future__ import annotations
@@ -37,24 +36,25 @@ from huggingface_hub.utils._http import default_client_factory
 from spes_swarm.base.errors import HubError
 from spes_swarm.base.rate_limit import RateLimit
 
-TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # for each read and write, not for a whole transfer
+TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # per read and write, not per transfer
 ATTEMPTS: Final = 5
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
-LONGEST_RETRY_AFTER_S: Final = 900.0  # a Hub that asks for more patience than this is asked again another time
+LONGEST_RETRY_AFTER_S: Final = 900.0  # if the Hub asks for a longer wait, the call fails
 _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _OFFICIAL: Final = frozenset({"https://huggingface.co", "https://hf.co"})
 
 T = TypeVar("T")
-# What the library raises for failed requests; it wraps what happens in its threads.
+# What the library raises for failed requests; it wraps errors of its threads in RuntimeError.
 FAILURES = (httpx2.TransportError, HfHubHTTPError, json.JSONDecodeError, RuntimeError)
 
 
 class Traffic:
-    """Bytes of request bodies that this process has sent to Hubs, as far as the library sends them itself.
+    """Counts and limits the request bodies that this process sends to Hubs, except for those that Xet sends.
 
     Attributes:
-        limit: how fast they may be sent, by all threads together.
+        bytes_sent: total so far.
+        limit: shared by all threads.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class Traffic:
         self.limit = RateLimit()
 
     def wait_for(self, count: int) -> None:
-        """Waits until bytes may be sent; from any thread."""
+        """Waits until `count` bytes may be sent; thread-safe."""
         with self._lock:
             place = self.limit.book(count)
             wait_s = self.limit.wait_s(place)
         time.sleep(wait_s)
 
     def add(self, count: int) -> None:
-        """Counts bytes; from any thread."""
+        """Counts bytes as sent; thread-safe."""
         with self._lock:
             self.bytes_sent += count
 
@@ -106,26 +106,26 @@ def _make_client() -> httpx2.Client:
 
 
 def limit_upload(mbps: float) -> None:
-    """Sends no faster than so many Mbit/s from now on. Xet sends by itself, and is not used then."""
+    """Limits uploads to `mbps` Mbit/s. Disables Xet, whose uploads cannot be limited."""
     TRAFFIC.limit.set_rate(mbps * 1e6 / 8)
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     constants.HF_HUB_DISABLE_XET = True
 
 
 def endpoint() -> str:
-    """Address of the Hub, from HF_ENDPOINT."""
+    """Returns the URL of the Hub, from HF_ENDPOINT."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
 
 
 def uses_xet() -> bool:
-    """Returns True if weights travel by Xet, and are not counted."""
+    """Returns True if weights are sent by Xet, and thus not counted."""
     from huggingface_hub.utils._runtime import is_xet_available
 
     return bool(is_xet_available())
 
 
 def connect() -> HfApi:
-    """The library's interface, set up for this process. Nothing is contacted yet."""
+    """Configures the library for this process and returns its API object; contacts no server."""
     set_client_factory(_make_client)
     disable_progress_bars()
     hub_logging.set_verbosity(logging.CRITICAL)
@@ -135,10 +135,10 @@ def connect() -> HfApi:
 
 
 def patiently(call: Callable[[], T]) -> T:
-    """Repeats a call that may be repeated while the Hub is busy or the connection breaks.
+    """Retries an idempotent call while the Hub is busy or the connection fails.
 
     Raises:
-        What the last attempt raised.
+        The exception of the last attempt.
     """
     for attempt in range(ATTEMPTS):
         try:
@@ -149,14 +149,14 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def wait_or_raise(exc: Exception, attempt: int) -> None:
-    """Waits until another attempt makes sense, as long as the Hub asks for.
+    """Waits before another attempt, for as long as the Hub asks.
 
     Args:
         exc: why the last attempt failed.
         attempt: its number, from 0.
 
     Raises:
-        The same, where another attempt will not help.
+        `exc`, if another attempt will not help.
     """
     wait_s = _pause_after(exc, attempt)
     if wait_s is None or attempt == ATTEMPTS - 1:
@@ -165,7 +165,7 @@ def wait_or_raise(exc: Exception, attempt: int) -> None:
 
 
 def _pause_after(exc: BaseException, attempt: int) -> float | None:
-    """Seconds; None: another attempt will not help."""
+    """Returns seconds, None if another attempt will not help."""
     exc = root_of(exc)
     backoff_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
     if isinstance(exc, httpx2.TransportError | json.JSONDecodeError):
@@ -174,13 +174,13 @@ def _pause_after(exc: BaseException, attempt: int) -> float | None:
         return None
     try:
         asked_s = float(exc.response.headers.get("Retry-After", ""))
-    except ValueError:  # none, or a date
+    except ValueError:  # missing, or a date
         return backoff_s
     return max(0.0, asked_s) if asked_s <= LONGEST_RETRY_AFTER_S else None
 
 
 def root_of(exc: BaseException) -> BaseException:
-    """What lies behind the library's wrapper around failed uploads."""
+    """Returns the cause inside the RuntimeError in which the library wraps failed uploads."""
     while type(exc) is RuntimeError and exc.__cause__ is not None:
         exc = exc.__cause__
     return exc
@@ -188,13 +188,13 @@ def root_of(exc: BaseException) -> BaseException:
 
 @contextmanager
 def explained(label: str) -> Iterator[None]:
-    """Says what a failure of the library means to a person.
+    """Maps exceptions of the library to a HubError that explains them to the user.
 
     Args:
-        label: the repository.
+        label: name of the repository, for the message.
 
     Raises:
-        HubError: in place of what the library raises.
+        HubError: in place of the library's exceptions.
     """
     try:
         yield
@@ -203,22 +203,22 @@ def explained(label: str) -> Iterator[None]:
 
 
 def _meaning(exc: BaseException, label: str) -> str:
-    """One line without addresses, paths and tokens."""
+    """Returns one line without URLs, paths and tokens."""
     if isinstance(exc, LocalTokenNotFoundError):
-        return f"publishing to {label} takes a token of the Hub: set HF_TOKEN, or run `hf auth login`"
+        return f"publishing to {label} needs a Hub token: set HF_TOKEN, or run `hf auth login`"
     if isinstance(exc, OfflineModeIsEnabled):
         return f"{label}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
     if isinstance(exc, HfHubHTTPError):
         return _meaning_of_status(exc, label)
     if isinstance(exc, httpx2.TimeoutException):
-        return f"{label}: the Hub does not answer in time; run it again to go on"
+        return f"{label}: the Hub does not answer in time; run the command again to continue"
     if isinstance(exc, httpx2.HTTPError):
-        return f"{label}: the connection to the Hub failed ({type(exc).__name__}); run it again to go on"
+        return f"{label}: the connection to the Hub failed ({type(exc).__name__}); run the command again to continue"
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{label}: this machine's disk is full"
     if isinstance(exc, OSError) and exc.strerror:
         return f"{label}: {exc.strerror}"
-    return f"{label}: the Hub gave an answer that cannot be used ({type(exc).__name__})"
+    return f"{label}: the Hub sent an invalid response ({type(exc).__name__})"
 
 
 def _meaning_of_status(exc: HfHubHTTPError, label: str) -> str:
@@ -226,15 +226,15 @@ def _meaning_of_status(exc: HfHubHTTPError, label: str) -> str:
     if status == 401 and not isinstance(exc, RepositoryNotFoundError):
         return f"{label}: the Hub does not accept the token; check HF_TOKEN, or run `hf auth login`"
     if isinstance(exc, GatedRepoError):
-        return f"{label}: access to this repository has to be asked for on its page"
+        return f"{label}: the repository is gated; request access on its page"
     if status == 403:
-        return f"{label}: the token does not allow this; it needs the right to write to {label}"
+        return f"{label}: the token does not allow this; it needs write access to {label}"
     if isinstance(exc, RevisionNotFoundError):
         return f"{label} has no such revision"
     if status in (401, 404):
-        return f"{label}: there is no such repository, or the token does not allow to see it"
+        return f"{label}: there is no such repository, or the token gives no access to it"
     if status == 429:
-        return f"{label}: the Hub asks to send less and to try again later (429)"
+        return f"{label}: the Hub limits the request rate (429); try again later"
     if status in (413, 507):
-        return f"{label}: the Hub has no room left for these files ({status}); free some, or ask for more"
-    return f"{label}: the Hub answered with an error ({status}); what was published before is still there"
+        return f"{label}: the Hub has no room left for these files ({status}); free some space, or request more"
+    return f"{label}: the Hub answered with an error ({status}); earlier publications are intact"

@@ -1,12 +1,12 @@
-"""Publications in a directory, for those who share a disk or put it behind a web server.
+"""Publications in a directory, e.g. on a shared disk or behind a web server.
 
     DIRECTORY/revisions/round-000120/   one complete publication, never changed
     DIRECTORY/main -> revisions/round-000120
     DIRECTORY/tags/NAME -> ../revisions/round-000120
 
-A publication is written under another name, synced to disk and renamed, and `main` is exchanged last; so a crash at any
-moment leaves the one before. `from_pretrained("DIRECTORY/main")` works as it is. Files that the newest revision has
-already are linked, not written. One publisher at a time, by a lock that dies with its process.
+A publication is written under a temporary name, synced to disk and renamed, and `main` is replaced last. So a crash at
+any time leaves the previous publication. `from_pretrained("DIRECTORY/main")` works as it is. Files that the newest
+revision already has are hard-linked, not written. A lock that ends with its process admits one publisher at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DirectoryTarget:
         existing = self._path.absolute()
         while not existing.exists():
             existing = existing.parent
-        try:  # os.access believes that root may write anywhere
+        try:  # os.access reports that root may write anywhere
             tempfile.TemporaryFile(dir=existing).close()
         except OSError as exc:
             raise HubError(f"{self.label} to publish to cannot be written: {exc.strerror}; choose another one") from exc
@@ -102,7 +102,7 @@ class DirectoryTarget:
         return sorted(number for number, _ in gone)
 
     def _found(self) -> Iterator[tuple[int, Path]]:
-        """All revisions with their rounds."""
+        """Yields all revisions with their rounds."""
         if not self._revisions.is_dir():
             return
         for path in self._revisions.iterdir():
@@ -122,7 +122,7 @@ class DirectoryTarget:
             raise HubError(f"{self.label} has a tag {tag} already, of {link.readlink().name}; choose another name")
 
     def _add(self, export: Path, publication: Publication, name: str, current: Publication | None) -> int:
-        """Writes a revision, unless a killed publisher has left it whole; returns the bytes that were written."""
+        """Writes a revision, unless a killed publisher has left it complete; returns the number of bytes written."""
         final = self._revisions / name
         with contextlib.suppress(PublicationError):
             if final.exists() and read_export(final).digest == publication.digest:
@@ -140,7 +140,7 @@ class DirectoryTarget:
             written += _copy(export / other, incoming / other)
         written += _copy(export / PUBLICATION_FILE, incoming / PUBLICATION_FILE)
         _sync(incoming)
-        if final.exists():  # what it has is damaged
+        if final.exists():  # it is damaged
             final.rename(self._revisions / f"{_DOOMED}{name}")
         incoming.rename(final)
         _sync(self._revisions)
@@ -148,7 +148,7 @@ class DirectoryTarget:
 
     @staticmethod
     def _link(source: Path, destination: Path, expected: PublishedFile) -> bool:
-        """Shares a file with the revision before, if it is still what it was and the disk can."""
+        """Hard-links a file of the previous revision; returns False if it has changed or the disk has no links."""
         with contextlib.suppress(OSError, PublicationError):
             if describe_file(source, expected.size).sha256 == expected.sha256:
                 os.link(source.resolve(), destination)
@@ -157,7 +157,7 @@ class DirectoryTarget:
 
     @staticmethod
     def _point(link: Path, target: Path) -> None:
-        """Makes a symbolic link, or exchanges it, in one step."""
+        """Creates or replaces a symbolic link atomically."""
         temporary = link.with_name(f"{_UNFINISHED}{link.name}")
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
@@ -166,10 +166,10 @@ class DirectoryTarget:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Holds the lock, removes what killed publishers have left, and says what a failure means.
+        """Holds the lock, removes leftovers of killed publishers, and maps failures to HubError.
 
         Raises:
-            HubError: the directory cannot be written, is full, or somebody else is publishing to it.
+            HubError: the directory cannot be written, its disk is full, or another process is publishing to it.
         """
         lock: int | None = None
         try:
@@ -181,11 +181,11 @@ class DirectoryTarget:
                 yield
             except BaseException:
                 with contextlib.suppress(OSError):
-                    self._sweep()  # a full disk needs the room
+                    self._sweep()  # frees space on a full disk
                 raise
         except OSError as exc:
             if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise HubError(f"{self.label} to publish to is on a disk that is full; nothing was changed") from exc
+                raise HubError(f"{self.label} to publish to is on a full disk; nothing was changed") from exc
             raise HubError(f"{self.label} to publish to cannot be written: {exc.strerror}") from exc
         except UserError as exc:
             raise exc if isinstance(exc, HubError | PublicationError) else HubError(str(exc)) from exc
@@ -209,7 +209,7 @@ class DirectoryFiles:
 
     Raises:
         HubError: there is no such revision.
-        PublicationError: its name leads out of the directory.
+        PublicationError: its name points outside the directory.
     """
 
     label = "the directory"
@@ -223,9 +223,9 @@ class DirectoryFiles:
         found = [_revision_at(path, place) for place in places if place.is_dir()]
         if not found:
             if not (path / "revisions").is_dir():
-                raise HubError(f"nothing was published in {path}; check its name")
+                raise HubError(f"nothing was published in {path}; check the path")
             raise HubError(f"{path} has no revision {revision or MAIN}")
-        self._path = found[0]  # resolved: `main` may move on meanwhile
+        self._path = found[0]  # resolved: `main` may change meanwhile
         self.revision = self._path.name
 
     def publication(self) -> Publication:
@@ -233,12 +233,12 @@ class DirectoryFiles:
         return load_publication(self._path, self.label)
 
     def fetch(self, file: PublishedFile) -> Path:
-        """Where a file lies, after its hash was checked."""
+        """Returns the path of a file after checking its hash."""
         check_files(self._path, [file], self.label)
         return self._path / file.name
 
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
-        """Bytes of a file, not verified."""
+        """Returns bytes of a file, not verified."""
         try:
             return read_part(self._path / file.name, file, begin, end)
         except OSError as exc:
@@ -246,23 +246,23 @@ class DirectoryFiles:
 
 
 def _revision_at(path: Path, place: Path) -> Path:
-    """The revision that a name in the directory `path` stands for; it stays the same when the name is given another.
+    """Returns the revision that a name in the directory `path` currently points to, with all links resolved.
 
     Raises:
-        PublicationError: the name leads out of the directory.
+        PublicationError: the name points outside the directory.
     """
     found = place.resolve()
     if not found.is_relative_to((path / "revisions").resolve()):
-        raise PublicationError(f"{place.name} leads out of the directory")
+        raise PublicationError(f"{place.name} points outside the directory")
     return found
 
 
 def _copy(source: Path, destination: Path, expected: PublishedFile | None = None) -> int:
-    """Copies a file to the disk itself; returns its size.
+    """Copies a file and syncs it to disk; returns its size.
 
     Raises:
-        PublicationError: the source is not what it should be.
-        OSError: it cannot be read or written.
+        PublicationError: the source does not match `expected`.
+        OSError: the source cannot be read, or the destination written.
     """
     sha256, size = hashlib.sha256(), 0
     with source.open("rb") as reading, destination.open("wb") as writing:

@@ -1,4 +1,4 @@
-"""What a user calls a repository: `USER/REPO` or `file:DIRECTORY`, perhaps with a revision."""
+"""How users name a repository: `USER/REPO` or `file:DIRECTORY`, optionally with a revision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 @dataclass(frozen=True)
 class Location:
-    """A repository on a Hub or on disk, and perhaps one revision of it."""
+    """A repository on a Hub or on disk, optionally with a revision."""
 
     repo_id: str | None  # USER/REPO; None: on disk
     path: Path | None
@@ -32,7 +32,7 @@ class Location:
 
 
 def parse_location(text: str, *, with_revision: bool = False) -> Location:
-    """Reads `USER/REPO` or `file:DIRECTORY`, where `with_revision` followed by `@REVISION` if need be.
+    """Parses `USER/REPO` or `file:DIRECTORY`; with `with_revision` an optional `@REVISION` may follow.
 
     Raises:
         ConfigError: it is neither.
@@ -45,7 +45,7 @@ def parse_location(text: str, *, with_revision: bool = False) -> Location:
     if rest.startswith(FILE_SCHEME):
         path = rest.removeprefix(FILE_SCHEME)
         if not path:
-            raise ConfigError("file: is followed by no directory")
+            raise ConfigError("file: must be followed by a directory")
         return Location(None, user_path(path), revision)
     try:
         validate_repo_id(rest)

@@ -1,4 +1,4 @@
-"""Makes a publication of a snapshot: export, card, and last the publication manifest."""
+"""Creates a publication from a snapshot: the export, the card and, last, the publication manifest."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from spes_swarm.publishing.snapshot import Snapshot
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a snapshot does not tell about its run."""
+    """Facts about a run that a snapshot does not contain."""
 
-    tokens: int | None = None  # by all peers together
-    peers: int | None = None  # that held the round
+    tokens: int | None = None  # trained on by all peers together
+    peers: int | None = None  # that took part in the round
     history: Sequence[LossPoint] = ()
     card: CardFacts = field(default_factory=CardFacts)
 
 
 def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size: str = MAX_SHARD_SIZE) -> Publication:
-    """Writes everything that is published, in a new or empty directory.
+    """Writes a complete publication to a new or empty directory.
 
     Args:
-        snapshot: what is exported.
+        snapshot: the reference to export.
         destination: complete when it exists.
         facts: for the publication and its card.
         max_shard_size: see `write_export`.
 
     Raises:
-        UserError: the destination cannot be written, a fact or the tokenizer cannot be used.
+        UserError: the destination cannot be written, a fact is invalid, or the tokenizer cannot be used.
     """
     with new_directory(destination) as directory:
         write_export(snapshot.manifest, snapshot.model, snapshot.blocks, directory, max_shard_size)

@@ -1,7 +1,8 @@
 """The plain `transformers` layout on disk: weights, configuration and tokenizer of a run's model.
 
-Whichever peer writes a round, the weight files are the same bytes: they are the reference, before any merge, and
-nothing is computed. Memory: one tensor at most is copied, namely one that does not lie in the reference as it is saved.
+The weight files of a round are byte-identical, whichever peer writes them: they are the reference, before any merge,
+and nothing is computed. Memory: at most one tensor is copied at a time, and only if its saved form is not a contiguous
+view of the reference.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 
 
 def empty_model(run: RunConfig) -> PreTrainedModel:
-    """The model of a run without memory: names, shapes and configuration.
+    """Builds the model of a run on the meta device: names, shapes and configuration, no values.
 
     Raises:
         ConfigError: this version of transformers cannot build it.
@@ -53,10 +54,10 @@ def write_export(
 
     Args:
         manifest: of the run.
-        model: of the run, untouched, on the meta device; its configuration is completed.
+        model: of the run, as built, on the meta device; its configuration is completed in place.
         blocks: the blocks' values, e.g. mapped from a file.
-        directory: existing.
-        max_shard_size: of each weight file, unless a single tensor is larger: "500MB", "1GB" ...
+        directory: an existing directory.
+        max_shard_size: largest weight file, unless a single tensor is larger: "500MB", "1GB" ...
 
     Raises:
         UserError: the tokenizer cannot be loaded.
@@ -78,7 +79,7 @@ def write_export(
 def export_reference(
     manifest: Manifest, reference_N: FloatArray, destination: Path, max_shard_size: str = MAX_SHARD_SIZE
 ) -> None:
-    """Saves model, configuration and tokenizer, without card and publication manifest.
+    """Saves model, configuration and tokenizer, but no card and no publication manifest.
 
     Args:
         manifest: of the run.
@@ -96,10 +97,10 @@ def export_reference(
 
 
 def run_tokenizer(run: RunConfig) -> Tokenizer:
-    """The tokenizer of a run.
+    """Loads the tokenizer of a run.
 
     Raises:
-        DataError: it cannot be loaded, or is another one than the founder's.
+        DataError: the tokenizer cannot be loaded, or is not the founder's.
     """
     tokenizer = load_tokenizer(run.tokenizer.name)
     if run.tokenizer.digest not in (None, tokenizer.digest):
@@ -108,7 +109,7 @@ def run_tokenizer(run: RunConfig) -> Tokenizer:
 
 
 def _buffers(run: RunConfig, tensors: Mapping[str, SavedTensor]) -> dict[str, Array]:
-    """The values of persistent buffers, which few models have; for these the model has to be built."""
+    """Returns the values of persistent buffers. Few models have any; only for those the model is built."""
     names = {tensor.buffer for tensor in tensors.values() if tensor.buffer is not None}
     if not names:
         return {}
@@ -123,7 +124,7 @@ def _write_weights(
     directory: Path,
     max_shard_size: str,
 ) -> None:
-    """Writes the weight files one after the other, named and cut as `save_pretrained` does."""
+    """Writes the weight files one by one, named and sharded as by `save_pretrained`."""
     plan = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: tensor.num_bytes,
@@ -136,7 +137,7 @@ def _write_weights(
             buffer = tensors[name].buffer
             arrays[name] = tensors[name].values(blocks) if buffer is None else buffers[buffer]
         save_file(arrays, directory / file_name, metadata={"format": "pt"})
-        (directory / file_name).chmod(0o644)  # the library makes it private
+        (directory / file_name).chmod(0o644)  # safetensors makes it private
     if plan.is_sharded:
         total_parameters = sum(block_N.size for block_N in blocks)
         index = {
@@ -153,7 +154,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A saved tensor, or one expert's rows of it, as a strided view of one block of the reference."""
+    """A saved tensor, or one expert's slice of it, as a strided view of one block of the reference."""
 
     block: int
     start: int  # first element, within the block
@@ -166,14 +167,14 @@ class Piece:
         return int(np.prod(self.shape, dtype=np.int64))
 
     def view(self, block_N: FloatArray) -> FloatArray:
-        """The piece inside its block's values, sharing their memory."""
+        """Returns the piece as a view of its block's values."""
         strides = [ITEM_BYTES * stride for stride in self.strides]
         return np.lib.stride_tricks.as_strided(block_N[self.start :], self.shape, strides)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor of the files."""
+    """One tensor of the weight files."""
 
     name: str
     shape: tuple[int, ...]
@@ -186,29 +187,29 @@ class SavedTensor:
         return ITEM_BYTES * int(np.prod(self.shape, dtype=np.int64))
 
     def values(self, blocks: Sequence[FloatArray]) -> FloatArray:
-        """The tensor, C-contiguous: a view of `blocks` where that is possible, else a copy."""
+        """Returns the tensor, C-contiguous: a view of `blocks` if possible, else a copy."""
         views = [piece.view(blocks[piece.block]) for piece in self.pieces]
         return np.ascontiguousarray(views[0]) if len(views) == 1 else np.stack(views)
 
 
 class _View(torch.Tensor):
-    """A meta tensor of which transformers' conversions make views: its own copies would hide where values lie."""
+    """A meta tensor that `contiguous` does not copy, so that conversions of transformers yield views of its storage."""
 
     def contiguous(self, *_: Any, **__: Any) -> torch.Tensor:
         return self
 
 
 def split_blocks(layout: Layout, reference_N: FloatArray) -> list[FloatArray]:
-    """The blocks of a flat vector, sharing its memory."""
+    """Returns the blocks of a flat vector as views."""
     return [reference_N[block.start : block.stop] for block in layout.blocks]
 
 
 def saved_tensors(model: PreTrainedModel, layout: Layout) -> dict[str, SavedTensor]:
-    """All tensors of an export by name, in the order in which `save_pretrained` writes them.
+    """Returns all tensors of an export by name, in the order in which `save_pretrained` writes them.
 
     Args:
-        model: untouched, on the meta device.
-        layout: of it.
+        model: as built, on the meta device.
+        layout: of the model.
 
     Raises:
         ConfigError: transformers saves this model in a form that is not a rearrangement of its parameters.
@@ -235,7 +236,7 @@ def saved_tensors(model: PreTrainedModel, layout: Layout) -> dict[str, SavedTens
 
 
 def pieces_by_block(tensors: Mapping[str, SavedTensor]) -> dict[int, list[tuple[SavedTensor, int]]]:
-    """For each block, the (tensor, index of the piece) pairs that it consists of."""
+    """Returns for each block the (tensor, index of the piece) pairs that it consists of."""
     found: dict[int, list[tuple[SavedTensor, int]]] = {}
     for tensor in tensors.values():
         for index, piece in enumerate(tensor.pieces):
@@ -252,7 +253,7 @@ def _slots_by_name(layout: Layout) -> dict[str, list[tuple[Block, TensorSlot]]]:
 
 
 def _pieces(name: str, tensor: torch.Tensor, slots: Sequence[tuple[Block, TensorSlot]]) -> tuple[Piece, ...]:
-    """Where a view of a parameter lies; its slots are one shared one, or one for each expert."""
+    """Returns the pieces of a view of a parameter, which has one shared slot or one slot per expert."""
     shape, strides, row = tuple(tensor.shape), tuple(tensor.stride()), slots[0][1].size
     first, offset = divmod(int(tensor.storage_offset()), row)
     if offset + _extent(shape, strides) <= row:
@@ -260,11 +261,11 @@ def _pieces(name: str, tensor: torch.Tensor, slots: Sequence[tuple[Block, Tensor
     stacked = len(shape) > 0 and shape[0] == len(slots) and strides[0] == row and first == 0
     if stacked and offset + _extent(shape[1:], strides[1:]) <= row:
         return tuple(_piece(slot, offset, shape[1:], strides[1:]) for slot in slots)
-    raise ConfigError(f"{name} cannot be exported: it mixes experts in a way that this version does not know")
+    raise ConfigError(f"{name} cannot be exported: it mixes experts in a way that this version does not support")
 
 
 def _extent(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Elements from the first to the last of a view."""
+    """Returns the number of elements that a view spans, from its first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""`spes_swarm.json`: what a publication is of, so that a reader can check every byte and go on with the run.
+"""`spes_swarm.json`, the publication manifest: lets a reader verify every byte and continue the run.
 
-It comes with the run's own description, which its id certifies, and with the version and digest of each block of the
-reference. It is the last file of a publication to appear: whoever finds it finds all others.
+It contains the run's description, which the run id certifies, and the version and digest of each block of the
+reference. It is the last file of a publication to appear: once it exists, all others do.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_PUBLICATION_BYTES = 8 << 20
 MAX_BLOCKS = 4097
 MAX_FILES = 10_000
 MAX_HISTORY = 10_000
-# The largest that the limits above allow has 160,000; 8 MiB of empty lists took 20 CPU-seconds and 4 GB.
+# The largest manifest within the limits above has 160,000; 8 MiB of empty lists took 20 CPU-seconds and 4 GB.
 _MAX_ELEMENTS = 200_000
 _READ_BYTES = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# One path component that is harmless everywhere, and never hidden.
+# One path component, safe on every system and never hidden.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=512 * 1024)]
 
@@ -49,7 +49,7 @@ class _Strict(BaseModel):
 
 
 class PublishedFile(_Strict):
-    """A file that a reader needs, with what it must be."""
+    """A file that a reader needs, with its expected size and hash."""
 
     name: FileName
     size: _Count  # bytes
@@ -60,20 +60,20 @@ class PublishedBlock(_Strict):
     """One block of the reference."""
 
     version: _Count  # round of its last change
-    digest: _Hex64  # BLAKE3, see reference.py
+    digest: _Hex64  # BLAKE3, see protocol/consensus/reference.py
 
 
 class LossPoint(_Strict):
     """The loss on held-out text after a round."""
 
     round: _Count
-    tokens: _Count | None  # by all peers so far; None: not known
+    tokens: _Count | None  # trained on by all peers so far; None: unknown
     loss: _NotNegative
-    stderr: _NotNegative | None = None  # standard error of the loss; None: not known
+    stderr: _NotNegative | None = None  # standard error of the loss; None: unknown
 
 
 class RunDescription(_Strict):
-    """The run's signed manifest as it travels between peers."""
+    """The run's signed manifest, as sent between peers."""
 
     manifest: _Base64
     signature: _Base64
@@ -82,7 +82,7 @@ class RunDescription(_Strict):
 class Publication(_Strict):
     """The content of `spes_swarm.json`.
 
-    The card and its picture are not among `files`: people edit cards, and nobody has to trust one.
+    The card and its picture are not among `files`: people edit cards, and no reader relies on one.
     """
 
     format: Literal[1]
@@ -92,9 +92,9 @@ class Publication(_Strict):
     digest: _Hex64  # of the whole reference
     layout: _Hex64  # of the parameters' layout
     blocks: Annotated[list[PublishedBlock], Field(min_length=2, max_length=MAX_BLOCKS)]
-    tokens: _Count | None  # trained on by all peers together; None: not known
+    tokens: _Count | None  # trained on by all peers together; None: unknown
     steps: _Count  # inner steps of the swarm: rounds times the run's inner steps
-    peers: _Count | None  # that held the round
+    peers: _Count | None  # that took part in the round
     files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
     history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = []
 
@@ -102,12 +102,12 @@ class Publication(_Strict):
     def _check(self) -> Self:
         names = [file.name.lower() for file in self.files]
         if len(set(names)) != len(names) or PUBLICATION_FILE in names:
-            raise ValueError("files: a name twice, or this file itself")
+            raise ValueError("files: a duplicate name, or this file itself")
         if any(a.round >= b.round for a, b in zip(self.history, self.history[1:], strict=False)):
             raise ValueError("history: rounds are not in ascending order")
         digests = [bytes.fromhex(block.digest) for block in self.blocks]
         if whole_digest(self.versions, digests).hex() != self.digest:
-            raise ValueError("digest: it is not that of the blocks")
+            raise ValueError("digest: it does not match the blocks")
         return self
 
     @property
@@ -125,7 +125,7 @@ class Publication(_Strict):
         """The run's manifest, verified.
 
         Raises:
-            PublicationError: it fails verification, or is of another run or layout than this file says.
+            PublicationError: it fails verification, or its run or layout differs from this file's.
         """
         try:
             wire = {key: base64.b64decode(value, validate=True) for key, value in self.run.model_dump().items()}
@@ -133,7 +133,7 @@ class Publication(_Strict):
         except (ValueError, ManifestError) as exc:
             raise PublicationError(f"the publication's run cannot be used: {exc}") from exc
         if manifest.layout_digest != self.layout:
-            raise PublicationError("the publication is of another model than its run")
+            raise PublicationError("the publication's model is not that of its run")
         return manifest
 
     def to_bytes(self) -> bytes:
@@ -142,19 +142,19 @@ class Publication(_Strict):
 
 
 def describe_run(manifest: Manifest) -> RunDescription:
-    """A manifest as it is published."""
+    """Returns a manifest as it is published."""
     return RunDescription(**{key: base64.b64encode(value).decode() for key, value in manifest.to_wire().items()})
 
 
 def parse_publication(data: bytes, source: str) -> Publication:
-    """Reads what was published by anybody; the result's manifest is verified, too.
+    """Parses an untrusted publication manifest, and verifies the run's manifest inside.
 
     Args:
         data: content of the file.
         source: where it is from, for messages.
 
     Raises:
-        PublicationError: it must not be used.
+        PublicationError: the content is invalid.
     """
     if len(data) > MAX_PUBLICATION_BYTES:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} is larger than {MAX_PUBLICATION_BYTES >> 20} MiB")
@@ -164,9 +164,9 @@ def parse_publication(data: bytes, source: str) -> Publication:
     except ProtocolError as exc:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} has more entries than any publication") from exc
     except ValidationError as exc:
-        # The message may quote what a stranger wrote, escapes for a terminal included.
+        # The message may quote untrusted text, including terminal escapes.
         reason = first_complaint(exc).encode("ascii", "replace").decode()
-        raise PublicationError(f"{source}: {PUBLICATION_FILE} is not one that this version knows: {reason!r}") from exc
+        raise PublicationError(f"{source}: {PUBLICATION_FILE} is not readable by this version: {reason!r}") from exc
     except RecursionError as exc:
         raise PublicationError(f"{source}: {PUBLICATION_FILE} is malformed") from exc
     _ = publication.manifest
@@ -174,11 +174,11 @@ def parse_publication(data: bytes, source: str) -> Publication:
 
 
 def describe_file(path: Path, size: int | None = None) -> PublishedFile:
-    """Name, size and hash of a regular file; no more of it is read than it has when it is opened.
+    """Returns name, size and hash of a regular file. Bytes appended after it was opened are not read.
 
     Raises:
-        PublicationError: it is not a regular file, or not of `size` bytes.
-        OSError: it cannot be read.
+        PublicationError: the path is not a regular file, or the file does not have `size` bytes.
+        OSError: the file cannot be read.
     """
     with open_regular(path, size=size) as file:
         sha256 = hashlib.sha256()
@@ -190,11 +190,11 @@ def describe_file(path: Path, size: int | None = None) -> PublishedFile:
 
 
 def read_part(path: Path, file: PublishedFile, begin: int, end: int) -> bytes:
-    """Bytes of a published file that lies at `path`.
+    """Returns bytes of the published file at `path`.
 
     Raises:
-        PublicationError: it is not a regular file of the published size.
-        OSError: it cannot be read.
+        PublicationError: the path is not a regular file of the published size.
+        OSError: the file cannot be read.
     """
     with open_regular(path, size=file.size) as opened:
         opened.seek(begin)
@@ -205,7 +205,7 @@ def read_part(path: Path, file: PublishedFile, begin: int, end: int) -> bytes:
 
 
 def check_files(directory: Path, files: Sequence[PublishedFile], source: str) -> None:
-    """Compares files on disk with what they must be.
+    """Compares files on disk with their published sizes and hashes.
 
     Raises:
         PublicationError: one is missing, is not a regular file, or differs.
@@ -222,10 +222,10 @@ def check_files(directory: Path, files: Sequence[PublishedFile], source: str) ->
 
 
 def load_publication(directory: Path, source: str) -> Publication:
-    """The publication manifest in a directory; its files are not looked at.
+    """Reads the publication manifest in a directory, without checking the files that it lists.
 
     Raises:
-        PublicationError: there is none, or one that must not be used.
+        PublicationError: it is missing or invalid.
     """
     path = directory / PUBLICATION_FILE
     try:
@@ -239,10 +239,10 @@ def load_publication(directory: Path, source: str) -> Publication:
 
 
 def read_export(directory: Path, source: str = "the exported directory") -> Publication:
-    """The publication that a directory holds, with its files checked.
+    """Reads the publication manifest in a directory, and checks the files that it lists.
 
     Raises:
-        PublicationError: it holds none, or one that is damaged.
+        PublicationError: there is no publication, or it is damaged.
     """
     publication = load_publication(directory, source)
     check_files(directory, publication.files, source)
@@ -250,7 +250,7 @@ def read_export(directory: Path, source: str = "the exported directory") -> Publ
 
 
 def merge_history(*histories: Sequence[LossPoint]) -> list[LossPoint]:
-    """Several histories as one, later ones counting more; thinned out evenly when it grows too long."""
+    """Merges histories; later arguments take precedence. A history that grows too long is thinned out evenly."""
     points = {point.round: point for history in histories for point in history}
     merged = [points[number] for number in sorted(points)]
     while len(merged) > MAX_HISTORY:
@@ -258,15 +258,15 @@ def merge_history(*histories: Sequence[LossPoint]) -> list[LossPoint]:
     return merged
 
 
-# A transfer that breaks off is taken up again at the last whole file.
+# An interrupted transfer resumes after the last complete file.
 MAX_SHARD_SIZE = "1GB"
 
 
 def shard_bytes(size: str) -> int:
-    """What "500MB" or "1GB" is in bytes.
+    """Parses a size such as "500MB" or "1GB" into bytes.
 
     Raises:
-        UserError: it is neither KB, MB, GB nor TB.
+        UserError: it is not a whole number of KB, MB, GB or TB.
     """
     match = re.fullmatch(r"([1-9]\d{0,5})([KMGT])B", size.strip().upper())
     if match is None:

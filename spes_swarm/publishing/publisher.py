@@ -1,4 +1,4 @@
-"""Publishes a peer's newest checkpoint, or a directory that was exported before: what `spes_swarm.publish` does."""
+"""Publishes a peer's newest checkpoint or an exported directory: the work of `spes_swarm.publish`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from spes_swarm.publishing.snapshot import newest_snapshot
 from spes_swarm.publishing.target import Published, Target, check_tag, is_there, open_target
 from spes_swarm.storage.run_directory import RunDirectory, lock_file
 
-_WORKSPACE = "publication"  # in OUTPUT_DIR: what is being published
-# What only says something about an export that is still to be made.
+_WORKSPACE = "publication"  # directory in OUTPUT_DIR that holds the export being published
+# Options that affect only an export still to be written.
 _OF_THE_CARD = ("results", "license", "base_model", "data", "join_address")
 
 
 def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
-    """Does what the command line of `spes_swarm.publish` says.
+    """Executes the command line of `spes_swarm.publish`.
 
     Returns:
-        What came of it, and the rounds whose names were removed.
+        The result, and the rounds whose names were removed.
 
     Raises:
-        UserError: it could not be done; what was published before still is.
+        UserError: publishing failed; earlier publications are intact.
     """
     if options.upload_mbps is not None:
         limit_upload(options.upload_mbps)
@@ -44,7 +44,7 @@ def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
     if (directory / PUBLICATION_FILE).is_file():
         ignored = [f"--{name.replace('_', '-')}" for name in _OF_THE_CARD if getattr(options, name)]
         if ignored:
-            raise ConfigError(f"DIR is exported already, with its card: {', '.join(ignored)} would change nothing")
+            raise ConfigError(f"DIR is already exported with its card: {', '.join(ignored)} would change nothing")
         target.check_rights()
         published = publish_export(directory, target, options.tag)
     else:
@@ -68,24 +68,24 @@ def _card(options: argparse.Namespace, results: Results | None) -> CardFacts:
 def publish_newest(
     output_dir: Path, target: Target, results: Results | None, card: CardFacts, tag: str | None, shard_size: str
 ) -> Published:
-    """Exports the newest checkpoint of a peer and publishes it; an export that was killed on its way is used again.
+    """Exports the newest checkpoint of a peer and publishes it; reuses the export of an interrupted publication.
 
     Args:
         output_dir: of the peer, which may be running.
-        target: where to.
-        results: what is known of the run; None takes what this peer's event log tells. In both cases the history is
-            completed by what is published already.
-        card: what else the card is to say.
-        tag: a further name, or None.
+        target: where to publish.
+        results: what is known about the run; None reads it from this peer's event log. In both cases the history is
+            completed by the one already published.
+        card: additional facts for the card.
+        tag: an additional name, or None.
         shard_size: of the weight files.
 
     Raises:
-        UserError: it could not be done; what was published before still is.
+        UserError: publishing failed; earlier publications are intact.
     """
     target.check_rights()
     current = target.newest()
     snapshot = newest_snapshot(output_dir)
-    is_there(current, snapshot.manifest.run_id, snapshot.round, snapshot.digest, target.label)  # or newer
+    is_there(current, snapshot.manifest.run_id, snapshot.round, snapshot.digest, target.label)  # raises if superseded
     workspace = output_dir / _WORKSPACE
     try:
         workspace.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def publish_newest(
         lock = lock_file(workspace / ".lock", "this output directory", "another process is publishing from it")
         try:
             export = workspace / "export"
-            for path in workspace.glob(".export.*"):  # of a process that was killed
+            for path in workspace.glob(".export.*"):  # left by a killed process
                 shutil.rmtree(path)
             if not _is_of(export, snapshot.digest, snapshot.round):
                 shutil.rmtree(export, ignore_errors=True)
@@ -115,7 +115,7 @@ def publish_export(export: Path, target: Target, tag: str | None) -> Published:
     """Publishes a directory that `pack` has written.
 
     Raises:
-        UserError: as `publish_newest`.
+        UserError: as in `publish_newest`.
     """
     publication = read_export(export)
     return target.publish(export, publication, _message(publication), tag)

@@ -1,4 +1,4 @@
-"""Reads from a repository of the Hub, always from one commit, whatever is published meanwhile."""
+"""Reads from a repository of the Hub, always from one commit, even if another is published meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RemoteFiles:
             self.revision = str(patiently(lambda: api.repo_info(repo_id, revision=revision or MAIN)).sha)
 
     def publication(self) -> Publication:
-        """The publication manifest, verified."""
+        """Returns the verified publication manifest."""
         with explained(self.label):
             publication = patiently(lambda: read_publication(self.label, self.revision))
         if publication is None:
@@ -54,9 +54,10 @@ class RemoteFiles:
         return publication
 
     def fetch(self, file: PublishedFile) -> Path:
-        """A whole file, checked, in the library's cache; what broke off inside this process is gone on with.
+        """Fetches and verifies a file; returns its path in the library's cache.
 
-        Nothing is fetched if the server has a file of another size.
+        Interrupted downloads are resumed, within this process. Nothing is fetched if the file on the server has another
+        size.
         """
         with explained(self.label):
             if self._cached(file) is None:
@@ -66,7 +67,7 @@ class RemoteFiles:
                         f"{self.label}: {file.name} has {found_bytes:,} bytes, but {file.size:,} were published"
                     )
             for again in (False, True):
-                # The cache consists of links, which are the library's own.
+                # The cache contains links, created by the library.
                 path = Path(patiently(lambda again=again: self._download(file.name, again))).resolve()  # type: ignore[misc]
                 found = describe_file(path)
                 if (found.size, found.sha256) == (file.size, file.sha256):
@@ -74,7 +75,7 @@ class RemoteFiles:
         raise PublicationError(f"{self.label}: {file.name} does not have the published hash")
 
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
-        """Bytes of a file, which the caller has to check; what is in the cache is not fetched."""
+        """Returns bytes of a file, from the cache if possible; the caller has to verify them."""
         cached = self._cached(file)
         with explained(self.label):
             if cached is not None:
@@ -83,7 +84,7 @@ class RemoteFiles:
             return data if data is not None else read_part(self.fetch(file), file, begin, end)
 
     def _cached(self, file: PublishedFile) -> Path | None:
-        """Where a file lies in the library's cache, None if it is not there."""
+        """Returns the path of a file in the library's cache, None if it is not cached."""
         cached = try_to_load_from_cache(self.label, file.name, revision=self.revision)
         return Path(cached).resolve() if isinstance(cached, str) else None
 
@@ -92,10 +93,10 @@ class RemoteFiles:
 
 
 def read_publication(repo_id: str, commit: str) -> Publication | None:
-    """The publication manifest of a commit, None where there is none.
+    """Fetches the publication manifest of a commit, None if there is none.
 
     Raises:
-        PublicationError: it must not be used.
+        PublicationError: it is invalid.
         HfHubHTTPError, httpx2.HTTPError: it cannot be read.
     """
     try:
@@ -105,20 +106,20 @@ def read_publication(repo_id: str, commit: str) -> Publication | None:
             for piece in response.iter_bytes():
                 data += piece
                 if len(data) > MAX_PUBLICATION_BYTES:
-                    break  # parsing says so
+                    break  # rejected by the parser
     except EntryNotFoundError:
         return None
     return parse_publication(bytes(data), repo_id)
 
 
 def _size_of(repo_id: str, commit: str, name: str) -> int | None:
-    """Bytes of a file, None where the server does not say."""
+    """Returns the size of a file in bytes, None if the server does not report it."""
     url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
     return get_hf_file_metadata(url, endpoint=endpoint()).size
 
 
 def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> bytes | None:
-    """Bytes of a file, None if the server sends whole files only."""
+    """Fetches bytes of a file, None if the server sends only whole files."""
     data = bytearray()
     with _get(repo_id, commit, name, {"Range": f"bytes={begin}-{end - 1}"}) as response:
         hf_raise_for_status(response)
@@ -129,7 +130,7 @@ def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> b
             if len(data) > end - begin:
                 break
     if len(data) != end - begin:
-        raise httpx2.RemoteProtocolError(f"{len(data)} bytes in place of {end - begin}")
+        raise httpx2.RemoteProtocolError(f"received {len(data)} bytes instead of {end - begin}")
     return bytes(data)
 
 

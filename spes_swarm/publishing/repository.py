@@ -1,8 +1,8 @@
 """Publications in a repository of the Hugging Face Hub, or of a server that speaks its protocol.
 
-Weight files are sent first, each under its hash; a commit then makes them, the card and the publication manifest
-visible, all at once. So a publisher that dies leaves nothing to be seen, and the next one need not send again what has
-arrived whole. The commit names its parent: of two publishers one succeeds, and the other looks again.
+Weight files are sent first, each under its hash. One commit then makes them, the card and the publication manifest
+visible at once. So a publisher that dies leaves nothing visible, and the next one does not resend files that have
+arrived complete. The commit names its parent: of two concurrent publishers one succeeds, and the other checks again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from spes_swarm.publishing.publication import Publication
 from spes_swarm.publishing.remote import read_publication
 from spes_swarm.publishing.target import MAIN, Published, check_tag, is_there, round_of
 
-_CONFLICTS = (409, 412)  # somebody else has committed since
+_CONFLICTS = (409, 412)  # another publisher has committed since
 _UPLOAD_THREADS = 2
 
 
 class RepositoryTarget:
-    """A model repository; see `Target`. Its token is the library's: HF_TOKEN, or `hf auth login`."""
+    """A model repository; see `Target`. The library provides the token: HF_TOKEN, or `hf auth login`."""
 
     def __init__(self, repo_id: str, *, private: bool = False) -> None:
         self._repo_id = repo_id
@@ -58,7 +58,7 @@ class RepositoryTarget:
                 return
         owner = self._repo_id.split("/")[0]
         if owner not in {user.get("name"), *(org.get("name") for org in user.get("orgs", ()))}:
-            raise HubError(f"{self.label} does not exist, and this token cannot create it; use a name of your own")
+            raise HubError(f"{self.label} does not exist, and this token cannot create it; use your own user name")
 
     def rounds(self) -> list[int]:
         """See `Target`."""
@@ -93,7 +93,7 @@ class RepositoryTarget:
         )
 
     def prune(self, keep: int) -> list[int]:
-        """See `Target`. The commits stay in the history of `main`: only their names go."""
+        """See `Target`. Only the tags are removed: the commits stay in the history of `main`."""
         with explained(self.label):
             tags = self._tags()
             named = {commit for name, commit in tags.items() if round_of(name) is None}
@@ -103,14 +103,14 @@ class RepositoryTarget:
                 self._untag(round_tag(number))
         return sorted(gone)
 
-    # What is there.
+    # Reading.
 
     def _head(self) -> str | None:
-        """The newest commit, None where there is no repository."""
+        """Returns the newest commit, None if there is no repository."""
         try:
             sha = self._api.repo_info(self._repo_id, revision=MAIN).sha
         except RepositoryNotFoundError as exc:
-            if exc.response.status_code == 401:  # the Hub says so of what does not exist, and of a token that is wrong
+            if exc.response.status_code == 401:  # the Hub's answer to a missing repository and to an invalid token
                 self._api.whoami(cache=True)
             return None
         return str(sha)
@@ -122,14 +122,14 @@ class RepositoryTarget:
             return None
 
     def _tags(self) -> dict[str, str]:
-        """All tags with their commits."""
+        """Returns all tags with their commits."""
         refs = patiently(self._refs)
         return {tag.name: tag.target_commit for tag in refs.tags} if refs else {}
 
     def _publication(self, commit: str) -> Publication | None:
         return read_publication(self._repo_id, commit)
 
-    # What changes it.
+    # Writing.
 
     def _create(self) -> None:
         if patiently(self._head) is None:
@@ -138,7 +138,7 @@ class RepositoryTarget:
     def _commit(
         self, export: Path, publication: Publication, message: str, tag: str | None, tags: dict[str, str]
     ) -> tuple[str, bool]:
-        """Makes the publication the head of `main`; returns the commit, and whether it was there already."""
+        """Makes the publication the head of `main`; returns the commit, and True if it was there before."""
         for attempt in range(ATTEMPTS):
             head = patiently(self._head)
             if head is None:
@@ -149,7 +149,7 @@ class RepositoryTarget:
                 raise HubError(f"{self.label} has a tag {tag} already; choose another name")
             if there:
                 return head, attempt == 0
-            if current is not None:  # its publisher may have died before it could
+            if current is not None:  # its publisher may have died before tagging it
                 self._tag(round_tag(current.round), head, tags)
             try:
                 info = self._api.create_commit(
@@ -161,13 +161,13 @@ class RepositoryTarget:
                 )
                 return str(info.oid), False
             except FAILURES as exc:
-                # The head is looked at in any case: the answer to a commit that succeeded may have been lost.
+                # The next attempt reads the head: the commit may have succeeded and its response been lost.
                 if not _is_conflict(exc):
                     wait_or_raise(exc, attempt)
-        raise HubError(f"{self.label}: others keep publishing to it at the same time; try again later")
+        raise HubError(f"{self.label}: other publishers keep committing at the same time; try again later")
 
     def _tag(self, name: str, commit: str, tags: dict[str, str]) -> None:
-        """Names a commit, and notes it in `tags`. A round's name moves if it is elsewhere; others have been checked."""
+        """Tags a commit, and updates `tags`. A round's tag is moved if it exists; `_commit` has checked other tags."""
         if tags.get(name) == commit:
             return
         if name in tags:
@@ -177,7 +177,7 @@ class RepositoryTarget:
 
     def _untag(self, name: str) -> None:
         def remove() -> None:
-            with contextlib.suppress(RevisionNotFoundError):  # an attempt whose answer was lost
+            with contextlib.suppress(RevisionNotFoundError):  # an earlier attempt succeeded, and its response was lost
                 self._api.delete_tag(self._repo_id, tag=name)
 
         patiently(remove)
@@ -191,11 +191,11 @@ def _is_conflict(exc: Exception) -> bool:
 def _operations(
     export: Path, publication: Publication, current: Publication | None
 ) -> Iterator[CommitOperationAdd | CommitOperationDelete]:
-    """The files of a publication; the library leaves out what the repository has already."""
+    """Yields the operations of a commit; the library skips files that the repository already has."""
     names = {file.name for file in publication.files}
     for file in publication.files:
         operation = CommitOperationAdd(file.name, export / file.name)
-        operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves reading the file once more
+        operation.upload_info.sha256 = bytes.fromhex(file.sha256)  # saves the library from reading the file again
         yield operation
     for path in sorted(export.iterdir()):
         if path.name not in names:

@@ -1,6 +1,6 @@
 """The reference in a peer's output directory: mapped from its newest checkpoint, not read into memory.
 
-A peer may be training there meanwhile, and remove old checkpoints.
+The peer may be training meanwhile, and remove old checkpoints.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Snapshot:
     """The reference of one round."""
 
     manifest: Manifest
-    model: PreTrainedModel  # without memory
+    model: PreTrainedModel  # on the meta device
     layout: Layout
     round: int
     versions: tuple[int, ...]
     digests: tuple[bytes, ...]
     blocks: tuple[FloatArray, ...]  # values of each block
-    tokens: int | None = None  # of all peers, that have gone into it; None: not known
+    tokens: int | None = None  # trained on by all peers together; None: unknown
 
     @property
     def digest(self) -> str:
-        """Hex digest of the whole."""
+        """Hex digest of the whole reference."""
         return whole_digest(self.versions, self.digests).hex()
 
 
 def digest_of_block(block_N: FloatArray) -> bytes:
-    """Digest of a block's values, as in reference.py."""
+    """Returns the digest of a block's values, as in protocol/consensus/reference.py."""
     chunks = [block_N[start : start + CHUNK_ELEMENTS] for start in range(0, block_N.size, CHUNK_ELEMENTS)]
     return block_digest([chunk_digest(chunk_N) for chunk_N in chunks])
 
@@ -59,37 +59,37 @@ def take_snapshot(
     blocks: Sequence[FloatArray],
     tokens: int | None = None,
 ) -> Snapshot:
-    """A snapshot of values at hand, e.g. the blocks of a flat reference.
+    """Returns a snapshot of values in memory, e.g. the blocks of a flat reference.
 
     Raises:
         ConfigError: this version of transformers cannot build the run's model.
-        CheckpointError: it lays it out differently.
+        CheckpointError: this version of transformers lays the model out differently.
     """
     model = empty_model(manifest.run)
     layout = layout_of(model)
     if layout.digest != manifest.layout_digest:
-        raise CheckpointError("this version of transformers lays the model out differently from the run's founder")
+        raise CheckpointError("this version of transformers lays the model out differently from the founder's")
     digests = tuple(digest_of_block(block_N) for block_N in blocks)
     return Snapshot(manifest, model, layout, round_number, tuple(versions), digests, tuple(blocks), tokens)
 
 
 def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lambda complaint: None) -> Snapshot:
-    """The newest checkpoint that verifies.
+    """Returns a snapshot of the newest checkpoint that verifies.
 
     Args:
         output_dir: of a peer.
-        on_complaint: told about each newer checkpoint that is passed over, and why.
+        on_complaint: called for each newer checkpoint that is skipped, with the reason.
 
     Raises:
-        CheckpointError: the directory is not one of a run, or has no checkpoint that can be used.
-        ManifestError: this version of transformers does not know the run's model.
-        ConfigError: it cannot build it.
+        CheckpointError: the directory does not belong to a run, or has no usable checkpoint.
+        ManifestError: this version of transformers does not support the run's model.
+        ConfigError: this version of transformers cannot build the model.
     """
     directory = RunDirectory(output_dir)
     manifest = directory.require_run().build()
     layout = layout_of(empty_model(manifest.run))
     complaints: list[str] = []
-    for _ in range(_ATTEMPTS):  # the peer may have removed what was found, in favour of a newer one
+    for _ in range(_ATTEMPTS):  # the peer may replace the checkpoint found by a newer one
         writer = _writer(directory.checkpoints)
         checkpoint, complaints = load_newest(directory.checkpoints, manifest.run_id, writer, layout)
         if checkpoint is not None:
@@ -101,7 +101,7 @@ def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lamb
     if has_broken(directory.checkpoints):
         complaints.append(f"{directory.checkpoints} has only damaged checkpoints, set aside as broken-...")
     if complaints:
-        complaints.append("take the output directory of another peer of the run, which has the same model")
+        complaints.append("use the output directory of another peer of the run, which has the same model")
     raise CheckpointError("; ".join(complaints) or f"{directory.checkpoints} has no checkpoint yet")
 
 
@@ -116,10 +116,10 @@ def _map(checkpoint: Checkpoint, manifest: Manifest, layout: Layout) -> Snapshot
 
 
 def _writer(checkpoints: Path) -> str:
-    """Who wrote the checkpoints; its identity file may be anywhere, and is not needed to publish."""
+    """Returns the id of the peer that wrote the checkpoints, without its identity file, which may be anywhere."""
     for path in sorted(checkpoints.glob("round-*-step-*/meta.json"), reverse=True):
         try:
             return str(json.loads(path.read_text(encoding="utf-8"))["peer_id"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # the checkpoint's own checks say what is wrong with it
+            continue  # verifying the checkpoint reports what is wrong
     return ""

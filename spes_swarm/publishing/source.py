@@ -1,4 +1,4 @@
-"""Reads a run back from where it was published: its description, and the reference block by block.
+"""Reads a published run back: its description, and the reference block by block.
 
     source = open_source("USER/REPO@round-000120")      # or "file:DIRECTORY", or without a revision
     source.manifest                                      # the run, certified by its id
@@ -7,11 +7,11 @@
 
 Suffix: N elements of the flat vector.
 
-What comes from there is believed only as far as it can be checked. The run's description is certified by the run id,
-which the caller compares with the one he wants. Every byte of the weights has the hash in the publication manifest,
-every block the digest, and all blocks together the digest of the whole. That this is a reference of the *swarm* the
-manifest alone does not show: whoever can write to the repository can publish another. A peer that joins a live run
-compares the digests with those of its donors; one that goes on with a run that nobody else has trusts the owner.
+Nothing is trusted that cannot be verified. The run id certifies the run's description; the caller compares it with the
+id that it expects. Whole files are checked against their hashes in the publication manifest, blocks against their
+digests, and the blocks' digests against the digest of the whole. The manifest does not prove that this is a reference
+of the *swarm*: anyone with write access to the repository can publish another. A peer that joins a live run compares
+the digests with those of its donors; a peer that continues a run without other peers trusts the repository's owner.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ from spes_swarm.publishing.remote import RemoteFiles
 from spes_swarm.publishing.snapshot import digest_of_block
 from spes_swarm.publishing.tensor_file import StoredTensor, map_tensors, read_header
 
-# Bytes between two wanted ranges that are rather fetched than asked around.
+# Largest gap between two wanted ranges that is fetched along with them instead of split into two requests.
 _GAP_BYTES = 256 * 1024
 _REQUEST_BYTES = 64 << 20  # a single tensor may be larger
-# Room in the weight files for what is not weights: headers, and buffers.
+# Allowance in the weight files for headers and buffers.
 _OVERHEAD = 1.1
 _OVERHEAD_BYTES = 64 << 20
 
 
 class Files(Protocol):
-    """The files of one revision, wherever they are."""
+    """The files of one revision, on a Hub or on disk."""
 
     label: str  # for messages; never a path
-    revision: str  # what names exactly this state: a commit, or a round's directory
+    revision: str  # name of exactly this state: a commit, or a round's directory
 
     def publication(self) -> Publication:
-        """The publication manifest, verified."""
+        """Returns the verified publication manifest."""
 
     def fetch(self, file: PublishedFile) -> Path:
-        """A whole file on this machine's disk, with its published hash."""
+        """Returns the local path of a complete file with the published hash."""
 
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
-        """Bytes of a file, not verified."""
+        """Returns bytes of a file, not verified."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedReference:
-    """What `load` has filled the vector with."""
+    """What `load` has written to the vector."""
 
     manifest: Manifest
     revision: str
@@ -88,7 +88,7 @@ class LoadedReference:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedBlock:
-    """One block with the digest that its publication says."""
+    """One block with its published digest, verified."""
 
     index: int
     version: int
@@ -100,14 +100,14 @@ def open_source(location: str, expected_run_id: str | None = None) -> Publicatio
     """Finds a publication and verifies its manifest; no weights are fetched yet.
 
     Args:
-        location: `USER/REPO` or `file:DIRECTORY`, with `@REVISION` (a tag such as round-000120, or a commit) if it is
-            not to be the newest.
-        expected_run_id: refuse any other run.
+        location: `USER/REPO` or `file:DIRECTORY`, optionally with `@REVISION` (a tag such as round-000120, or a
+            commit; default: the newest).
+        expected_run_id: reject any other run.
 
     Raises:
-        ConfigError: `location` is neither.
-        HubError: it cannot be reached, or is refused.
-        PublicationError: there is no publication, or one that cannot be used, or of another run.
+        ConfigError: `location` is malformed.
+        HubError: the location cannot be reached, or refuses access.
+        PublicationError: there is no publication, or it is invalid, or of another run.
     """
     place = parse_location(location, with_revision=True)
     files: Files
@@ -125,17 +125,17 @@ def open_source(location: str, expected_run_id: str | None = None) -> Publicatio
 
 
 def another_revision(location: str | None) -> str:
-    """What to do about a damaged publication."""
+    """Returns advice on a damaged publication."""
     which = "an earlier" if location is None or "@" not in location else "another"
-    return f"{which} round may be whole: name it, as in ...@round-000120"
+    return f"{which} round may be intact: name it, as in ...@round-000120"
 
 
 class PublicationSource:
     """One published revision.
 
     Attributes:
-        publication: what it says about itself.
-        revision: what names exactly this revision.
+        publication: the publication manifest.
+        revision: name of exactly this revision.
     """
 
     def __init__(self, files: Files) -> None:
@@ -154,7 +154,7 @@ class PublicationSource:
 
         Raises:
             ConfigError: this version of transformers cannot build the model.
-            PublicationError: it lays it out differently.
+            PublicationError: this version of transformers lays the model out differently.
         """
         return self._model[0]
 
@@ -169,11 +169,11 @@ class PublicationSource:
     def load(self, reference_N: FloatArray) -> LoadedReference:
         """Fetches all weight files and fills the flat reference (N,), tensor by tensor.
 
-        Files that are in the cache already are not fetched. After an error `reference_N` holds a part of the weights.
+        Cached files are not fetched. After an error `reference_N` is partly overwritten.
 
         Raises:
             HubError: a file cannot be fetched or stored.
-            PublicationError: it is not what was published.
+            PublicationError: a file is not what was published.
             ValueError: `reference_N` is not fp32 of the model's size.
         """
         layout, expected = self._model
@@ -204,14 +204,14 @@ class PublicationSource:
         )
 
     def blocks(self, wanted: Iterable[int]) -> Iterator[LoadedBlock]:
-        """Fetches single blocks, and of the files only the ranges where these lie, if the server can do that.
+        """Fetches single blocks. If the server supports ranges, only their parts of the files are fetched.
 
-        So a newcomer can take a block from here when a peer has announced the same digest for it
-        (`publication.blocks[index]`). An expert's ranges are short, and there is one for each layer or more.
+        A newcomer can use a block from here if peers have announced the same digest for it
+        (`publication.blocks[index]`). An expert's ranges are short, and there is at least one per layer.
 
         Raises:
-            HubError: it cannot be fetched.
-            PublicationError: it is not what was published.
+            HubError: a block cannot be fetched.
+            PublicationError: a block is not what was published.
             ValueError: there is no such block.
         """
         layout, expected = self._model
@@ -227,17 +227,17 @@ class PublicationSource:
             version = self.publication.blocks[index].version
             yield LoadedBlock(index=index, version=version, digest=digest, values_N=values_N)
 
-    # Inside.
+    # Internals.
 
     def _check_sizes(self) -> None:
-        """Nobody is made to fetch much more than the model."""
+        """Rejects weight files much larger than the model, before they are fetched."""
         total = sum(file.size for file in self.publication.weights)
         if total > _OVERHEAD * ITEM_BYTES * self.layout.num_elements + _OVERHEAD_BYTES:
             raise PublicationError(f"{self._files.label}: the weight files are larger than the model")
 
     @cached_property
     def _stored(self) -> dict[str, tuple[PublishedFile, StoredTensor]]:
-        """Where each tensor lies in the files, by their headers."""
+        """The location of each tensor, from the headers of the files."""
         self._check_sizes()
         found: dict[str, tuple[PublishedFile, StoredTensor]] = {}
         for file in self.publication.weights:
@@ -246,16 +246,16 @@ class PublicationSource:
         return found
 
     def _locate(self, tensor: SavedTensor, number: int) -> _Wanted:
-        """Where one of a tensor's pieces lies; they are stacked along its first dimension."""
+        """Returns the location of one of a tensor's pieces, which are stacked along its first dimension."""
         file, stored = self._stored.get(tensor.name, (None, None))
         if file is None or stored is None or stored.shape != tensor.shape:
-            raise PublicationError(f"{self._files.label}: tensor {tensor.name} is missing, or of another shape")
+            raise PublicationError(f"{self._files.label}: tensor {tensor.name} is missing or has another shape")
         piece = tensor.pieces[number]
         begin = stored.begin + number * ITEM_BYTES * piece.size
         return _Wanted(file, begin, begin + ITEM_BYTES * piece.size, piece)
 
     def _read(self, wanted: list[_Wanted]) -> Iterator[tuple[Piece, memoryview]]:
-        """The bytes of all these pieces, those that are near each other in one request."""
+        """Yields the bytes of all these pieces; nearby ones are read in one request."""
         for group in _groups(wanted):
             first, end = group[0].begin, max(item.end for item in group)
             data = memoryview(self._files.read(group[0].file, first, end))
@@ -280,7 +280,7 @@ class PublicationSource:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A piece with its place in a file."""
+    """A piece with its byte range in a file."""
 
     file: PublishedFile
     begin: int
@@ -289,7 +289,7 @@ class _Wanted:
 
 
 def _groups(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Neighbours in one file, in order, as long as one request for them stays of a moderate size."""
+    """Yields groups of nearby pieces of one file, in order, each small enough for one request."""
     group: list[_Wanted] = []
     for item in sorted(wanted, key=lambda item: (item.file.name, item.begin)):
         fits = (

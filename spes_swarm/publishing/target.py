@@ -1,9 +1,9 @@
-"""Where publications go: what every target can do, and the rules that all of them keep.
+"""Where publications go: the interface of all targets, and the rules that they follow.
 
-A target is a repository: one revision for each published round, named `round-000120`, and `main`, which is the newest.
-Whoever reads finds a whole publication or none; whatever breaks off leaves the one before.
+A target is a repository with one revision per published round, named `round-000120`, and `main`, which is the newest.
+Readers find a complete publication or none; an interrupted publisher leaves the previous one.
 
-Rounds only go forward. Of several peers that publish the same round, the first one does and the others find it done,
+Rounds only increase. If several peers publish the same round, the first one succeeds and the others find it published,
 since they would write the same weights. A repository belongs to one run.
 """
 
@@ -25,13 +25,13 @@ _ROUND_TAG = re.compile(r"round-(\d{6,18})")
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What publishing came to."""
+    """The result of publishing."""
 
     status: Literal["published", "unchanged"]  # unchanged: the target had this round already
     round: int
     digest: str  # hex, of the whole reference
-    revision: str  # name by which it can be read for good: a commit, or the round's directory
-    bytes_sent: int | None  # to the target, headers excluded; None: sent by a library that does not say
+    revision: str  # permanent name to read it by: a commit, or the round's directory
+    bytes_sent: int | None  # to the target, without headers; None: sent by a library that does not report it
 
 
 class Target(Protocol):
@@ -42,50 +42,50 @@ class Target(Protocol):
         """For messages: USER/REPO, or "the directory"; never a path."""
 
     def check_rights(self) -> None:
-        """Finds out whether publishing will be allowed; leaves nothing behind.
+        """Checks that publishing is allowed; leaves nothing behind.
 
         Raises:
-            HubError: it will not; the message says what to do.
+            HubError: publishing is not allowed; the message says what to do.
         """
 
     def rounds(self) -> list[int]:
-        """Rounds that can be read, ascending; none where there is no repository yet."""
+        """Returns the rounds that can be read, ascending; empty if there is no repository yet."""
 
     def newest(self) -> Publication | None:
-        """What `main` has, None where nothing is published yet.
+        """Returns the publication at `main`, None if nothing is published yet.
 
         Raises:
-            PublicationError: it cannot be used.
+            PublicationError: it is invalid.
         """
 
     def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
-        """Makes an export the newest revision, all at once.
+        """Makes an export the newest revision, atomically.
 
         Args:
             export: directory that `pack` has written.
             publication: its manifest.
             message: one line for the history.
-            tag: a further name, which `prune` never takes away, e.g. a milestone's.
+            tag: an additional name, e.g. of a milestone, which `prune` never removes.
 
         Raises:
-            SupersededError: a newer round is there, or another state of this round.
-            PublicationError: the repository is of another run.
-            HubError: it could not be done; running it again goes on where it stopped.
+            SupersededError: the target has a newer round, or another state of this round.
+            PublicationError: the repository belongs to another run.
+            HubError: publishing failed; the next call resumes.
         """
 
     def prune(self, keep: int) -> list[int]:
-        """Takes away all rounds but the newest `keep` and those with a further tag; returns which."""
+        """Removes all rounds but the newest `keep` and those with an additional tag; returns the removed rounds."""
 
 
 def open_target(text: str, *, private: bool = False) -> Target:
-    """The target that `--to` names; nothing is contacted yet.
+    """Returns the target that `--to` names; contacts no server.
 
     Args:
         text: `USER/REPO` or `file:DIRECTORY`.
         private: make the repository private if it has to be created (on a Hub).
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: `text` is malformed.
     """
     from spes_swarm.publishing.directory import DirectoryTarget
     from spes_swarm.publishing.repository import RepositoryTarget
@@ -98,36 +98,36 @@ def open_target(text: str, *, private: bool = False) -> Target:
 
 
 def check_tag(tag: str | None) -> None:
-    """Checks the name of a further tag.
+    """Checks the name of an additional tag.
 
     Raises:
-        ConfigError: it cannot be one.
+        ConfigError: the name is not allowed.
     """
     if tag is not None and (not TAG.fullmatch(tag) or _ROUND_TAG.fullmatch(tag) or tag == MAIN):
         raise ConfigError(
-            f"tag {tag!r:.80}: expected up to 64 of letters, digits, '.', '_' and '-', and no round's name"
+            f"tag {tag!r:.80}: expected up to 64 letters, digits, '.', '_' or '-', and not the name of a round"
         )
 
 
 def round_of(revision: str) -> int | None:
-    """The round that a revision's name says, None for other names."""
+    """Returns the round that a revision is named after, None for other names."""
     match = _ROUND_TAG.fullmatch(revision)
     return int(match[1]) if match and round_tag(int(match[1])) == revision else None
 
 
 def is_there(current: Publication | None, run_id: str, round_number: int, digest: str, label: str) -> bool:
-    """Returns True if what is published is what is to be published; False: it is older.
+    """Returns True if a round is already published, False if the newest publication is older.
 
     Args:
         current: the newest publication.
-        run_id: of what is to be published.
-        round_number: the same.
-        digest: hex, of the whole reference.
+        run_id: of the round to publish.
+        round_number: of the round to publish.
+        digest: hex, of the whole reference of that round.
         label: of the target.
 
     Raises:
-        SupersededError: it is newer, or another state of the same round.
-        PublicationError: it is of another run.
+        SupersededError: the newest publication is newer, or another state of the same round.
+        PublicationError: the newest publication is of another run.
     """
     if current is None:
         return False

@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which tensor lies where, so that parts of a file can be read without the rest.
+"""The header of a safetensors file: where each tensor lies, so that parts of a file can be read without the rest.
 
 Format: 8 bytes with the header's length (little-endian), the header as JSON, then the tensors' bytes
-(https://github.com/huggingface/safetensors#format). A file may come from anybody: nothing in its header is believed.
+(https://github.com/huggingface/safetensors#format). Files are untrusted: everything in the header is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spes_swarm.base.decoding import load_json
 from spes_swarm.base.errors import ProtocolError, PublicationError
 
 MAX_HEADER_BYTES = 64 << 20
-# 12 for each tensor: 80,000 tensors, where the largest models have some 10,000 in a file.
+# 12 elements per tensor allow 80,000 tensors; the largest models have some 10,000 in a file.
 _MAX_ELEMENTS = 1_000_000
 MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8
@@ -39,15 +39,15 @@ class StoredTensor:
 
 
 def read_header(read: Read, file_bytes: int, name: str) -> dict[str, StoredTensor]:
-    """The fp32 tensors of a file.
+    """Reads the header of a file of fp32 tensors.
 
     Args:
         read: reads bytes of the file.
-        file_bytes: its size.
+        file_bytes: size of the file.
         name: of the file, for messages.
 
     Raises:
-        PublicationError: it is not a safetensors file, or one with other tensors than fp32.
+        PublicationError: it is not a safetensors file, or has tensors other than fp32.
     """
     if file_bytes < _LENGTH_BYTES:
         raise PublicationError(f"{name} is not a safetensors file")
@@ -66,7 +66,7 @@ def _stored(entry: dict[str, Any], data_begin: int, file_bytes: int) -> StoredTe
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     numbers = (*shape, begin, end)
     if any(type(number) is not int or not 0 <= number <= file_bytes for number in numbers):
-        raise ValueError("a number out of range")
+        raise ValueError("a number is out of range")
     if entry["dtype"] != "F32" or len(shape) > MAX_DIMENSIONS or end - begin != 4 * math.prod(shape):
         raise ValueError("not fp32, or of another size")
     if data_begin + end > file_bytes:
@@ -75,15 +75,15 @@ def _stored(entry: dict[str, Any], data_begin: int, file_bytes: int) -> StoredTe
 
 
 def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
-    """All tensors of a local file, read-only and mapped from disk: only what is looked at is read.
+    """Maps all tensors of a local file, read-only: only what is accessed is read from disk.
 
     Args:
         path: a regular file.
         name: for messages; None: the path's last part.
 
     Raises:
-        PublicationError: as `read_header`, or it is not a regular file.
-        OSError: it cannot be read.
+        PublicationError: as in `read_header`, or the path is not a regular file.
+        OSError: the file cannot be read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -99,20 +99,20 @@ def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
 
 
 def open_regular(path: Path, *, size: int | None = None, max_size: int | None = None) -> BinaryIO:
-    """Opens a regular file for reading; never waits, and never follows a link at the end of the path.
+    """Opens a regular file for reading; never blocks, and never follows a symbolic link at the end of the path.
 
     Args:
         path: of the file.
-        size: that it must have, in bytes; None: any.
-        max_size: that it may have at most; None: any.
+        size: required size in bytes; None: any.
+        max_size: largest size allowed in bytes; None: any.
 
     Raises:
-        PublicationError: it is something else, or of another size.
-        OSError: it cannot be opened.
+        PublicationError: it is not a regular file, or has another size.
+        OSError: the file cannot be opened.
     """
-    if path.is_symlink():  # for the message; O_NOFOLLOW is what counts
+    if path.is_symlink():  # only for the message; O_NOFOLLOW is the protection
         raise PublicationError(f"{path.name} is a link, not a regular file")
-    # A pipe without a writer would block until there is one; on regular files O_NONBLOCK has no effect.
+    # Opening a pipe blocks until it has a writer; O_NONBLOCK prevents that, and has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         found = os.fstat(descriptor)

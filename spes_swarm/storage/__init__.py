@@ -1,4 +1,4 @@
-"""What a peer leaves on disk: its directory, checkpoints, metrics.
+"""What a peer stores on disk: its output directory, checkpoints, metrics.
 
 Imports `base`, `protocol` and `config`. Begin with `run_directory`.
 """

@@ -1,9 +1,9 @@
-"""Checkpoints: everything that a peer needs to go on as if it had never stopped.
+"""Checkpoints: everything that a peer needs to resume as if it had never stopped.
 
-One directory for each, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the
-shared and held blocks, the optimiser state, and `meta.json`, which has the BLAKE3 digests of the other files and of its
-own content. It is written under a temporary name, synced to disk and renamed, so that a directory with the final name
-is complete; a checkpoint that does not verify is passed over in favour of the one before.
+Each is a directory, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the shared
+and held blocks, the optimiser state, and `meta.json`, which has the BLAKE3 digests of the other files and of its own
+content. It is written under a temporary name, synced to disk and renamed, so a directory with the final name is
+complete. A checkpoint that fails verification is skipped in favour of the one before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Arrays = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMeta:
-    """What a checkpoint is of."""
+    """The metadata of a checkpoint."""
 
     run_id: str
     peer_id: str
@@ -52,14 +52,14 @@ class CheckpointMeta:
     steps_in_round: int  # local steps since the last commit
     routed: list[int]  # since the last commit, for each expert
     cursor: dict[str, int]  # of the data sampler
-    commits: list[int]  # that led to the reference, see lineage.py
+    commits: list[int]  # that led to the reference; see protocol/consensus/lineage.py
     marks: str  # hex, of those commits
-    swarm_tokens: int = 0  # of all peers, in those commits and the ones before
+    swarm_tokens: int = 0  # of all peers, in all commits up to the reference
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk; arrays are read when they are asked for."""
+    """A verified checkpoint on disk; arrays are read on demand."""
 
     path: Path
     meta: CheckpointMeta
@@ -93,7 +93,7 @@ def save_checkpoint(
     """
     final = directory / f"round-{meta.round:08d}-step-{meta.step:010d}"
     if final.exists():
-        return final  # nothing has happened since it was written
+        return final  # nothing has changed since it was written
     temporary = directory / f".{final.name}.{os.getpid()}"
     trained = layout.trained_blocks(meta.held)
     try:
@@ -116,7 +116,7 @@ def save_checkpoint(
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
         newest = next(_candidates(directory), None)
         kept = f"the last good one is {newest}" if newest else "there is no earlier one"
-        # safetensors has a text of its own around the system's.
+        # safetensors wraps the system's error message.
         full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
         advice = f"; free space for {directory}, or move the output directory to a larger disk" if full else ""
         raise CheckpointError(
@@ -130,9 +130,9 @@ def save_checkpoint(
 def load_newest(
     directory: Path, run_id: str, peer_id: str, layout: Layout, *, set_aside: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Finds the newest checkpoint that verifies; also says which ones were passed over and why.
+    """Finds the newest checkpoint that passes verification; also returns which ones were skipped, and why.
 
-    With `set_aside` these are renamed to broken-..., so that they neither count among those that are kept nor get lost.
+    With `set_aside` these are renamed to broken-..., so that they neither count as kept checkpoints nor get deleted.
 
     Raises:
         CheckpointError: the newest readable one belongs to another run or another model.
@@ -144,16 +144,16 @@ def load_newest(
         except CheckpointError as exc:
             complaints.append(str(exc))
             if set_aside:
-                with contextlib.suppress(OSError):  # it is in the way, no more
+                with contextlib.suppress(OSError):  # if it stays, it only counts as one that is kept
                     path.rename(path.with_name(f"{_BROKEN}{path.name}"))
             continue
         if meta.run_id != run_id:
             raise CheckpointError(f"{path} belongs to run {meta.run_id}, not {run_id}; use another --output-dir")
         if meta.layout_digest != layout.digest:
-            raise CheckpointError(f"{path} is of another model; use another --output-dir")
+            raise CheckpointError(f"{path} belongs to another model; use another --output-dir")
         if meta.peer_id != peer_id:
             raise CheckpointError(
-                f"{path} was written by peer {meta.peer_id}, and the identity in use is {peer_id}; "
+                f"{path} was written by peer {meta.peer_id}, but the identity in use is {peer_id}; "
                 "use that peer's identity file or another --output-dir"
             )
         return Checkpoint(path, meta), complaints
@@ -161,7 +161,7 @@ def load_newest(
 
 
 def has_broken(directory: Path) -> bool:
-    """Returns True if checkpoints lie there that were set aside."""
+    """Returns True if the directory has checkpoints that were set aside."""
     return any(directory.glob(f"{_BROKEN}*"))
 
 

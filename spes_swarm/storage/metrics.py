@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, written as things happen."""
+"""`metrics.jsonl`: one JSON object per line, written as events happen."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Metrics:
         self._lock = threading.Lock()
         try:
             self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
-            if _ends_in_half_a_line(path):  # an earlier stay was killed, or its disk was full
+            if _ends_in_half_a_line(path):  # an earlier session was killed, or its disk was full
                 self._file.write("\n")
         except OSError as exc:
             raise UserError(f"{path} cannot be written: {exc.strerror}") from exc
 
     def write(self, event: str, **fields: Any) -> None:
-        """Writes one event. Values that JSON cannot hold (NaN) become null, so that every reader can parse a line.
+        """Writes one event. NaN and inf become null, so that any JSON parser can read the line.
 
         Raises:
             UserError: the disk is full, or fails otherwise.
@@ -52,7 +52,7 @@ class Metrics:
                 raise UserError(f"{self._path} cannot be written: {exc.strerror}") from exc
 
     def close(self) -> None:
-        """Ends the file. Lines that a full disk has refused are given up: whoever wrote them was told."""
+        """Closes the file. Lines that a full disk has refused are lost; `write` has raised for them."""
         with self._lock, suppress(OSError):
             self._file.close()
 

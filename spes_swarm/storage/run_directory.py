@@ -1,4 +1,4 @@
-"""The output directory of a peer: what lies where, and that two runs or two processes never share one."""
+"""A peer's output directory: its paths, and the checks that keep two runs or two processes from sharing it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def lock_identity(path: Path) -> int:
     Raises:
         UserError: another process has locked it.
     """
-    return lock_file(path, f"identity file {path}", "every peer needs one of its own")
+    return lock_file(path, f"identity file {path}", "each peer needs its own")
 
 
 @dataclass(frozen=True)
 class KnownData:
-    """The data of the last stay."""
+    """The data of the last session."""
 
     source: str
-    differs: bool  # from the run's, as the user said
+    differs: bool  # from the run's, as declared by the user
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> Path:
-        """Where the identity file is unless the user names another."""
+        """The identity file, unless the user names another one."""
         return self.path / "identity.key"
 
     @property
@@ -71,7 +71,7 @@ class RunDirectory:
 
     @property
     def partial_reference(self) -> Path:
-        """What a newcomer has fetched so far; gone when the download is complete."""
+        """What a newcomer has fetched so far; removed when the download is complete."""
         return self.path / "reference.partial"
 
     @property
@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / "peers.json"
 
     def known_peers(self) -> list[str]:
-        """Addresses of other peers at the last checkpoint; none when the file is missing or damaged."""
+        """Returns the addresses of other peers at the last checkpoint; none if the file is missing or damaged."""
         try:
             peers = json.loads(self._peers.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -87,7 +87,7 @@ class RunDirectory:
         return [peer for peer in peers if isinstance(peer, str)] if isinstance(peers, list) else []
 
     def remember_peers(self, maddrs: list[str]) -> None:
-        """Keeps addresses for the next start. None at all says nothing new, and replaces nothing.
+        """Stores addresses for the next start; an empty list replaces nothing.
 
         Raises:
             UserError: they cannot be written.
@@ -106,7 +106,7 @@ class RunDirectory:
         return self.path / "port"
 
     def known_port(self) -> int | None:
-        """TCP port of the last stay; None when the file is missing or damaged."""
+        """Returns the TCP port of the last session; None if the file is missing or damaged."""
         try:
             port = int(self._port.read_text(encoding="ascii")[:8])
         except (OSError, ValueError):
@@ -114,7 +114,7 @@ class RunDirectory:
         return port if 0 < port < 65536 else None
 
     def remember_port(self, port: int) -> None:
-        """Keeps the TCP port for the next start, so that addresses that others have kept stay valid.
+        """Stores the TCP port for the next start, so that the addresses that other peers have stored stay valid.
 
         Raises:
             UserError: it cannot be written.
@@ -129,7 +129,7 @@ class RunDirectory:
         return self.path / "data.json"
 
     def known_data(self) -> KnownData | None:
-        """Which data the last stay trained on; None in a fresh directory, and when the file is damaged."""
+        """Returns the data of the last session; None in a fresh directory, and if the file is damaged."""
         try:
             stored = json.loads(self._data.read_text(encoding="utf-8"))
             source, differs = stored["source"], stored["differs"]
@@ -138,7 +138,7 @@ class RunDirectory:
         return KnownData(source, differs) if isinstance(source, str) and isinstance(differs, bool) else None
 
     def remember_data(self, source: str, *, differs: bool) -> None:
-        """Keeps for the next start which data this peer trains on.
+        """Stores the data that this peer trains on, for the next start.
 
         Raises:
             UserError: it cannot be written.
@@ -155,10 +155,10 @@ class RunDirectory:
         return self.path / "manifest.json"
 
     def check(self) -> None:
-        """Refuses a directory that `prepare` would refuse, as far as that can be seen without making it.
+        """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
 
         Raises:
-            UserError: it cannot be made, or another process uses it.
+            UserError: it cannot be created, or another process uses it.
         """
         existing = next(parent for parent in (self.path, *self.path.absolute().parents) if os.path.lexists(parent))
         if not existing.is_dir():
@@ -176,10 +176,10 @@ class RunDirectory:
         return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir")
 
     def prepare(self) -> int:
-        """Makes the directory and locks it for this process; returns the lock's file descriptor.
+        """Creates the directory and locks it for this process; returns the lock's file descriptor.
 
         Raises:
-            UserError: it cannot be made, or another process uses it.
+            UserError: it cannot be created, or another process uses it.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ class RunDirectory:
         return self._take_lock()
 
     def manifest(self) -> Manifest | None:
-        """The manifest of the run that this directory belongs to, None for a fresh directory.
+        """Reads the manifest of the run that this directory belongs to; None for a fresh directory.
 
         Raises:
             CheckpointError: there is one, but it is corrupt.
@@ -201,10 +201,10 @@ class RunDirectory:
             raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
 
     def raw_manifest(self) -> RawManifest | None:
-        """The same, before its model is built.
+        """The same, without building its model.
 
         Raises:
-            CheckpointError: as `manifest`, but for what concerns the model.
+            CheckpointError: as `manifest`, except for errors in the model.
         """
         try:
             if not self._manifest.exists():
@@ -216,7 +216,7 @@ class RunDirectory:
             raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
 
     def require_run(self) -> RawManifest:
-        """The manifest of a directory that must belong to a run, before its model is built.
+        """As `raw_manifest`, for a directory that must belong to a run.
 
         Raises:
             CheckpointError: it belongs to none, or its manifest is corrupt.
@@ -227,10 +227,10 @@ class RunDirectory:
         return manifest
 
     def remember(self, manifest: Manifest) -> None:
-        """Ties the directory to a run.
+        """Stores a manifest, which ties the directory to its run.
 
         Raises:
-            UserError: it could not be written; what was remembered before still is.
+            UserError: the manifest could not be written; an earlier one is intact.
         """
         wire = {key: value.hex() for key, value in manifest.to_wire().items()}
         temporary = self._manifest.with_name(f".manifest.{os.getpid()}")

@@ -1,7 +1,7 @@
-"""Experiment trackers that people have already: TensorBoard, Weights & Biases, Trackio. Each is an optional extra.
+"""Experiment trackers: TensorBoard, Weights & Biases, Trackio. Each is an optional extra.
 
-All of them work without a network: TensorBoard and Trackio write files, and wandb does when nobody is logged in (or as
-its own WANDB_MODE says). Nothing here is needed for training: a tracker that fails is given up, and that is said once.
+All of them work without a network: TensorBoard and Trackio write files, and so does wandb without a login (or as its
+own WANDB_MODE says). Training needs none of them: a tracker that fails is dropped, which is reported once.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ _ROUND_FIGURES: Final = (
 
 
 class Tracker(Protocol):
-    """Takes figures; `step` never goes back."""
+    """Receives metrics; `step` never decreases."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Adds figures of one step."""
+        """Adds the metrics of one step."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is left and closes the tracker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracked:
-    """What a tracker is told of what it tracks."""
+    """What a tracker tracks."""
 
     run_id: str  # groups all peers of a run
     name: str  # of this peer, or of a monitor
-    directory: Path  # for trackers that write files where they are told
+    directory: Path  # for trackers that write files
 
 
 def check_tracker(kind: str) -> None:
-    """Finds out whether a tracker can be used, without importing it.
+    """Checks that a tracker can be used, without importing it.
 
     Raises:
         ConfigError: there is no such tracker.
-        UserError: its package is not installed; the message says how to get it.
+        UserError: its package is not installed; the message says how to install it.
     """
     if kind not in _OPENERS:
         raise ConfigError(f"--log: found {kind!r}, expected one of {', '.join(_OPENERS)}")
@@ -69,16 +69,16 @@ def check_tracker(kind: str) -> None:
 
 
 def open_tracker(kind: str, tracked: Tracked) -> Tracker:
-    """Begins to track.
+    """Starts a tracker.
 
     Raises:
-        ConfigError, UserError: as check_tracker; or the tracker did not start, with what it says.
+        ConfigError, UserError: as `check_tracker`; or the tracker did not start, with its reason.
     """
     check_tracker(kind)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # they greet; standard output belongs to the command
+        with contextlib.redirect_stdout(sys.stderr):  # trackers print banners; stdout belongs to the command
             return _OPENERS[kind](tracked)
-    except Exception as exc:  # each of them has errors of its own
+    except Exception as exc:  # each tracker has its own errors
         reason = " ".join(str(exc).split()) or type(exc).__name__
         raise UserError(f"--log {kind} did not start: {reason}") from exc
 
@@ -102,7 +102,7 @@ class _Wandb:
     def __init__(self, tracked: Tracked) -> None:
         import wandb
 
-        # Asked to log in, a process without a terminal would wait for ever.
+        # A login prompt would block a process without a terminal forever.
         offline = "WANDB_MODE" not in os.environ and not wandb.login(prompt=False)
         tracked.directory.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(console="off", silent=True, disable_git=True, save_code=False)
@@ -153,14 +153,14 @@ TRACKERS: Final = tuple(_OPENERS)
 
 
 class Quiet:
-    """A tracker around another one, whose failures end the tracking and nothing else."""
+    """Wraps a tracker, so that its failures end the tracking and nothing else."""
 
     def __init__(self, tracker: Tracker, complain: Callable[[str], None]) -> None:
         self._tracker: Tracker | None = tracker
         self._complain = complain
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """See Tracker; what is not finite is left out."""
+        """See Tracker; NaN and inf are left out."""
         self._try(lambda tracker: tracker.log(step, {k: v for k, v in figures.items() if math.isfinite(v)}))
 
     def close(self) -> None:
@@ -174,15 +174,15 @@ class Quiet:
             return
         try:
             action(self._tracker)
-        except Exception as exc:  # a full disk, a service that is gone, a bug of theirs
+        except Exception as exc:  # a full disk, a service that is down, a bug in the tracker
             self._tracker = None
-            self._complain(f"the tracker failed and is not used any more: {' '.join(str(exc).split())}")
+            self._complain(f"the tracker failed and is no longer used: {' '.join(str(exc).split())}")
 
 
 class TrackedMetrics(Metrics):
-    """A peer's metrics that also go to a tracker, from the moment it has joined a run.
+    """Metrics that also go to a tracker, once the peer has joined a run.
 
-    The local step is the one axis of all figures: trackers want steps that never go back.
+    The local step is the axis of all of them: trackers require steps that never decrease.
     """
 
     def __init__(self, path: Path, peer_id: str, kind: str, name: str) -> None:
@@ -236,5 +236,5 @@ class TrackedMetrics(Metrics):
 
 
 def open_metrics(path: Path, peer_id: str, kind: str | None, name: str) -> Metrics:
-    """A peer's metrics, with a tracker if it wants one; raises what the constructors raise."""
+    """Opens a peer's metrics, with a tracker unless `kind` is None; raises what the constructors raise."""
     return Metrics(path, peer_id) if kind is None else TrackedMetrics(path, peer_id, kind, name)

@@ -1,4 +1,4 @@
-"""Peers as child processes, networks of their own, and faults, for experiments and tests.
+"""Peers as child processes, private networks, and faults, for experiments and tests.
 
-Nothing of the product imports it. Begin with `local_peer`.
+No other package imports it. Start with `local_peer`.
 """

@@ -1,8 +1,8 @@
-"""Starts local peers from a process that has everything imported already.
+"""Starts local peers from a process that has already imported everything.
 
-Importing torch, transformers and hivemind takes four seconds of a core, and much more where peers share two: it would
-be most of what is measured when a peer joins. A peer that is forked after the imports is otherwise the same, a process
-of its own that runs `spes_swarm.join.main`.
+Importing torch, transformers and hivemind takes four seconds of a core, and much more if peers share two cores: it
+would dominate the measured time of a join. A peer forked after the imports is otherwise the same: a separate process
+that runs `spes_swarm.join.main`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pathlib import Path
 from spes_swarm import join
 from spes_swarm.testing.local_network import enter_namespace
 
-Main = Callable[[list[str]], int]  # a function of a module: the server finds it by its name
+Main = Callable[[list[str]], int]  # a module-level function: the server finds it by its name
 
 _PRELOADED = ["spes_swarm.peer.session", "transformers.models.olmoe.modeling_olmoe"]
 
 
 class ForkedPeer:
-    """A process of the fork server with the interface of subprocess.Popen; see local_peer.PeerProcess."""
+    """A process of the fork server as a local_peer.PeerProcess."""
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
@@ -35,7 +35,7 @@ class ForkedPeer:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal, None while it runs."""
+        """Exit code; negative for a signal, None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
@@ -60,13 +60,13 @@ class ForkedPeer:
 
 
 class ForkServer:
-    """Starts peers; what LocalPeer takes as `launch`.
+    """Starts peers; a `launch` argument of LocalPeer.
 
     Args:
-        namespace: of the network (see local_network.py) in which they live; None for the machine's own.
-        main: what they run with their arguments, for the exit code; may be a `functools.partial`.
-        environment: theirs; None for that of the caller at the moment of the start. What modules read from the
-            environment when they are imported (huggingface_hub reads HF_ENDPOINT) stays as it is in the server.
+        namespace: network namespace of the peers (see local_network.py); None for the machine's own.
+        main: called with their arguments, returns the exit code; may be a `functools.partial`.
+        environment: of the peers; None for the caller's at the time of the start. Variables that modules read at
+            import (huggingface_hub reads HF_ENDPOINT) keep the server's values.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ForkServer:
         self._environment = environment
 
     def __call__(self, arguments: Sequence[str], log: Path) -> ForkedPeer:
-        """Like local_peer.launch_join, without the imports."""
+        """Like local_peer.launch_join, without the time for imports."""
         environment = dict(os.environ if self._environment is None else self._environment)
         process = _context().Process(
             target=_run, args=(self._main, list(arguments), str(log), environment, self._namespace)
@@ -97,7 +97,7 @@ def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str]
         enter_namespace(namespace)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # the server's; this environment may name another
+    tempfile.tempdir = None  # cached by the server; this environment may name another
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,12 +1,12 @@
-"""Hosts on this machine, joined by a switch, whose cables can be cut: for experiments and tests of network failures.
+"""Virtual hosts joined by a switch whose cables can be cut, for experiments and tests of network failures.
 
-Each host is a Linux network namespace with an `eth0`, and a veth pair leads from there to a bridge, which has a
-namespace of its own; nothing of the machine's own network is touched, and no packet leaves the machine. Needs root
-and the commands `ip` and `tc` (iproute2), no packet filter: a cut is a wrong hardware address. Each host is told, for
-good, that the others live at an address that nobody has, so the switch drops what is sent there, as a broken cable
-would. Connections that stood before notice nothing but silence.
+Each host is a Linux network namespace with an `eth0`, one end of a veth pair to a bridge in a separate namespace. The
+machine's own network is not touched, and no packet leaves the machine. This needs root and the commands `ip`, `tc` and
+`bridge` (iproute2), but no packet filter: a cut is a wrong hardware address. Each host gets permanent neighbour entries
+that map the hosts across the cut to an unused address, so the switch drops the packets, as a broken cable would.
+Established connections stay open and see only silence.
 
-A host may be behind a home router: a further namespace that lets connections out, under its own address, and none in.
+A host can be behind a home router: another namespace that lets connections out, under its own address, and none in.
 
                      ┌─ eth0 host 0
     switch: bridge ──┼─ eth0 host 1
@@ -46,18 +46,18 @@ _numbers = itertools.count()
 
 
 class LocalNetworkError(SwarmError):
-    """A network of namespaces cannot be made or changed; the message says why."""
+    """A network of namespaces cannot be created or changed; the message says why."""
 
 
 def unavailable_reason() -> str | None:
-    """Why this machine cannot have local networks (no root, commands missing, not allowed); None if it can."""
+    """Why local networks are unavailable here (no root, missing commands, not permitted); None if available."""
     if _LIBC is None:
         return "network namespaces exist on Linux only"
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
-        return f"commands missing (package iproute2): {', '.join(missing)}"
+        return f"missing commands (install iproute2): {', '.join(missing)}"
     name = f"{_PREFIX}{os.getpid()}-probe"
     try:
         _run("ip", "netns", "add", name)
@@ -71,10 +71,10 @@ def unavailable_reason() -> str | None:
 
 
 def enter_namespace(name: str) -> None:
-    """Moves the calling thread, and what it starts from now on, into a named network namespace.
+    """Moves the calling thread, and all processes that it starts from now on, into a named network namespace.
 
     Raises:
-        OSError: there is none of that name, or this process may not enter it.
+        OSError: there is no such namespace, or this process may not enter it.
     """
     assert _LIBC is not None
     namespace = os.open(_NAMESPACES / name, os.O_RDONLY | os.O_CLOEXEC)
@@ -90,13 +90,13 @@ class LocalNetwork:
     """`num_hosts` hosts in one IPv4 network, numbered from 0; a context manager.
 
     Args:
-        num_hosts: how many, 250 at most.
-        behind_nat: hosts whose address is that of a home router in front of them: it lets connections out and none in.
-        prefix: the first three numbers of their addresses. The default lies in a range that is in public use (and of
-            which nothing is reachable from inside), because libp2p treats private addresses differently.
+        num_hosts: number of hosts, 250 at most.
+        behind_nat: hosts that share the address of a home router in front of them, which lets connections out only.
+        prefix: first three numbers of the addresses. The default is from a public range (none of which is reachable
+            from inside), because libp2p treats private addresses differently.
 
     Raises:
-        LocalNetworkError: it cannot be made here; see `unavailable_reason`.
+        LocalNetworkError: the network cannot be created here; see `unavailable_reason`.
     """
 
     def __init__(self, num_hosts: int, *, behind_nat: Collection[int] = (), prefix: str = "11.77.0") -> None:
@@ -128,12 +128,12 @@ class LocalNetwork:
         name, outside, port = self.namespace(host), self._outside(host), f"port{host}"
         for namespace in {name, outside}:
             _run("ip", "netns", "add", namespace)
-            # An IPv6 address that nobody asked for would be a way around a cut.
+            # An automatic IPv6 address would bypass a cut.
             _set(namespace, "ipv6/conf/all/disable_ipv6", 1)
             self._ip(namespace, "link", "set", "lo", "up")
         self._ip(self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", outside)
         self._ip(self._switch, "link", "set", port, "master", "br0", "up")
-        # The switch knows all its hosts; what is sent to nobody's address is not handed to everybody.
+        # The switch learns all hosts; packets to the unused address are not flooded to all ports.
         _run("bridge", "-n", self._switch, "link", "set", "dev", port, "flood", "off")
         self._set_up(outside, "eth0", self.address(host))
         if outside != name:
@@ -150,7 +150,7 @@ class LocalNetwork:
         self._ip(namespace, "link", "set", device, "up")
 
     def _outside(self, host: int) -> str:
-        """The namespace at the switch: the host's own, or that of its router."""
+        """The namespace connected to the switch: the host's own, or its router's."""
         return self.router(host) if host in self._behind_nat else self.namespace(host)
 
     def router(self, host: int) -> str:
@@ -158,11 +158,11 @@ class LocalNetwork:
         return f"{self.namespace(host)}-router"
 
     def open_router(self, host: int) -> None:
-        """Lets a home router take connections itself, for something on it that forwards them; else it drops them."""
+        """Lets a home router accept connections to itself, for a port forwarder on it; by default it drops them."""
         _accept_incoming(self.router(host))
 
     def __exit__(self, *details: object) -> None:
-        """Removes the namespaces; processes that are still inside find themselves without a network."""
+        """Removes the namespaces; processes still inside lose their network."""
         for host in range(self.num_hosts):
             _delete_namespace(self.namespace(host))
             _delete_namespace(self._outside(host))
@@ -173,16 +173,16 @@ class LocalNetwork:
         return f"{self._name}-{self._checked(host)}"
 
     def address(self, host: int) -> str:
-        """IPv4 address under which others see a host: its own, or that of its router (the host has LAN_HOST)."""
+        """IPv4 address at which others see a host: its own, or its router's (behind which it has LAN_HOST)."""
         return f"{self._prefix}.{self._checked(host) + 1}"
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.num_hosts:
-            raise ValueError(f"host {host} of a network with {self.num_hosts}")
+            raise ValueError(f"host {host} does not exist: the network has hosts 0 to {self.num_hosts - 1}")
         return host
 
     def launch_join(self, host: int) -> Callable[[Sequence[str], Path], PeerProcess]:
-        """What LocalPeer takes as `launch`: runs `python -m spes_swarm.join` on a host. The pid is Python's own."""
+        """A `launch` argument of LocalPeer: runs `python -m spes_swarm.join` on a host, with Python's own pid."""
         name = self.namespace(host)
 
         def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
@@ -199,10 +199,10 @@ class LocalNetwork:
         return launch
 
     def cut(self, hosts_a: Iterable[int], hosts_b: Iterable[int]) -> None:
-        """No packet passes any more between a host of one set and a host of the other, in both directions.
+        """Drops all packets between the hosts of one set and those of the other, in both directions.
 
-        What is sent is lost without an answer; connections that stand are not closed. A host in both sets keeps its
-        own connections to itself. Cuts add up until `heal`.
+        Packets are lost silently; established connections are not closed. A host in both sets keeps its connections to
+        itself. Cuts accumulate until `heal`.
         """
         first, second = set(hosts_a), set(hosts_b)
         pairs = {(a, b) for a in first for b in second if a != b}
@@ -215,19 +215,19 @@ class LocalNetwork:
     def heal(self) -> None:
         """Undoes all cuts."""
         for host in range(self.num_hosts):
-            # `flush` would spare permanent entries unless asked for; what is forgotten too much is asked for anew.
+            # By default `flush` keeps permanent entries. Dropping too many is harmless: the kernel resolves them again.
             self._ip(self._outside(host), "neighbour", "flush", "nud", "permanent", "dev", "eth0")
 
     def limit(self, host: int, mbit_per_s: float | None) -> None:
-        """Limits what a host sends, and what it receives, to so many Mbit/s each; None lifts the limit."""
+        """Limits a host's upload and download to this many Mbit/s each; None lifts the limit."""
         ends = ((self._outside(host), "eth0"), (self._switch, f"port{host}"))
         for namespace, device in ends:
-            with suppress(LocalNetworkError):  # there was none
+            with suppress(LocalNetworkError):  # no limit was set
                 _run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
             if mbit_per_s is None:
                 continue
             rate_bits = max(int(mbit_per_s * 1e6), 8000)
-            # The bucket must hold what flows in a timer tick (10 ms at worst), and one packet of the veth's offload.
+            # The bucket must hold the bytes of a timer tick (10 ms at worst), and one packet of the veth's offload.
             burst_bytes = max(rate_bits // 8 // 100, 65536 + 1024)
             _run(
                 "tc", "-n", namespace, "qdisc", "replace", "dev", device, "root",
@@ -239,10 +239,10 @@ class LocalNetwork:
 
 
 def _run(*command: str) -> str:
-    """Runs a command and returns what it prints.
+    """Runs a command and returns its output.
 
     Raises:
-        LocalNetworkError: it failed; the message has its last words.
+        LocalNetworkError: it failed; the message has its error output.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S, check=False)
@@ -254,26 +254,26 @@ def _run(*command: str) -> str:
 
 
 def _set(namespace: str, setting: str, value: int) -> None:
-    """Sets one of /proc/sys/net inside a namespace."""
+    """Sets a value of /proc/sys/net inside a namespace."""
     _run("ip", "netns", "exec", namespace, "sh", "-c", f"echo {value} > /proc/sys/net/{setting}")
 
 
-# Packet filter rules, spoken directly to nf_tables over netlink because the command `nft` is rarely installed. The
-# numbers are those of linux/netfilter/nf_tables.h.
+# Packet filter rules, sent to nf_tables over netlink because the command `nft` is rarely installed. The numbers are
+# those of linux/netfilter/nf_tables.h.
 
 _NEW_TABLE, _DELETE_TABLE, _NEW_CHAIN, _NEW_RULE = 0, 2, 3, 6
 _Attribute = tuple[int, "bytes | str | list[_Attribute]"]
 
 
 def _masquerade(namespace: str) -> None:
-    """Gives what a namespace forwards the forwarder's own address."""
+    """Makes a namespace replace the source address of forwarded packets with its own."""
     chain = _chain("nat", "nat", hook=4, priority=100)  # source NAT, after routing
     rule: list[_Attribute] = [(1, "nat"), (2, "chain"), (4, [(1, [(1, "masq"), (2, [])])])]
     _filter(namespace, [(_NEW_TABLE, [(1, "nat")]), (_NEW_CHAIN, chain), (_NEW_RULE, rule)])
 
 
 def _drop_incoming(namespace: str) -> None:
-    """Drops all that is addressed to a namespace itself, without an answer."""
+    """Makes a namespace drop all packets addressed to itself, without an answer."""
     chain = _chain("firewall", "filter", hook=1, priority=0)  # local in
     _filter(namespace, [(_NEW_TABLE, [(1, "firewall")]), (_NEW_CHAIN, [*chain, (5, bytes(4))])])  # policy: drop
 
@@ -289,10 +289,10 @@ def _chain(table: str, kind: str, hook: int, priority: int) -> list[_Attribute]:
 
 
 def _filter(namespace: str, steps: Sequence[tuple[int, list[_Attribute]]]) -> None:
-    """Changes the rules of a namespace, in a thread that enters it and ends there.
+    """Changes the rules of a namespace, in a temporary thread that enters it.
 
     Raises:
-        LocalNetworkError: the kernel refuses.
+        LocalNetworkError: the kernel refuses the change.
     """
     errors: list[BaseException] = []
 
@@ -346,7 +346,7 @@ def _send_to_nf_tables(steps: Sequence[tuple[int, list[_Attribute]]]) -> None:
 
 def _delete_namespace(name: str) -> None:
     if (_NAMESPACES / name).exists():
-        with suppress(LocalNetworkError):  # another process was faster
+        with suppress(LocalNetworkError):  # another process has just deleted it
             _run("ip", "netns", "delete", name)
 
 

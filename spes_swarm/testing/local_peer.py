@@ -1,6 +1,6 @@
-"""Peers on this machine as processes of their own: for the demo, experiments and tests.
+"""Peers on this machine as child processes, for the demo, experiments and tests.
 
-A peer is watched through its metrics and ended by pid. Every wait is for an event and has a deadline.
+A peer is observed through its metrics and stopped by pid. Every wait is for an event and has a deadline.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import psutil
 from spes_swarm.base.errors import SwarmError
 
 _POLL_S = 0.05
-PATIENCE_S = 600.0  # for what will come, however busy the machine; nothing is measured with it
+PATIENCE_S = 600.0  # for events that will come, however busy the machine; no measurement depends on it
 Event = dict[str, Any]
 
 
 class PeerProcess(Protocol):
-    """What is needed of a started process; subprocess.Popen is one."""
+    """The interface of a started process; subprocess.Popen has it."""
 
     @property
     def pid(self) -> int:
@@ -33,19 +33,19 @@ class PeerProcess(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, negative for a signal, None while it runs."""
+        """Its exit code; negative for a signal, None while it runs."""
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Its exit code; None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; raises subprocess.TimeoutExpired."""
+        """Waits until it ends and returns the exit code; raises subprocess.TimeoutExpired."""
 
     def send_signal(self, sig: int) -> None:
-        """Signals it alone."""
+        """Sends a signal to this process only."""
 
     def kill(self) -> None:
-        """SIGKILL to it alone."""
+        """Sends SIGKILL to this process only."""
 
 
 def launch_join(arguments: Sequence[str], log: Path) -> PeerProcess:
@@ -61,11 +61,11 @@ def launch_join(arguments: Sequence[str], log: Path) -> PeerProcess:
 
 
 class LocalPeerError(SwarmError):
-    """A local peer did not do what was waited for; the message has the end of its output."""
+    """A local peer did not do what it was expected to; the message ends with its last output."""
 
 
 class LocalPeer:
-    """One `python -m spes_swarm.join` with everything that it starts."""
+    """One `python -m spes_swarm.join` with all processes that it starts."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LocalPeer:
         self.arguments = [str(argument) for argument in arguments]
         output_dir.mkdir(parents=True, exist_ok=True)
         self.log = output_dir / "console.log"
-        # A directory may have been used by an earlier process: only what this one writes counts.
+        # An earlier process may have used the directory: only what this one writes counts.
         self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._metrics_read = self._metrics_start
@@ -88,22 +88,22 @@ class LocalPeer:
         return self.output_dir / "metrics.jsonl"
 
     def _written_since(self, position: int) -> bytes:
-        """The whole lines of its metrics from a position on; an empty one ends what an earlier process left."""
+        """The complete lines of its metrics from a position on; an empty line ends the output of an earlier process."""
         if not self._metrics_path.exists():
             return b""
         with self._metrics_path.open("rb") as file:
             file.seek(position)
-            # In one piece: read line by line, a line that is being written would come as two.
+            # In one read: line by line, a line that is still being written would be read as two.
             written = file.read()
         return written[: written.rfind(b"\n") + 1]
 
     def events(self, kind: str | None = None) -> list[Event]:
-        """What this process has written to its metrics so far."""
+        """Events that this process has written to its metrics so far, all or of one kind."""
         events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines() if line]
         return events if kind is None else [event for event in events if event["event"] == kind]
 
     def new_events(self) -> list[Event]:
-        """What this process has written to its metrics since the last call: for those who follow it for hours."""
+        """Events that this process has written since the last call; cheap enough to follow it for hours."""
         written = self._written_since(self._metrics_read)
         self._metrics_read += len(written)
         return [json.loads(line) for line in written.splitlines() if line]
@@ -118,7 +118,7 @@ class LocalPeer:
         """Waits for an event that satisfies `condition`.
 
         Raises:
-            LocalPeerError: there was none before the deadline, or before the peer ended.
+            LocalPeerError: there is none before the deadline, or before the peer ends.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -131,7 +131,7 @@ class LocalPeer:
                 for event in self.events(kind):  # it may have been written just before the end
                     if condition(event):
                         return event
-                raise LocalPeerError(f"no such {kind!r} event: {why}\n{self.tail()}")
+                raise LocalPeerError(f"no matching {kind!r} event: {why}\n{self.tail()}")
             time.sleep(_POLL_S)
 
     def wait_for_round(self, number: int, timeout_s: float = PATIENCE_S) -> Event:
@@ -139,22 +139,22 @@ class LocalPeer:
         return self.wait_for("round", lambda event: event["round"] >= number, timeout_s)
 
     def text(self) -> str:
-        """What this process has printed so far."""
+        """The output of this process so far."""
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
 
     def tail(self) -> str:
-        """The end of what it printed, and its faults."""
+        """The end of its output, and its last faults."""
         text = self.text()
         faults = self.events("fault")[-10:]
         return f"--- {self.output_dir.name}:\n{text[-3000:]}\nfaults: {faults}"
 
     def address(self, timeout_s: float = PATIENCE_S, host: str = "127.0.0.1") -> str:
-        """An address that peers on this machine can use; `host` is that of a peer in a namespace (local_network.py).
+        """An address of this peer for others on the machine; `host` is its IP address if it is in a namespace.
 
         Raises:
-            LocalPeerError: it did not say that it listens there.
+            LocalPeerError: it has not announced an address on that host.
         """
         listening = self.wait_for("listening", timeout_s=timeout_s)
         for maddr in listening["maddrs"]:
@@ -166,13 +166,13 @@ class LocalPeer:
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Ends it, and all that it started, at once."""
+        """Kills it and all processes that it has started."""
         self.signal_tree(signal.SIGKILL)
         if self.process.poll() is None:
             self.process.wait(PATIENCE_S)
 
     def tree(self) -> list[psutil.Process]:
-        """The main process and all that it has started; nothing once it has ended, when its pid may be another's."""
+        """The main process and all that it has started; empty once it has ended, as its pid may be reused."""
         if self.process.poll() is not None:
             return []
         try:
@@ -190,19 +190,19 @@ class LocalPeer:
                 continue
 
     def kill(self) -> list[psutil.Process]:
-        """SIGKILL to the main process only, as the kernel's OOM killer does; returns what was its tree."""
+        """Sends SIGKILL to the main process only, as the kernel's OOM killer does; returns its former tree."""
         tree = self.tree()
         self.process.kill()
         self.process.wait(PATIENCE_S)
         return tree
 
     def terminate(self, timeout_s: float = PATIENCE_S) -> int:
-        """SIGTERM; returns the exit code."""
+        """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
-        """Waits for it to end by itself; returns the exit code."""
+        """Waits until it ends by itself; returns the exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""A swarm in virtual time: who trains which expert while peers come, go and die.
+"""A swarm in virtual time: which peers train which experts while peers join, leave and die.
 
-Nothing is trained and nothing is sent, but what decides is the code of the peers: joiners choose with
-`ownership.choose_experts`, each round's group of statements goes through `plan.make_plan` and `leases.reassign_group`.
-A round takes no virtual time: whoever is there when it is due is in its group, whoever has died before is not.
+Nothing is trained and nothing is sent, but all decisions are made by the code of real peers: joiners choose with
+`assignment.choose_experts`, and each round's group of statements goes through `plan.make_plan` and
+`leases.reassign_group`. A round takes no virtual time: its group has the peers that run when it is due.
 
-Sessions last as Stutzbach and Rejaie measured it in BitTorrent swarms ("Understanding Churn in Peer-to-Peer Networks",
-IMC 2006): a Weibull distribution with a shape of 0.34 to 0.59, far from exponential. Most sessions are short, but most
-peers that are there at a moment are in long ones. Newcomers arrive as a Poisson process.
+Session lengths follow the measurements of Stutzbach and Rejaie in BitTorrent swarms ("Understanding Churn in
+Peer-to-Peer Networks", IMC 2006): a Weibull distribution with a shape of 0.34 to 0.59, far from exponential. Most
+sessions are short, but at any time most peers are in long ones. Newcomers arrive as a Poisson process.
 
 Shapes: M members of a group.
 """
@@ -35,7 +35,7 @@ from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 
 Float64Array = npt.NDArray[np.float64]
 
-# Swarms do not disagree on bases here, so blocks of one element show who contributes to what, in one part each.
+# Simulated peers agree on all bases, so blocks of one element (one part each) suffice to show who contributes to what.
 _ELEMENTS = 1
 _STEPS_PER_S = 1.0  # of a peer of speed 1
 _TOKENS_PER_STEP = 1024
@@ -43,7 +43,7 @@ _TOKENS_PER_STEP = 1024
 
 @dataclass(frozen=True, slots=True)
 class Weibull:
-    """A distribution of durations by its median; smaller shapes have heavier tails, 1 is exponential."""
+    """A distribution of durations, given by its median; smaller shapes have heavier tails, 1 is exponential."""
 
     median_s: float
     shape: float = 0.5
@@ -54,42 +54,42 @@ class Weibull:
 
     @property
     def mean_s(self) -> float:
-        """Expectation."""
+        """The mean."""
         return self._scale_s * math.gamma(1 + 1 / self.shape)
 
     def draw(self, rng: random.Random) -> float:
-        """A duration."""
+        """Draws a duration."""
         return rng.weibullvariate(self._scale_s, self.shape)
 
     def remaining(self, rng: random.Random) -> float:
-        """What is left of one that is under way at a random moment: long ones are met more often."""
+        """Draws what is left of a duration in progress at a random time: long ones are met more often."""
         whole_s = self._scale_s * float(rng.gammavariate(1 + 1 / self.shape, 1) ** (1 / self.shape))
         return rng.random() * whole_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A swarm and its world."""
+    """A swarm and its environment."""
 
     num_peers: int  # on average
     num_experts: int
     duration_s: float
     seed: int = 0
     rules: Rules = field(default_factory=Rules)
-    session: Weibull | None = field(default_factory=lambda: Weibull(1800.0))  # None: nobody ever goes
-    sudden: float = 0.5  # share of departures without a word: crashes, power cuts, kills
+    session: Weibull | None = field(default_factory=lambda: Weibull(1800.0))  # None: no peer ever leaves
+    sudden: float = 0.5  # share of departures without notice: crashes, power cuts, kills
     restart: float = 0.2  # share of departures after which the peer is back within two minutes
-    comeback: float = 0.3  # share of those after which it is back much later; the others never come back
+    comeback: float = 0.3  # share of departures after which it is back much later; else it never returns
     absence: Weibull = field(default_factory=lambda: Weibull(4 * 3600.0))  # of those that are back later
     lease_s: float = 120.0
     round_s: float = 60.0
-    follows_speed: bool = False  # rounds are due when the live peers have done enough steps together
-    rooms: tuple[tuple[int, float], ...] = ((1, 0.5), (4, 0.35), (8, 0.15))  # experts that peers hold, with shares
-    fixed: float = 0.0  # share of peers whose user has named the experts
+    follows_speed: bool = False  # rounds are due once the live peers together have done enough steps
+    rooms: tuple[tuple[int, float], ...] = ((1, 0.5), (4, 0.35), (8, 0.15))  # (experts held, share of peers)
+    fixed: float = 0.0  # share of peers with experts named by the user
     clients: float = 0.1  # share of peers that others cannot reach
     outage: float = 0.0  # share of the peers that die together at half time
-    stale: float = 0.05  # share of members that see the leases of a round ago
-    start_s: float = 20.0  # from the command to the first download
+    stale: float = 0.05  # share of members that see the leases of the previous round
+    start_s: float = 20.0  # from the command to the start of the download
     reference_bytes: float = 300e6  # what a joiner downloads
 
 
@@ -101,7 +101,7 @@ class _Peer:
     upload_mbps: float
     reachable: bool
     fixed: bool
-    visit: int = 0  # counts its comings and goings
+    visit: int = 0  # counts arrivals and departures
     ready: bool = False  # has the reference and trains
     leaving: bool = False
     held: tuple[int, ...] = ()
@@ -122,7 +122,7 @@ def traffic(plan: Plan, bytes_per_value: float) -> tuple[Float64Array, Float64Ar
             pushed_M[contribution.member] = width[contribution.form]
         for member in range(plan.num_members):
             wanted_M[member] = width[block.result_form(member)] * block.receives(member)
-        # What a member reduces itself it sends to nobody.
+        # A member sends nothing to itself.
         sent_M += pushed_M * (own_M.sum() - own_M) + own_M * (wanted_M.sum() - wanted_M)
         received_M += wanted_M * (own_M.sum() - own_M) + own_M * (pushed_M.sum() - pushed_M)
     return sent_M, received_M
@@ -137,32 +137,32 @@ class _Orphan:
     lease_ends: float
     adopted: bool = False
     waited: int = 0  # commits from the end of the lease to the adoption
-    had_room: bool = True  # at all those commits the swarm had room for every expert
+    had_room: bool = True  # the swarm had room for all experts at each of those commits
 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """How an expert whose last holder died came to be trained again."""
+    """How an expert whose last holder died was trained again."""
 
     seconds: float  # from the death to the commit with new work on it
-    rounds: int  # commits from the death to that one; 1: no round went without it
+    rounds: int  # commits from the death to that one; 1: no round was missed
     waited: int  # commits from the end of the lease to the adoption; 0: a joiner took it, or the holder was back
-    had_room: bool  # meanwhile the swarm had room for all experts
+    had_room: bool  # the swarm had room for all experts meanwhile
 
 
 @dataclass(slots=True)
 class Report:
-    """What happened."""
+    """The results of a simulation."""
 
     rounds: int = 0
-    empty_rounds: int = 0  # nobody was there
+    empty_rounds: int = 0  # without any member
     peers: list[int] = field(default_factory=list)  # members of each round
-    room: list[int] = field(default_factory=list)  # of all of them together
+    room: list[int] = field(default_factory=list)  # in total, in each round
     expected: int = 0  # expert-rounds
-    possible: int = 0  # of those, as many as the members had room for
+    possible: int = 0  # of those, how many the members had room for
     trained: int = 0  # of those, how many had a contribution
     untrained: Counter[str] = field(default_factory=Counter)  # the others, by reason
-    ages: Counter[int] = field(default_factory=Counter)  # rounds since the last training, at all commits
+    ages: Counter[int] = field(default_factory=Counter)  # rounds since the last training of an expert, over all commits
     takeovers: list[Takeover] = field(default_factory=list)
     gained: Counter[str] = field(default_factory=Counter)  # experts that members adopted at commits, by reason
     with_moments: int = 0  # of those, how many came from a member that gave them up
@@ -181,7 +181,7 @@ class Simulation:
 
     Args:
         scenario: what to simulate.
-        on_round: shown the group of every round.
+        on_round: called with the group of every round.
     """
 
     def __init__(self, scenario: Scenario, on_round: Callable[[Group], None] = lambda group: None) -> None:
@@ -191,7 +191,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
-        self._peers: dict[str, _Peer] = {}  # that are there
+        self._peers: dict[str, _Peer] = {}  # present
         self._holders: defaultdict[int, set[str]] = defaultdict(set)  # of them, those that train each expert
         self._leases: dict[str, tuple[int, ...]] = {}
         self._lease_ends: dict[str, float] = {}  # of peers that have died
@@ -206,7 +206,7 @@ class Simulation:
         self._report = Report()
 
     def run(self) -> Report:
-        """Lets the time pass."""
+        """Runs the scenario and returns its results."""
         scenario = self._scenario
         for _ in range(scenario.num_peers):
             peer = self._new_peer()
@@ -227,7 +227,7 @@ class Simulation:
     def _after(self, delay_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self._now + delay_s, next(self._order), event))
 
-    # Coming and going.
+    # Churn.
 
     def _new_peer(self) -> _Peer:
         rng = self._rng
@@ -236,7 +236,7 @@ class Simulation:
         return _Peer(
             name=f"Qm{rng.getrandbits(128):032x}",  # ids are hashes of keys
             room=room,
-            speed=math.sqrt(room) * rng.lognormvariate(0, 0.5),  # who has more memory tends to be faster
+            speed=math.sqrt(room) * rng.lognormvariate(0, 0.5),  # peers with more memory tend to be faster
             upload_mbps=min(max(rng.lognormvariate(math.log(40), 1), 5), 1000),
             reachable=rng.random() >= self._scenario.clients,
             fixed=rng.random() < self._scenario.fixed,
@@ -251,13 +251,13 @@ class Simulation:
             self._after(self._rng.expovariate(per_s), come)
 
     def _arrive(self, peer: _Peer, after_s: float) -> None:
-        """A peer is started, downloads the reference and begins."""
+        """Starts a peer after a delay; it downloads the reference and begins to train."""
 
         def come() -> None:
             assert self._scenario.session is not None
             self._report.joins += 1
             self._come(peer, self._scenario.session.draw(self._rng))
-            # Many donors serve a joiner, so its own line is the limit; most lines are faster downwards.
+            # Many donors serve a joiner, so its own line is the limit; most lines have a faster downlink.
             download_s = self._scenario.reference_bytes * 8 / (4e6 * peer.upload_mbps)
             self._while_there(peer, self._scenario.start_s + download_s, self._begin)
 
@@ -270,15 +270,15 @@ class Simulation:
             self._while_there(peer, stay_s, self._depart)
 
     def _while_there(self, peer: _Peer, after_s: float, event: Callable[[_Peer], None]) -> None:
-        """Lets something happen to a peer, unless it has gone by then."""
+        """Schedules an event of a peer, dropped if the peer has gone by then."""
         visit = peer.visit
         self._after(after_s, lambda: event(peer) if peer.visit == visit else None)
 
     def _begin(self, peer: _Peer) -> None:
-        """Takes experts and trains them from now on."""
+        """Makes a peer choose experts and train them from now on."""
         scenario = self._scenario
         self._expire()
-        if peer.name in self._lease_ends:  # it is back within its lease
+        if peer.name in self._lease_ends:  # it is back before its lease expires
             del self._lease_ends[peer.name]
         elif not (peer.fixed and peer.held):
             peer.held = choose_experts(self._leases, peer.name, scenario.num_experts, peer.room, scenario.rules)
@@ -305,7 +305,7 @@ class Simulation:
             peer.leaving = True  # its last round is the next one
 
     def _die(self, peer: _Peer) -> None:
-        # A lease is renewed whenever a third of it has passed.
+        # A lease is renewed after each third of its lifetime.
         renewals = (self._now - peer.leased_at) // (self._scenario.lease_s / 3)
         self._lease_ends[peer.name] = peer.leased_at + (renewals / 3 + 1) * self._scenario.lease_s
         self._go(peer)
@@ -364,7 +364,7 @@ class Simulation:
         self._after(scenario.round_s / faster, self._hold_round)
 
     def _form_group(self, members: Mapping[str, _Peer]) -> Group:
-        """The members' statements, without signatures."""
+        """Builds the group of the members' statements, without signatures."""
         number = self._report.rounds + 1
         seen = bitmap({e for experts in self._leases.values() for e in experts}, self._scenario.num_experts)
         seen_before, self._seen_before = self._seen_before or seen, seen
@@ -436,7 +436,7 @@ class Simulation:
                 orphan.had_room = orphan.had_room and self._report.room[-1] >= self._scenario.num_experts
 
     def _apply(self, members: Mapping[str, _Peer], outcome: Mapping[str, tuple[int, ...]]) -> None:
-        """What the members hold from now on; who leaves goes."""
+        """Applies what the members hold from now on, and removes the leaving ones."""
         held_before = {e for peer in members.values() if not peer.leaving for e in peer.held}
         given_up = {e for name, peer in members.items() for e in set(peer.held) - set(outcome.get(name, ()))}
         for name, peer in members.items():

@@ -1,4 +1,4 @@
-"""The smallest run that exercises everything, for scripts and tests that start real peers."""
+"""The smallest run that exercises all features, for scripts and tests that start real peers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def tiny_run(
     """The `run:` section of a configuration file: two layers of eight experts on bytes, in sequences of 64.
 
     Args:
-        name: of the run.
-        hidden_size: how wide the model is; sets the bytes of an exchange together with the next.
-        intermediate_size: how wide an expert is.
-        training: that section, but for the lengths of sequences and batches.
-        round: that section; its deadlines decide how long the others wait for a peer that has stopped.
-        merge: that section.
-        experts_per_peer: that key.
-        evaluation: that section.
+        name: name of the run.
+        hidden_size: width of the model; with `intermediate_size` it sets the bytes of an exchange.
+        intermediate_size: width of an expert.
+        training: the `training` section, except sequence length and batch size.
+        round: the `round` section; its deadlines decide how long the others wait for a peer that has stopped.
+        merge: the `merge` section.
+        experts_per_peer: the key of that name.
+        evaluation: the `evaluation` section.
 
     Returns:
-        A new dict with every call.
+        A new dict on every call.
     """
     return {
         "name": name,

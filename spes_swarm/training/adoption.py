@@ -1,4 +1,4 @@
-"""The optimiser's side of giving up and taking over experts: their rows of the AdamW state, and the adopter's warm-up.
+"""The optimiser state of experts that change hands: their rows of the AdamW state, and the warm-up after adoption.
 
 Shapes: N elements of one expert's block; stacks of held experts have the held experts as their first dimension.
 """
@@ -19,7 +19,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Parameter, int]]:
-    """For each tensor of a held expert: its place in the block, its stack, and its row there."""
+    """Yields, for each tensor of a held expert, its slot in the block, its stacked parameter, and its row there."""
     parameters = dict(model.trainable_parameters())
     row = model.held.index(expert)
     for slot in model.layout.expert_block(expert).slots:
@@ -48,10 +48,10 @@ def read_moments(optimiser: torch.optim.AdamW, model: SparseModel, expert: int, 
 def write_moments(
     optimiser: torch.optim.AdamW, model: SparseModel, expert: int, moments_2N: FloatArray, step: int
 ) -> None:
-    """Gives a held expert these moments.
+    """Sets the moments of a held expert.
 
-    AdamW counts steps for a whole stack. The count becomes at least `step`: with a smaller one the bias correction
-    would blow the moments up. An optimiser that has done no step yet starts with zeros for the other rows.
+    AdamW has one step count per stack. It becomes at least `step`: with a smaller one, bias correction would inflate
+    the moments. If the optimiser has not taken a step yet, the other rows start at zero.
     """
     block = model.layout.expert_block(expert)
     for slot, parameter, row in _rows(model, expert):
@@ -68,9 +68,9 @@ def write_moments(
 
 
 class WarmUp:
-    """Lets experts that were adopted without moments start with small steps.
+    """Shortens the first steps of experts that were adopted without moments.
 
-    AdamW has one step size for a whole stack, so the step is taken and then shortened, for those rows only.
+    AdamW has one step size per stack, so the full step is taken and then scaled down, for those rows only.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -78,18 +78,18 @@ class WarmUp:
         self._done: dict[int, int] = {}
 
     def start(self, experts: Collection[int]) -> None:
-        """Begins with these experts."""
+        """Starts the warm-up of these experts."""
         if self._num_steps:
             self._done.update(dict.fromkeys(experts, 0))
 
     def stop(self, experts: Collection[int]) -> None:
-        """These experts take full steps from now on, or are not held any more."""
+        """Ends the warm-up of these experts: they take full steps from now on, or are no longer held."""
         for expert in experts:
             self._done.pop(expert, None)
 
     @torch.no_grad()
     def step(self, model: SparseModel, take: Callable[[], object]) -> None:
-        """Takes an optimiser step, of which adopted experts keep a share that grows linearly to all of it."""
+        """Takes an optimiser step, of which experts in warm-up keep a fraction that grows linearly to 1."""
         before: list[tuple[Tensor, Tensor, float]] = []
         for expert, done in self._done.items():
             for _, parameter, row in _rows(model, expert):

@@ -1,20 +1,20 @@
-"""What a peer does when its loss is not a number any more: it leaves the step out, then begins again, then gives up.
+"""Handles a NaN or infinite loss: the peer skips the step, then restarts from the reference, then gives up.
 
-A single overflow is passed over, as mixed-precision trainers do. If it goes on, the live weights are beyond repair, and
-the swarm's reference, which never takes a value that is not finite, is the place to begin again. A peer that gets no
-further that way has settings that cannot work, and says so instead of burning power for months.
+A single overflow is skipped, as in mixed-precision training. If it persists, the live weights are beyond repair, and
+the peer restarts from the swarm's reference, which never contains a NaN or inf. If restarts do not help, the settings
+cannot work, and the peer reports that instead of wasting power for months.
 """
 
 from __future__ import annotations
 
 from spes_swarm.base.errors import DivergenceError
 
-_STEPS = 5  # in a row without a finite loss, after which the live weights are given up
-_RESTARTS = 3  # without a round between them that needed none
+_STEPS = 5  # consecutive steps with a NaN or infinite loss or gradient, after which the live weights are given up
+_RESTARTS = 3  # restarts without a restart-free round between them
 
 
 class DivergenceGuard:
-    """Counts steps whose loss or gradients are not finite."""
+    """Counts steps whose loss or gradients are NaN or infinite, and restarts."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -22,14 +22,14 @@ class DivergenceGuard:
         self._restarted = False  # since the last commit
 
     def stepped(self) -> None:
-        """Notes a step that went well."""
+        """Records a step with finite loss and gradients."""
         self._steps = 0
 
     def record_bad_step(self) -> bool:
-        """Notes a step that did not; whether the peer should begin again from the reference.
+        """Records a step with a NaN or infinite loss or gradient. Returns True if the peer should restart.
 
         Raises:
-            DivergenceError: it has done so several times, and no round went well between them.
+            DivergenceError: the peer has restarted several times, without a restart-free round in between.
         """
         self._steps += 1
         if self._steps < _STEPS:
@@ -38,7 +38,7 @@ class DivergenceGuard:
         return True
 
     def restart(self) -> None:
-        """Notes that the live weights cannot be used.
+        """Records a restart from the reference, because the live weights are unusable.
 
         Raises:
             DivergenceError: as `record_bad_step`.
@@ -48,13 +48,13 @@ class DivergenceGuard:
         self._restarted = True
         if self._restarts > _RESTARTS:
             raise DivergenceError(
-                f"training diverges: the loss was no finite number again after {_RESTARTS} new beginnings from the "
-                "swarm's reference. If this is your run, found it again with a lower training.learning_rate; if "
-                "the others train well, check this machine's memory and GPU. The last checkpoint was left as it was"
+                f"training diverges: the loss is NaN or infinite again after {_RESTARTS} restarts from the swarm's "
+                "reference. If this is your run, start a new one with a lower training.learning_rate; if the other "
+                "peers train well, check this machine's memory and GPU. The last checkpoint is unchanged"
             )
 
     def committed(self) -> None:
-        """Notes a commit; a whole round without a new beginning shows that the peer gets somewhere."""
+        """Records a commit; a round without a restart resets the count of restarts."""
         if not self._restarted:
             self._restarts = 0
         self._restarted = False

@@ -1,4 +1,4 @@
-"""The trainer's side of handing moments over: puts them into shared memory for the network process, or takes them."""
+"""The trainer's side of a handover: exchanges AdamW moments with the network process through shared memory."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COMMAND_TIMEOUT_S = 30.0
 
 
 class Handover:
-    """Gives the moments of experts to those who take them over, and takes those of adopted ones.
+    """Gives the moments of experts to the peers that adopt them, and receives those of adopted experts.
 
     Attributes:
-        warm_up: of the experts that were adopted and have no moments yet.
+        warm_up: warm-up of adopted experts that have no moments yet.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Handover:
         self._model = model
         self._optimiser = optimiser
         self._metrics = metrics
-        self._pending: Future[dict[int, Received]] | None = None  # moments on their way
+        self._pending: Future[dict[int, Received]] | None = None  # moments being fetched
         self._arriving: dict[int, FloatArray] = {}
         self.warm_up = WarmUp(warmup_steps)
 
     def give(self, round_number: int, experts: Sequence[int]) -> dict[int, str]:
-        """Offers the moments of experts that are held until now; returns their digests."""
+        """Offers the moments of experts that are about to be given up; returns their digests."""
         if not experts:
             return {}
         memory = SharedVector.create(num_moments(experts, self._model.layout))
@@ -65,8 +65,8 @@ class Handover:
         return digests
 
     def ask(self, round_number: int, sources: Mapping[int, tuple[str, ...]]) -> None:
-        """Asks the peers that give experts up for their moments; training goes on meanwhile, from fresh ones."""
-        self._pending = None  # what was still on its way came too late
+        """Requests moments from the peers that give experts up; training continues meanwhile with fresh ones."""
+        self._pending = None  # an unfinished fetch is too late
         if not sources:
             return
         memory = SharedVector.create(num_moments(tuple(sources), self._model.layout))
@@ -78,7 +78,7 @@ class Handover:
         self._arriving = slices(memory.values_N, tuple(sources), self._model.layout)
 
     def take(self, round_number: int) -> None:
-        """Goes on with the moments that have arrived, if any have."""
+        """Installs the fetched moments once they have arrived."""
         if self._pending is None or not self._pending.done():
             return
         pending, self._pending = self._pending, None

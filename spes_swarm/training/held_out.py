@@ -1,8 +1,8 @@
-"""The loss on held-out text: when it is measured, on which sequences, and how far it can be trusted.
+"""The loss on held-out text: when it is measured, on which sequences, and how precise it is.
 
-All peers with the same data measure the same sequences (sampler.evaluation_batches), a sample spread over the whole
-held-out split. Its standard error tells how far the loss on the whole split may be from that on the sample; it says
-nothing of text of another kind.
+All peers with the same data measure the same sequences (`Sampler.evaluation_batches`), a sample spread over the whole
+held-out split. The standard error estimates how far the loss on the whole split may be from that on the sample; it does
+not cover text of another kind.
 
 Shapes: B sequences, S tokens.
 """
@@ -23,16 +23,16 @@ from spes_swarm.model.losses import cross_entropy_of_sequences
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """A measured loss, in nats a token."""
+    """A measured loss, in nats per token."""
 
     mean: float  # over the sequences; all have the same length
-    stderr: float | None  # standard error of the mean; None: a single sequence has none
+    stderr: float | None  # standard error of the mean; None for a single sequence
 
 
 def held_out_loss(losses: Sequence[float]) -> HeldOutLoss:
-    """The mean of the losses of sequences, and its standard error, as if they were drawn independently.
+    """Returns the mean loss over sequences, and its standard error as if they were drawn independently.
 
-    They are drawn from equal parts of the split, which can only make the true error smaller.
+    One sequence is drawn from each of several equal parts of the split, which can only make the true error smaller.
     """
     mean = math.fsum(losses) / len(losses)
     if len(losses) < 2:
@@ -45,10 +45,10 @@ class HeldOutText:
     """Measures a model on the run's held-out sequences.
 
     Args:
-        batches: int64, each (B, S); none: nothing is ever measured.
+        batches: int64, each (B, S); if empty, nothing is measured.
         every_rounds: rounds between measurements; 0: never.
-        device: where the model is.
-        autocast: precision in which the model is trained.
+        device: device of the model.
+        autocast: context of the precision in which the model is trained.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class HeldOutText:
         self._autocast = autocast
 
     def due(self, round_number: int, *, first: bool, last: bool) -> bool:
-        """Returns True if the model is measured after a commit.
+        """Returns True if the model is to be measured after this commit.
 
         Args:
-            round_number: of the commit; all peers measure the same rounds.
-            first: it is the first commit of this peer's stay, whose loss the later ones are compared with.
-            last: it is known to be the last, whose loss the run is remembered for.
+            round_number: round of the commit; all peers measure after the same rounds.
+            first: True for this peer's first commit in the session, the baseline for later losses.
+            last: True if this is known to be the last commit, whose loss is the final result.
         """
         if not self._every_rounds or not self._batches:
             return False
         return first or last or round_number % self._every_rounds == 0
 
     def measure(self, module: torch.nn.Module) -> HeldOutLoss:
-        """Measures the model as it is now; its mode stays what it was."""
+        """Measures the model in its current state; its training mode is restored."""
         losses: list[float] = []
         with self._autocast():
             for batch_BS in self._batches:

@@ -1,7 +1,7 @@
-"""The weights that a peer trains, between two vectors: the swarm's reference, and what the peer contributes.
+"""The weights that a peer trains, and two flat vectors: the swarm's reference and the peer's contribution.
 
-Only trained blocks are contributed; all others follow the reference. With overlap the peer trains on while a round is
-under way, and what it has learnt meanwhile is kept on top of the outcome.
+Only trained blocks are contributed; all others follow the reference. With overlap the peer keeps training during a
+round, and its progress in that time is added to the outcome.
 
 Shape: N elements of the flat vector, or of one block of it.
 """
@@ -23,10 +23,10 @@ class LiveWeights:
     """Moves values between a model and the flat vectors.
 
     Args:
-        model: whose weights these are; what it holds decides which blocks are trained.
+        model: the model; its held experts decide which blocks are trained.
         reference_N: the reference; only read.
-        contribution_N: where trained blocks are put for a round, and where its outcome for them lies afterwards.
-        run: the swarm's settings of rounds and merge.
+        contribution_N: receives the trained blocks for a round, and holds the outcome for them afterwards.
+        run: the swarm's settings for rounds and merges.
     """
 
     def __init__(self, model: SparseModel, reference_N: FloatArray, contribution_N: FloatArray, run: RunConfig) -> None:
@@ -40,7 +40,7 @@ class LiveWeights:
 
     @property
     def trained_blocks(self) -> list[int]:
-        """Shared layers and held experts."""
+        """Indices of the blocks of the shared layers and the held experts."""
         return [block.index for block in self._model.layout.trained_blocks(self._model.held)]
 
     def read_trained(self, out_N: FloatArray) -> None:
@@ -57,12 +57,12 @@ class LiveWeights:
             values_N = self._contribution_N[self._where(index)]
             if self._overlap:
                 self._contributed[index] = values_N.copy()
-            # The sum is finite exactly where all of the values are, and needs no memory of their number.
+            # The fp64 sum is finite exactly if all values are, and needs no temporary array.
             finite = finite and math.isfinite(float(values_N.sum(dtype=np.float64)))
         return finite
 
     def follow(self, blocks: Iterable[int]) -> None:
-        """Brings these blocks to the outcome of a round: contribution where this peer trains them, else reference."""
+        """Applies the outcome of a round to these blocks: the contribution where trained, else the reference."""
         trained = frozenset(self.trained_blocks)
         for index in blocks:
             where = self._where(index)
@@ -81,16 +81,16 @@ class LiveWeights:
         self.follow(range(len(self._model.layout.blocks)))
 
     def put_back(self, blocks: Iterable[int] | None = None) -> None:
-        """Sets blocks (by default all) to the reference; what was learnt since is lost."""
+        """Resets blocks (default: all) to the reference; local progress is lost."""
         for index in range(len(self._model.layout.blocks)) if blocks is None else blocks:
             self._model.write_block(index, self._reference_N[self._where(index)])
 
     def merge_if_due(self, round_number: int, previous_step: int | None = None) -> float | None:
-        """Applies the expert merge when the last commit made it due; returns its alpha.
+        """Applies the expert merge if the last commit made it due; returns its alpha, or None if nothing was merged.
 
         Args:
-            round_number: of the last commit.
-            previous_step: the global step of the commit before; by default one round earlier.
+            round_number: round of the last commit.
+            previous_step: global step of the previous commit; by default one round earlier.
         """
         step = round_number * self._inner_steps
         previous = previous_step if previous_step is not None else max(0, step - self._inner_steps)
@@ -104,7 +104,7 @@ class LiveWeights:
         moved = {expert: self._read(block.index) for expert, block in held.items()}
         for slot, merged in merged_slots(self._reference_N, layout, alpha, self._merge.neighbours):
             if slot.expert in held:
-                # A held expert moves by what the merge changes: what it learnt since the reference stays.
+                # A held expert moves by the change that the merge makes to the reference: its local progress is kept.
                 start = slot.start - held[slot.expert].start
                 change_N = merged.reshape(-1) - self._reference_N[slot.start : slot.start + slot.size]
                 moved[slot.expert][start : start + slot.size] += change_N

@@ -1,6 +1,6 @@
-"""What a peer has done since the last commit, and how much of that the round under way has taken.
+"""A peer's work since the last commit, and how much of it the current round has taken.
 
-A round contributes what was done until it began; steps taken while it is under way belong to the next one.
+A round contributes the work done before it began; steps taken while it runs belong to the next one.
 
 Shape: E experts.
 """
@@ -20,8 +20,8 @@ class LocalWork:
 
     Attributes:
         steps: optimiser steps.
-        tokens: that were trained on.
-        routed_E: how many of them were routed to each expert, over all layers.
+        tokens: tokens trained on.
+        routed_E: routed copies of tokens per expert, summed over layers.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -39,16 +39,16 @@ class LocalWork:
         self._losses.append(loss)
 
     def restore(self, steps: int, tokens: int, routed: Iterable[int]) -> None:
-        """Goes on from a checkpoint, which holds no losses."""
+        """Restores the counts from a checkpoint, which holds no losses."""
         self.steps, self.tokens = steps, tokens
         self.routed_E[:] = list(routed)
 
     def contribute(self) -> None:
-        """Notes that the round that begins takes all that was done until now."""
+        """Marks all work so far as taken by the round that begins."""
         self._taken = self.steps, self.tokens, self.routed_E.copy(), len(self._losses)
 
     def commit(self) -> float | None:
-        """Takes off what the last round took; returns the mean loss of those steps, None if none is known."""
+        """Subtracts the work that the last round took; returns the mean loss of its steps, None if unknown."""
         assert self._taken is not None
         steps, tokens, routed_E, num_losses = self._taken
         self._taken = None
@@ -59,11 +59,11 @@ class LocalWork:
         return sum(losses) / len(losses) if losses else None
 
     def forget_experts(self, experts: Iterable[int]) -> None:
-        """Drops the routed tokens of experts that change hands: as a foreign expert's they have trained nothing."""
+        """Zeroes the counts of experts that change hands: tokens routed to a foreign expert have not trained it."""
         self.routed_E[list(experts)] = 0
 
     def discard(self) -> None:
-        """Drops everything: the live weights were put back to the reference."""
+        """Drops all work, because the live weights were reset to the reference."""
         self.steps = self.tokens = 0
         self.routed_E[:] = 0
         self._losses, self._taken = [], None

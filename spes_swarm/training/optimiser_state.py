@@ -13,7 +13,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def optimiser_arrays(optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Array]:
-    """The state of these parameters; on the CPU the arrays share the optimiser's memory.
+    """Returns the state of these parameters; on the CPU the arrays share the optimiser's memory.
 
     A parameter that has not been stepped yet has no state, and no arrays.
     """
@@ -27,7 +27,7 @@ def optimiser_arrays(optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.P
 def load_optimiser_arrays(
     optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, Array]
 ) -> None:
-    """Gives these parameters the state of `optimiser_arrays`, copied; one without arrays keeps what it has."""
+    """Restores copies of the arrays of `optimiser_arrays`; a parameter without arrays keeps its state."""
     for name, parameter in parameters.items():
         state = {
             key: torch.from_numpy(arrays[f"{name}/{key}"].copy())
@@ -35,6 +35,6 @@ def load_optimiser_arrays(
             if f"{name}/{key}" in arrays
         }
         if state:
-            # AdamW counts steps on the CPU wherever the parameter is.
+            # AdamW keeps its step counts on the CPU, whatever the parameter's device.
             moments = {key: value.to(parameter.device) for key, value in state.items() if key != "step"}
             optimiser.state[parameter] = {"step": state["step"], **moments}

@@ -1,4 +1,4 @@
-"""What becomes of a peer when an allocation fails: it leaves the swarm in order and says what to change."""
+"""Handles failed allocations: the peer leaves the swarm in order and reports which settings to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spes_swarm.base.errors import CapacityError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns True if an allocation failed: in Python, numpy, CUDA, or torch on the CPU, which has no type for it."""
+    """Returns True if an allocation failed in Python, NumPy, CUDA, or torch on the CPU (a plain RuntimeError)."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -19,7 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def as_user_error(when: str) -> Iterator[None]:
-    """Turns a failed allocation into a CapacityError that begins "out of memory" and says when."""
+    """Turns a failed allocation into a CapacityError whose message begins with "out of memory" and `when`."""
     try:
         yield
     except (MemoryError, RuntimeError) as exc:
@@ -31,14 +31,14 @@ def as_user_error(when: str) -> Iterator[None]:
 
 
 class StepMemory:
-    """Ends training as if the user had asked for it when a step does not fit into memory.
+    """Ends training, as if the user had asked for it, when a step does not fit into memory.
 
-    A last round and a checkpoint take less memory than a step. The weights are then those before the step, or, where
-    the optimiser's own allocations failed, have moved in part.
+    The last round and the checkpoint take less memory than a step. The weights are those before the step, or partly
+    updated if an allocation of the optimiser failed.
 
     Args:
         when: completes "out of memory ...".
-        warn: is told why training ends.
+        warn: called with the fault kind and the reason why training ends.
         stop: ends training.
     """
 
@@ -50,22 +50,22 @@ class StepMemory:
 
     @contextmanager
     def guard(self, optimiser: torch.optim.Optimizer) -> Iterator[None]:
-        """Around a step: a failed allocation is remembered and gradients are given up; other errors pass."""
+        """Wraps a step: records a failed allocation and frees the gradients; other errors propagate."""
         known = set(optimiser.state)
         try:
             with as_user_error(self._when):
                 yield
         except CapacityError as exc:
-            self._error = CapacityError(str(exc))  # a new one: the old one keeps the step's activations
+            self._error = CapacityError(str(exc))  # a new one: the traceback of `exc` keeps the step's activations
             optimiser.zero_grad(set_to_none=True)
-            # Optimisers allocate a parameter's state piece by piece, and take half of one for all of it ever after.
+            # Optimisers allocate a parameter's state tensor by tensor, and would treat a partial state as complete.
             for parameter in optimiser.state.keys() - known:
                 del optimiser.state[parameter]
             self._warn("memory", str(exc))
             self._stop()
 
     def raise_if_exhausted(self) -> None:
-        """After leaving.
+        """Raises the recorded error; called after the peer has left the swarm.
 
         Raises:
             CapacityError: a step did not fit into memory.

@@ -1,4 +1,4 @@
-"""The `round` event of a peer's metrics: written once for each commit, with its traffic as soon as that is known."""
+"""The `round` event of a peer's metrics: written once per commit, with the round's traffic when that is known."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from spes_swarm.training.setup import TrainingStatus
 
 
 class RoundEvents:
-    """Writes them; at most one waits for its traffic.
+    """Writes `round` events; at most one is pending, until its traffic is known.
 
-    Others may still fetch results from this peer after a commit, so the bytes of a round are known a while later.
+    Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later.
 
     Args:
         network: counts the traffic.
-        metrics: gets the events.
-        status: gets the traffic of the round that was written last.
-        on_written: called after each.
+        metrics: receives the events.
+        status: receives the traffic of the last event written.
+        on_written: called after each event.
     """
 
     def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:
@@ -34,25 +34,25 @@ class RoundEvents:
         self._traffic: Future[tuple[int, int]] | None = None
 
     def committed(self, fields: dict[str, Any]) -> None:
-        """Takes what is known of a round at its commit; an event that still waits is written first."""
+        """Stores the fields of an event at its round's commit; a pending event is written first."""
         self.write(wait_s=0.0)
         self._fields = fields
         self._traffic = self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:
-        """Writes the event that waits if its traffic has become known."""
+        """Writes the pending event if its traffic is known."""
         if self._traffic is not None and self._traffic.done():
             self.write(wait_s=0.0)
 
     def write(self, wait_s: float) -> None:
-        """Writes the event that waits, with its traffic if that is known within `wait_s`, else without."""
+        """Writes the pending event, with its traffic if that is known within `wait_s`, otherwise without."""
         fields, self._fields = self._fields, None
         traffic, self._traffic = self._traffic, None
         if fields is None:
             return
         sent: int | None = None
         received: int | None = None
-        # The round is committed, whatever has become of the network process.
+        # The round is committed even if the network process has failed.
         with suppress(TimeoutError, NetworkProcessError):
             if traffic is not None:
                 sent, received = traffic.result(wait_s)

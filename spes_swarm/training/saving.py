@@ -1,4 +1,4 @@
-"""Writes down where a peer is: its live weights and optimiser, and the reference that they belong to."""
+"""Saves the state of a peer: its live weights and optimiser, and the reference that they belong to."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def save_peer(
     round_number: int,
     step: int,
 ) -> None:
-    """Writes a checkpoint and removes those that are too old.
+    """Writes a checkpoint and removes the oldest beyond `setup.keep_checkpoints`.
 
     Args:
-        setup: what the trainer works with.
-        live: the weights that it trains.
-        optimiser: their AdamW state.
-        parameters: those that the optimiser steps, by name.
-        work: since the last commit.
-        round_number: of the last commit.
+        setup: everything the trainer needs.
+        live: the live weights.
+        optimiser: AdamW of the trained parameters.
+        parameters: the trained parameters, by name.
+        work: local work since the last commit.
+        round_number: round of the last commit.
         step: local steps so far.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
         NetworkProcessError: the network process does not answer.
     """
     layout, network = setup.model.layout, setup.network

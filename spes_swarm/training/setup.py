@@ -1,4 +1,4 @@
-"""What a trainer works with, and what it lets the panel show.
+"""Everything a trainer needs, and the status that it reports to the panel.
 
 Shapes: N elements of the flat vector, B sequences, S tokens.
 """
@@ -25,15 +25,15 @@ from spes_swarm.storage.metrics import Metrics
 
 @dataclass
 class TrainingStatus:
-    """What the panel shows; written by the trainer only."""
+    """Status shown by the panel; written by the trainer only."""
 
     phase: str = "starting"
     round: int = 0
     step: int = 0
     loss: float | None = None
-    eval_loss: float | None = None  # the last that was measured
+    eval_loss: float | None = None  # the latest measurement
     eval_loss_stderr: float | None = None
-    eval_round: int | None = None  # after which it was
+    eval_round: int | None = None  # round after which it was measured
     tokens_per_second: float = 0.0
     peers: int = 1
     held: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class TrainingStatus:
 
 @dataclass(kw_only=True)
 class TrainerSetup:
-    """Everything that a trainer works with."""
+    """Everything a trainer needs."""
 
     run_id: str
     peer_id: str
@@ -67,6 +67,6 @@ class TrainerSetup:
     stop: threading.Event
     publishing: Publishing | None = None
     status: TrainingStatus = field(default_factory=TrainingStatus)
-    say: Callable[[str], None] = lambda text: None  # tells a person
+    say: Callable[[str], None] = lambda text: None  # shows a message to the user
     on_round: Callable[[], None] = lambda: None
     on_saved: Callable[[], None] = lambda: None

@@ -1,8 +1,8 @@
 """The training loop of one peer: local steps, and between them the rounds of the swarm.
 
-The trainer owns the model, the optimiser and the data; the network process owns the reference. A round goes: copy the
-trained blocks into the contribution, let the network process hold the round, then bring the live weights to what came
-out of it. A round that fails changes nothing, and the work since the last commit stays in the next difference.
+The trainer owns the model, the optimiser and the data; the network process owns the reference. For a round, the trainer
+copies the trained blocks into the contribution, the network process runs the round, and the trainer applies the outcome
+to the live weights. A failed round changes nothing: the work since the last commit stays in the next pseudo-gradient.
 
 Shapes: B sequences, S tokens, N elements of the flat vector.
 """
@@ -38,9 +38,9 @@ from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.saving import save_peer
 from spes_swarm.training.setup import TrainerSetup
 
-_RETRY_S = 2.0  # after a round that did not take place
+_RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2
-_FINISH_PUBLISHING_S = 600.0  # when the peer has done the rounds that were asked of it, or the run is over
+_FINISH_PUBLISHING_S = 600.0  # when `max_rounds` are done or the run is over; otherwise publishing stops at once
 _SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
 
 
@@ -72,7 +72,7 @@ class Trainer:
         self._handover = Handover(
             setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
         )
-        self._leaving = False  # the round under way is this peer's last
+        self._leaving = False  # the current round is this peer's last
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
@@ -94,31 +94,31 @@ class Trainer:
     # Where the weights come from.
 
     def load_reference(self, table: ReferenceTable) -> None:
-        """Begins from the reference, as a newcomer: with the merge applied that the others applied to it."""
+        """Starts from the reference, as a newcomer, and applies the merge that the others applied to it."""
         self.round = table.round
         self._live.put_back()
         self._live.merge_if_due(self.round)
 
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
-        """Begins from a checkpoint, and then takes over what the swarm has committed since."""
+        """Starts from a checkpoint, and adopts what the swarm has committed since."""
         meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
         late = table.round > meta.round
         self.round = table.round
         self._live.put_back()
-        if not late:  # what was saved has been merged already
+        if not late:  # the saved blocks, written below, are merged already
             self._live.merge_if_due(self.round)
         live_N = self._setup.contribution_N
         checkpoint.live(layout, live_N)
         behind = table.digest.hex() != meta.reference_digest
         for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
-            # Shared weights move in every round, so the saved ones are only of use if no round was missed.
-            # An expert that nobody else has trained meanwhile is still this peer's to continue.
+            # Shared weights move in every round, so the saved ones are useful only if no round was missed.
+            # An expert that no other peer has trained meanwhile continues from its saved weights.
             unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
             if not behind or unchanged:
                 self._model.write_block(block.index, live_N[block.start : block.stop])
         if late:
             self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
-        # The saved optimiser is of the experts held then; those that are held again keep their moments.
+        # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
         self._model.hold(meta.held, self._optimiser)
         load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
         self._model.hold(held, self._optimiser)
@@ -128,17 +128,17 @@ class Trainer:
         if not behind:
             self._work.restore(meta.steps_in_round, meta.tokens, meta.routed)
         if not self._setup.sampler.restore(meta.cursor):
-            self._setup.say("the data differ from those of the last stay: their order begins anew")
+            self._setup.say("the data differs from that of the last session, so its order restarts")
 
     # The loop.
 
     def run(self) -> None:
-        """Trains until `stop` is set, `max_rounds` are done or the run is over; leaves a checkpoint behind.
+        """Trains until `stop` is set, `max_rounds` are done or the run is over; saves a checkpoint at the end.
 
         Raises:
-            CapacityError: a step did not fit into memory; the swarm was left in order.
+            CapacityError: a step did not fit into memory; the peer has left the swarm in order.
             CheckpointError: a checkpoint could not be written.
-            DivergenceError: losses are not finite, however often it begins again.
+            DivergenceError: the loss is still NaN or infinite after several restarts.
             NetworkProcessError: the network process ended.
         """
         setup = self._setup
@@ -169,12 +169,12 @@ class Trainer:
             self._say_goodbye()
         if self.run_is_over:
             self._await_latecomers()
-        self._announce("leaving")  # nobody should wait for this peer in the next round
+        self._announce("leaving")  # so that no peer waits for this one in the next round
         self._round_events.write(wait_s=self._round_config.stall_timeout_s)
         self._save()
         if self._leaving:
             self._setup.status.phase = "handing over"
-            # Whoever adopts an expert comes for its moments; one that does not come has gone itself.
+            # A peer that adopts an expert fetches its moments; one that does not has gone itself.
             self._network.ask(Commands.wait_until_fetched, None, timeout_s=2 * self._round_config.stall_timeout_s)
         if setup.publishing is not None:
             if self.run_is_over:
@@ -188,11 +188,11 @@ class Trainer:
 
     @property
     def run_is_over(self) -> bool:
-        """True if the run has ended with the last commit; see schedule_end.py."""
+        """True if the last commit ended the run; see `config.schedule.ScheduleEnd`."""
         return self._schedule_end.ends_run(self.round)
 
     def _await_latecomers(self) -> None:
-        """Stays for those whose last round failed: they fetch its reference from here, or would end with another."""
+        """Waits for peers whose last round failed: they fetch its reference from here, or would end with another."""
         self._save()
         self._announce("waiting")
         deadline = time.monotonic() + self._round_config.window_s + 2 * self._round_config.stall_timeout_s
@@ -205,23 +205,23 @@ class Trainer:
         return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
 
     def _say_goodbye(self) -> None:
-        """Holds a last round, so that the work since the last commit is not lost and others take over the experts."""
+        """Runs a last round, so that the work since the last commit is not lost and others take over the experts."""
         view = self._network.view
         if self._leaving or view is None or view.num_training == 0:
             return
         if self._rounds_done == 0 and self._work.steps == 0:
-            return  # it has just come: there is nothing that others could lose
+            return  # it has just joined: there is no work to lose
         self._leaving = True
         before = self._rounds_done
         if not self._begin_round():
-            self._begin_again()  # the others should still hear that it leaves
+            self._begin_again()  # the others must still learn that it leaves
             self._begin_round()
         has_work = self._work.steps > 0
         self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
         if has_work and self._rounds_done == before:
-            self._warn("goodbye", "the last round was not committed here: the newest work may be only here")
+            self._warn("goodbye", "this peer did not commit the last round: its newest work may exist only here")
         elif has_work and self._setup.status.peers == 1:
-            self._warn("goodbye", "none of the others came to the last round: the newest work is only here")
+            self._warn("goodbye", "no other peer joined the last round: the newest work exists only here")
 
     def _train_step(self) -> None:
         started = time.monotonic()
@@ -248,7 +248,7 @@ class Trainer:
         self._loss = float(losses.cross_entropy)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
-            self._note_fault("nonfinite", "a step without a finite loss or gradient was left out")
+            self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
             if self._divergence.record_bad_step():
                 self._begin_again()
             self._announce("training")
@@ -273,9 +273,9 @@ class Trainer:
         self._announce("training")
 
     def _begin_again(self) -> None:
-        """Goes back to the reference with fresh moments, because the live weights are of no use any more."""
+        """Restarts from the reference with fresh moments, because the live weights are unusable."""
         if self._pending is not None:
-            self._put_back()  # the commit may save a checkpoint
+            self._put_back()  # now, because the commit may save a checkpoint
             self._await_round()
         self._warn("diverged", f"the loss is NaN or infinite: restarting from round {self.round}'s reference")
         self._put_back()
@@ -301,7 +301,7 @@ class Trainer:
         return contextlib.nullcontext()
 
     def _due(self) -> bool:
-        """Returns True if the swarm has together done its inner steps since the last commit, or somebody says so."""
+        """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""
         if time.monotonic() < self._retry_at or self._work.steps == 0:
             return False
         if self._network.called_round > self.round:
@@ -313,7 +313,7 @@ class Trainer:
     # Rounds.
 
     def _begin_round(self) -> bool:
-        """Hands the live weights over to the next round. Returns False if they are not finite."""
+        """Contributes the live weights to the next round. Returns False if they are not finite."""
         self._pace.begin()
         self._setup.status.phase = "synchronising"
         if not self._live.contribute():
@@ -328,7 +328,7 @@ class Trainer:
         return True
 
     def _await_round(self, limit_s: float | None = None) -> None:
-        """Waits for the round under way, when told to stop for at most `limit_s` (default: two stall timeouts)."""
+        """Waits for the current round; once `stop` is set, for at most `limit_s` (default: two stall timeouts)."""
         assert self._pending is not None
         limit_s = limit_s if limit_s is not None else 2 * self._round_config.stall_timeout_s
         stop_deadline: float | None = None
@@ -337,7 +337,7 @@ class Trainer:
                 self._pending.exception(timeout=_POLL_S)
                 break
             if self._setup.stop.is_set():
-                # Leaving: a round that is under way may still finish, so that this peer's work is not lost.
+                # Leaving: the current round may still finish, so that this peer's work is not lost.
                 stop_deadline = stop_deadline or time.monotonic() + limit_s
                 if time.monotonic() > stop_deadline:
                     self._network.ask(Commands.cancel_round, 30.0)
@@ -361,7 +361,7 @@ class Trainer:
             self._follow_commit(report)
 
     def _follow_swarm(self, report: CaughtUp) -> None:
-        """Takes over a reference that was fetched in place of a round; the work since the last commit stays."""
+        """Adopts a reference that was fetched in place of a round; the work since the last commit is kept."""
         previous_step = self.round * self._round_config.inner_steps
         self.round = report.round
         self._live.follow_all()
@@ -376,7 +376,7 @@ class Trainer:
         self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
 
     def _follow_commit(self, report: RoundReport) -> None:
-        """Brings the live weights to the outcome of a round."""
+        """Applies the outcome of a committed round to the live weights."""
         setup = self._setup
         previous_step = self.round * self._round_config.inner_steps
         self.round = report.commit.round
@@ -395,7 +395,7 @@ class Trainer:
         )
         self._report(report, alpha, train_loss, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
-        # The view is from before the commit: until a new one comes, nobody has done anything yet.
+        # The view is from before the commit, so its counts are those of the last round.
         self._network.renew_view(30.0)
         if self._rounds_done % setup.checkpoint_every_rounds == 0:
             self._save()
@@ -403,7 +403,7 @@ class Trainer:
             setup.publishing.consider(self.round, self._save)
 
     def _change_experts(self, report: RoundReport) -> None:
-        """Gives experts up and takes others over, as the round's commit has decided."""
+        """Gives up and adopts experts, as the commit has decided."""
         change, layout, round_number = report.experts, self._model.layout, report.commit.round
         if not change.gained and not change.lost:
             return
@@ -432,7 +432,7 @@ class Trainer:
         self, report: RoundReport, alpha: float | None, train_loss: float | None, held_out: HeldOutLoss | None
     ) -> None:
         commit, status = report.commit, self._setup.status
-        # First this: the event before it is told with the status of its own round.
+        # This comes first: it writes the previous event, whose callback reads the status of that round.
         self._round_events.committed(
             {
                 "round": commit.round,
@@ -458,7 +458,7 @@ class Trainer:
             status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
             status.eval_round = self.round
 
-    # What others and the disk get to know.
+    # Announcements and checkpoints.
 
     def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state
@@ -494,5 +494,5 @@ class Trainer:
 
 
 def _finite(value: float | None) -> float | None:
-    """The value as a record may hold it: a model that has diverged has none."""
+    """Returns the value, or None if it is not finite: records hold finite numbers only."""
     return value if value is not None and math.isfinite(value) else None

@@ -24,7 +24,7 @@ def test_what_an_earlier_call_has_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["demo", "chaos"])
 def test_what_somebody_else_has_left_stays(tmp_path: Path, program: str) -> None:
     (tmp_path / ".another").touch()
-    with pytest.raises(UserError, match=f"holds something that {program} did not create"):
+    with pytest.raises(UserError, match=f"contains files that {program} did not create"):
         remake_directory(tmp_path, program)
     assert [path.name for path in tmp_path.iterdir()] == [".another"]
 
@@ -77,5 +77,5 @@ def test_the_scripts_keep_to_it(tmp_path: Path, command: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 2, done.stderr
-    assert f"{tmp_path} holds something" in done.stderr
+    assert f"{tmp_path} contains files" in done.stderr
     assert (tmp_path / "thesis.tex").exists()

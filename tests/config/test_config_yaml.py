@@ -68,7 +68,7 @@ def test_words_stay_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["peer:\n  seed: 1\n  seed: 2\n", "peer: {}\nrun: {}\npeer: {}\n"])
 def test_duplicate_keys_are_refused(tmp_path: Path, text: str) -> None:
-    assert yaml_error(tmp_path, text).startswith("line 3: the key ")
+    assert yaml_error(tmp_path, text).startswith("line 3: duplicate key ")
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,11 @@ def edit_weights(directory: Path, **changes: Tensor | None) -> None:
     [
         ("llama", {"attention_bias": True}, "attention_bias is true, which mixtral cannot express"),
         ("llama", {"mlp_bias": True}, "mlp_bias is true"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "do not attend to everything"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "do not use full attention"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "quantised model"),
         ("qwen3", {"model_type": "olmo"}, "LayerNorms have no weights"),
         ("qwen3", {"model_type": "olmo3"}, "sliding window"),
-        ("qwen3", {"model_type": "qwen3_moe"}, "supported are qwen3, llama, olmo2"),
+        ("qwen3", {"model_type": "qwen3_moe"}, "supported types: qwen3, llama, olmo2"),
         ("qwen3", {"hidden_size": "many"}, "transformers refuses it"),
         ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\.\S+ is missing"),
         ("llama", {"num_hidden_layers": 1}, r"model\.layers\.1\.\S+ is not a parameter of a LlamaForCausalLM"),

@@ -150,20 +150,20 @@ EXPERT = "model.layers.1.mlp.experts"
         pytest.param({"model.norm.bias": torch.zeros(16)}, r"model\.norm\.bias is not a parameter", id="unexpected"),
         pytest.param(
             {"model.norm.weight": torch.zeros(4, 4)},
-            r"model\.norm\.weight has the shape \(4, 4\), but the run's model \(16,\)",
+            r"model\.norm\.weight has the shape \(4, 4\), but the run's model has \(16,\)",
             id="shape",
         ),
         pytest.param(
             {f"{EXPERT}.0.gate_proj.weight": torch.zeros(16, 12)},
-            r"gate_proj\.weight has the shape \(16, 12\), but the run's model \(12, 16\)",
+            r"gate_proj\.weight has the shape \(16, 12\), but the run's model has \(12, 16\)",
             id="transposed expert",
         ),
         pytest.param(
-            {f"{EXPERT}.down_proj": torch.zeros(3, 16, 12)}, r"is there twice, stacked and expert by expert", id="twice"
+            {f"{EXPERT}.down_proj": torch.zeros(3, 16, 12)}, r"appears twice, stacked and per expert", id="twice"
         ),
         pytest.param(
             {"model.norm.weight": torch.full((16,), torch.inf)},
-            r"model\.norm\.weight has values that are not finite",
+            r"model\.norm\.weight has NaN or infinite values",
             id="infinite",
         ),
         pytest.param(
@@ -203,7 +203,7 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="3KB")
     one, other = sorted(tmp_path.glob("*.safetensors"))[:2]
     save_file(load_file(one) | load_file(other), one)
-    with pytest.raises(CheckpointError, match="stands in another file"):
+    with pytest.raises(CheckpointError, match="is also in another file"):
         load(tmp_path, layout_of(model))
 
 
@@ -236,5 +236,5 @@ def test_no_configuration(tmp_path: Path) -> None:
         model_section(tmp_path / "nowhere")
     for content in ("[1]", "{}", "{", '{"model_type": 3}'):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"config\.json (cannot be read|names no model_type)"):
+        with pytest.raises(CheckpointError, match=r"config\.json (cannot be read|has no model_type)"):
             model_section(tmp_path)

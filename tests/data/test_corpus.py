@@ -185,7 +185,7 @@ def test_find_documents(tmp_path: Path) -> None:
     everything = [tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "sub" / "c.parquet"]
     assert find_documents([tmp_path]) == everything
     assert find_documents([str(tmp_path / "*.txt"), tmp_path / "b.txt"]) == everything[1:2]
-    with pytest.raises(DataError, match=r"image\.png has an unknown suffix; known are \.txt"):
+    with pytest.raises(DataError, match=r"image\.png has an unknown suffix; known suffixes: \.txt"):
         find_documents([tmp_path / "image.png"])
     with pytest.raises(DataError, match="matches no file"):
         find_documents([tmp_path / "*.md"])

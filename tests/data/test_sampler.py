@@ -189,7 +189,7 @@ def test_a_foreign_or_damaged_cursor_is_refused(stream: TokenStream) -> None:
     one.next_batch(3)
     state = one.state()
     for other in (sampler(stream, 2), sampler(stream, run_seed=1), sampler(stream, fraction=0.2)):
-        with pytest.raises(DataError, match="belongs to another sequence length or another seed"):
+        with pytest.raises(DataError, match="belongs to another sequence length, another seed"):
             other.restore(state)
     for change in ({"position": 10**9}, {"position": -1}, {"epoch": -1}):
         with pytest.raises(DataError, match="damaged"):

@@ -215,7 +215,7 @@ def test_ctrl_c_reaches_all_processes_and_leaves_whole_shards(corpus: Path, bpe:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert err.rstrip().endswith("interrupted; the shards that were complete are kept")
+    assert err.rstrip().endswith("interrupted; complete shards are kept")
     assert "Traceback" not in shown + err
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
     for path in output.glob("*.npy"):

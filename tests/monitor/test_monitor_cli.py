@@ -32,10 +32,10 @@ def finished(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--initial-peers: which run?"),
-        (["--nonsense"], "--help lists what there is"),
+        ([], "--initial-peers is missing: give the address of a peer"),
+        (["--nonsense"], "see --help"),
         (["--initial-peers", "not an address"], "is not a multiaddress"),
-        (["--initial-peers", "/ip4/1.2.3.4/tcp/5"], "lacks the peer's id"),
+        (["--initial-peers", "/ip4/1.2.3.4/tcp/5"], "does not end in a peer id"),
         (["--initial-peers", MADDR, "--refresh", "0"], "--refresh: found 0"),
         (["--initial-peers", MADDR, "--refresh", "nan"], "--refresh: found nan"),
         (["--initial-peers", MADDR, "--refresh", "soon"], "invalid float value"),
@@ -50,10 +50,10 @@ def finished(tmp_path: Path) -> Path:
         ),
         (["--initial-peers", MADDR, "--host-maddrs", "/ip4/0.0.0.0/tcp/1"], "give --bootstrap, too"),
         (["--initial-peers", MADDR, "--plot", "run.png"], "give it with --replay"),
-        (["--plot", "run.png"], "--plot draws what a file remembers: give it with --replay FILE"),
+        (["--plot", "run.png"], "--plot draws a history file: give it with --replay FILE"),
         (["--replay", "nothing.sqlite"], "nothing.sqlite: no such file"),
-        (["--replay", "nothing.sqlite", "--initial-peers", MADDR], "takes part in no run"),
-        (["--history", "nothing.sqlite"], "--initial-peers: which run?"),
+        (["--replay", "nothing.sqlite", "--initial-peers", MADDR], "--initial-peers cannot be combined with --replay"),
+        (["--history", "nothing.sqlite"], "--initial-peers is missing: give the address of a peer"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

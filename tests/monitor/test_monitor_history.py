@@ -153,7 +153,7 @@ def test_a_file_is_of_one_run_and_of_one_monitor(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     written(path)
     history = History(path)
-    with pytest.raises(DataError, match=r"is of run test-.*, not other-"):
+    with pytest.raises(DataError, match=r"belongs to run test-.*, not other-"):
         history.begin(manifest("other"))
     with pytest.raises(UserError, match="in use by another process"):
         History(path)
@@ -166,8 +166,8 @@ def test_a_file_is_of_one_run_and_of_one_monitor(tmp_path: Path) -> None:
     [
         (lambda path: path.write_bytes(b"not a database, but long enough to look like a file" * 30), "cannot be used"),
         (lambda path: path.write_bytes(path.read_bytes()[:5000]), "cannot be used|corrupt"),
-        (lambda path: execute(path, "PRAGMA user_version = 9"), "version 9; this version of spes_swarm knows 2"),
-        (lambda path: execute(path, "PRAGMA application_id = 5"), "not a history of spes_swarm"),
+        (lambda path: execute(path, "PRAGMA user_version = 9"), "this version of spes_swarm supports up to 2"),
+        (lambda path: execute(path, "PRAGMA application_id = 5"), "not a spes_swarm history file"),
         (lambda path: execute(path, "UPDATE meta SET value = x'00'"), "corrupt"),
         (lambda path: execute(path, "DROP TABLE rounds"), "cannot be used"),
     ],

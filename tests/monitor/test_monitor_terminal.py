@@ -68,15 +68,15 @@ TROUBLE = """
 │                                                                              │
 │ experts 7 of 8 held, oldest 3 rounds  expert:holders/rounds since trained    │
 │ 0:2/0    1:2/0    2:2/0    3:2/0    4:1/0    5:2/0    6:·/3    7:1/0         │
-│ fault 22:13:20 round, told by (2J‹b›(red)x                                   │
-│ fault 22:13:20 dht, told by peer1112                                         │
+│ fault 22:13:20 round, reported by (2J‹b›(red)x                               │
+│ fault 22:13:20 dht, reported by peer1112                                     │
 │ records refused: 1 far future, 3 forged                                      │
 ╰──────────────────────────────────────────────────────────────────────────────╯
 """
 
 NOBODY = """
 ╭─ test-0123456789abcdef01234567  olmoe ───────────────────────────────────────╮
-│ round 12  no peers: the last sign of anybody was 75s ago                     │
+│ round 12  no peers: the last one was seen 75s ago                            │
 │ tokens 61k  0 tokens/s  loss 3.3000  eval 3.400 ± 0.030                      │
 │                                                                              │
 │ experts 0 of 8 held, oldest 3 rounds  expert:holders/rounds since trained    │
@@ -108,7 +108,7 @@ def test_a_thousand_experts_are_a_map() -> None:
     )
     info = type(RUN)(**run, num_experts=1024, total_steps=100)  # type: ignore[arg-type]
     lines = printed(swarm_state([peer_state(0)], run=info, experts=experts, experts_covered=938)).splitlines()
-    assert "│ experts 938 of 1024 held, oldest 6 rounds  holders of each; · nobody         │" in lines
+    assert "│ experts 938 of 1024 held, oldest 6 rounds  holders of each; · none           │" in lines
     assert "│     0 ·123456789++·123456789++·123456789++·123456789++·123456789++·123       │" in lines
     assert "│   960 ·123456789++·123456789++·123456789++·123456789++·123456789++·123       │" in lines
 
@@ -139,8 +139,8 @@ def test_colours_are_for_terminals_only() -> None:
 def test_without_a_terminal_there_is_a_line_for_what_changes() -> None:
     first = swarm_state([peer_state(0), peer_state(1)])
     assert changes(None, first, points(12)) == [
-        "peer peer-0 (peer1111) is there: training, experts 0-1",
-        "peer peer-1 (peer1112) is there: training, experts 2-3",
+        "peer peer-0 (peer1111) is present: training, experts 0-1",
+        "peer peer-1 (peer1112) is present: training, experts 2-3",
         "round 12: 2 peers, all agree, loss 3.3000, eval 3.400 ± 0.030, 2,470 tokens/s, "
         "experts 4/8, 123k tokens, 3.0MB sent",
     ]
@@ -150,7 +150,7 @@ def test_without_a_terminal_there_is_a_line_for_what_changes() -> None:
     assert changes(first, late, []) == ["peer peer-1 (peer1112) is late", "records refused: 2 forged"]
     assert changes(late, swarm_state([peer_state(0)], refused={"forged": 2}), []) == ["peer peer-1 is gone"]
     nobody = swarm_state()
-    gone = ["peer peer-0 is gone", "peer peer-1 is gone", "no peers: the last sign of anybody was 75s ago"]
+    gone = ["peer peer-0 is gone", "peer peer-1 is gone", "no peers: the last one was seen 75s ago"]
     assert changes(first, nobody, []) == gone
     assert changes(nobody, first, [])[-1] == "2 peers, all agree"
 
@@ -171,7 +171,7 @@ def test_following_shows_each_change_and_ends_when_told() -> None:
         return output.getvalue()
 
     text = asyncio.run(follow())
-    assert "peer peer-0 (peer1111) is there" in text
+    assert "peer peer-0 (peer1111) is present" in text
     assert "no peers" in text
 
 

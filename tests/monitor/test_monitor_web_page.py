@@ -119,7 +119,7 @@ def test_an_empty_swarm_says_so_and_recovers(visit: Visit) -> None:
         expect(page.locator("#banner")).to_contain_text("No peers")
         expect(page.locator("#peers-empty")).to_have_text("No peers.")
         expect(page.locator("figure.big .empty")).to_contain_text("No rounds yet")
-        expect(page.locator("#verdict")).to_have_text("Nobody has committed a round yet.")
+        expect(page.locator("#verdict")).to_have_text("No round has been committed yet.")
         expect(page.locator("#join-box")).to_be_hidden()
         served.swarm.join("first")
         served.swarm.advance(25.0)
@@ -232,7 +232,7 @@ def test_the_expert_map_filters_the_peers(visit: Visit, num_experts: int) -> Non
         expect(tiles.filter(has_text="").and_(page.locator("[aria-selected=true]"))).to_have_count(1)
         holders = swarm.state().experts[0].holders
         expect(page.locator("#peers-shown")).to_have_text(f"{len(holders)} of 4 peers")
-        page.get_by_role("button", name="show everybody again").click()
+        page.get_by_role("button", name="show all peers again").click()
         expect(page.locator("#peers-shown")).to_have_text("4 peers")
 
 
@@ -259,7 +259,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(served: Served, visit:
         return int(text.removeprefix("rgb(").split(",")[0])
 
     assert ground() < 64
-    page.get_by_role("button", name="Theme: as the system").click()
+    page.get_by_role("button", name="Theme: system").click()
     expect(page.get_by_role("button", name="Theme: light")).to_be_focused()
     assert ground() > 192
     page.reload()
@@ -297,7 +297,7 @@ def test_another_site_can_neither_fetch_nor_frame_the_monitor(served: Served, br
             }""",
             served.url,
         )
-        assert "Course of the run" not in page.frames[-1].content()
+        assert "Training curves" not in page.frames[-1].content()
         context.close()
 
 

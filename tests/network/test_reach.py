@@ -48,7 +48,7 @@ def test_only_what_matters_is_told_to_the_user() -> None:
     (line,) = Reach(True, "/ip4/8.8.8.8/tcp/7", ("A", "B")).describe()
     assert line == "reachable at /ip4/8.8.8.8/tcp/7 (tried by 2 peers)"
     found, advice = Reach(False, "/ip4/8.8.8.8/tcp/7", ("A",)).describe()
-    assert "not reachable from outside: 8.8.8.8 takes no connections on TCP port 7" in found
+    assert "not reachable from outside: 8.8.8.8 accepts no connections on TCP port 7" in found
     assert "open TCP port 7" in advice
     assert "--announce-maddrs" in advice
 

@@ -115,8 +115,8 @@ def test_a_refusal_says_what_would_fit(
     line = refusal(load, wanted, batch_size)
     needed = (816 + 144 * wanted + 100 * batch_size) / 1000
     assert line.startswith(
-        f"training {wanted} experts in batches of {batch_size} needs {needed:.1f} GB of this machine's memory, and "
-        f"{free:.1f} GB are free: {what_would_fit}"
+        f"training {wanted} experts in batches of {batch_size} needs {needed:.1f} GB of this machine's memory, but "
+        f"only {free:.1f} GB is free: {what_would_fit}"
     )
     assert refusal(load, tuple(range(wanted)), batch_size) == line
 
@@ -132,9 +132,9 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
     with_free(monkeypatch, host=10 * GB, device=2 * GB)
     assert experts_that_fit(load, "auto", 8, 4) == 5  # 448 + 5 * 108 + 400 MB are less than 1.4 GB
     with_free(monkeypatch, host=10 * GB, device=1 * GB)
-    assert "needs 1.3 GB of the memory of cuda:0, and 1.0 GB are free" in refusal(load, 4, 4)
+    assert "needs 1.3 GB of the memory of cuda:0, but only 1.0 GB is free" in refusal(load, 4, 4)
     with_free(monkeypatch, host=655 * M, device=10 * GB)
-    assert "needs 656.0 MB of this machine's memory, and 655.0 MB are free" in refusal(load, 1, 4)
+    assert "needs 656.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1, 4)
 
 
 def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:
@@ -149,7 +149,7 @@ def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypat
     assert plan_experts(run, peer, CPU) == 4
     # 8 sequences of 128 tokens with 272 logits each, and as many gradients: 2.2 MB. 337,216 weights: less than 10 MB.
     with_free(monkeypatch, host=3 * M)
-    with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, and 3\.0 MB are free"):
+    with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, but only 3\.0 MB is free"):
         plan_experts(run, peer, CPU)
     with pytest.raises(ConfigError, match="expected 1 to 8 experts"):
         plan_experts(run, PeerConfig(experts="9"), CPU)
@@ -221,7 +221,7 @@ def test_a_cuda_device_of_a_number_that_is_not_there(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(ConfigError, match="device 'cuda:2' was asked for, but this machine has 2 CUDA devices"):
+    with pytest.raises(ConfigError, match="device 'cuda:2' was requested, but this machine has 2 CUDA devices"):
         choose_device("cuda:2")
 
 

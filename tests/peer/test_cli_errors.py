@@ -143,7 +143,7 @@ def out(tmp_path: Path) -> Path:
     [
         (["--no-such-flag"], "--no-such-flag"),
         (["--max-rounds", "many"], "--max-rounds: invalid int value: 'many'"),
-        (["--publish-every", "5"], "--publish-every belongs to --publish-to, which is not given"),
+        (["--publish-every", "5"], "--publish-every requires --publish-to"),
     ],
 )
 def test_a_command_line_that_makes_no_sense(arguments: list[str], why: str) -> None:
@@ -204,7 +204,7 @@ def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
     layout = layout_of(build_model(run.model.type, run.model.settings, 0, "meta", on_meta=True))
     RunDirectory(out).remember(found_run(run, layout.digest, identity(0)))
     line = join("--client-mode", out=out).line()
-    assert "no peer of the last session answers, and with --client-mode nobody could join this one" in line
+    assert "no peer of the last session answers, and with --client-mode no peer could join this one" in line
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) 
     changes = {"tokenizer": {"name": str(tmp_path / "bpe" / "tokenizer.json")}}
     line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
     assert "280 tokens" in line
-    assert "the model's vocabulary only 272" in line
+    assert "the model's vocabulary has only 272" in line
 
 
 def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tmp_path: Path, out: Path) -> None:
@@ -222,7 +222,7 @@ def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tm
     changes = {"model": {"settings": width}, "tokenizer": {"name": str(tmp_path / "none.json")}}
     line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
     assert line.startswith("training 1 expert in batches of 2 needs ")
-    assert "GB of this machine's memory, and " in line
+    assert "GB of this machine's memory, but only " in line
     assert "use a machine with more memory, or found a run with a smaller model" in line
 
 

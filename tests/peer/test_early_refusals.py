@@ -88,7 +88,7 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
     ("arguments", "why"),
     [
         (["--initial-peers", "/ip4/1.2.3.4/tcp/x"], "initial peer '/ip4/1.2.3.4/tcp/x' is not a multiaddress"),
-        (["--initial-peers", "/ip4/1.2.3.4/tcp/1"], "lacks the peer's id"),
+        (["--initial-peers", "/ip4/1.2.3.4/tcp/1"], "does not end in a peer id"),
         (["--host-maddrs", "localhost:1"], "host address 'localhost:1' is not a multiaddress"),
         (["--announce-maddrs", "/ip4/1.2.3.4/tcp/0"], "has port 0"),
         (["--data", "/nowhere/tokens.npy"], "token file /nowhere/tokens.npy does not exist"),
@@ -103,8 +103,8 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
         (["--log", "notebook"], "log: found 'notebook'"),
         (["--output-dir", "/proc/version/out"], "output directory /proc/version/out: Not a directory"),
         (["--run-id", "quickstart-x"], "--run-id names a run to join, which needs --initial-peers"),
-        (["--client-mode"], "--client-mode accepts no connections, so nobody could join this peer"),
-        (["--client-mode", "--from-hub", "you/model"], "nobody could join this peer"),
+        (["--client-mode"], "--client-mode accepts no connections, so no peer could join this one"),
+        (["--client-mode", "--from-hub", "you/model"], "no peer could join this one"),
         (
             ["--batch-size", "1000000"],
             "batch_size: found 1000000, expected at most 131072 with sequences of 128 tokens",
@@ -225,7 +225,7 @@ def test_the_data_of_the_last_stay_are_gone(tmp_path: Path, corpus: Path, output
     (corpus / "tokens-00000.npy").unlink()
     line = refusal(tmp_path)
     assert line.startswith("the data of the last session: token file ")
-    assert line.endswith("does not exist; give --data if they are elsewhere now")
+    assert line.endswith("does not exist; give --data if they have moved")
 
 
 # The run of an output directory.
@@ -314,6 +314,6 @@ def test_cuda_hardware_is_known_by_its_device_files(tmp_path: Path, devices: lis
 @pytest.mark.skipif(has_cuda_hardware(), reason="this machine has a CUDA device")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_device_that_this_machine_lacks(tmp_path: Path, device: str) -> None:
-    assert f"device '{device}' was asked for, but this machine has no CUDA device" in refusal(
+    assert f"device '{device}' was requested, but this machine has no CUDA device" in refusal(
         tmp_path, "--device", device
     )

@@ -268,7 +268,7 @@ def test_what_is_plainly_other_data_is_refused_before_anything_is_opened(tmp_pat
         peer.data("stdlib").choose(run)
     with pytest.raises(DataError, match=r"--data 'verses\.txt' does not exist here: give the path of your copy"):
         peer.data("verses.txt").choose(run)
-    with pytest.raises(DataError, match=r"trains on the Python standard library, and this peer's data are 'b\.txt'"):
+    with pytest.raises(DataError, match=r"trains on the Python standard library, but this peer's data are 'b\.txt'"):
         peer.data(text_file(tmp_path / "b.txt")).choose(STDLIB)
     assert peer.data("stdlib", differs=True).choose(run) == ("stdlib", True)
 
@@ -397,7 +397,7 @@ def test_reading_for_long_is_announced_and_can_be_left(
     corpus = shards(tmp_path / "tokens")
     with pytest.raises(LeftEarlyError):
         peer.data(corpus, stop=True).open(UNKNOWN, BYTES)
-    assert any("tokens with their digests, once" in line for line in peer.said)
+    assert any("tokens against their digests, once" in line for line in peer.said)
 
 
 # ------------------------------------------------------------------------------------------------- the command
@@ -433,4 +433,4 @@ def test_the_command_carries_what_a_joiner_needs(data: DataConfig, end: str, not
 def test_descriptions() -> None:
     assert describe_data(STDLIB) == "the Python standard library"
     assert describe_data(DataConfig(kind="corpus")) == "a corpus"
-    assert describe_data(OWN) == "data of each peer's own"
+    assert describe_data(OWN) == "each peer's own data"

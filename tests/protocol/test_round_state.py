@@ -209,7 +209,7 @@ def test_a_refused_contribution_names_the_part_and_what_is_wrong_with_it() -> No
         states[shared_by_two.reducer].accept(2, dataclasses.replace(frame, part=shared_by_two.index))
     assert caught.value.kind == "part"
     states[0].accept(1, frame)
-    with pytest.raises(ProtocolError, match=f"part {part.index} came twice") as caught:
+    with pytest.raises(ProtocolError, match=f"part {part.index} arrived twice") as caught:
         states[0].accept(1, frame)
     assert caught.value.kind == "duplicate"
     wrong = dataclasses.replace(frame, weight=frame.weight + 1.0)

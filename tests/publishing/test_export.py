@@ -185,7 +185,7 @@ def test_a_peer_that_has_only_damaged_checkpoints(
         newest.rename(newest.with_name(f"broken-{newest.name}"))
     line = complaint(capsys, out, tmp_path / "model")
     assert ("has only damaged checkpoints" if aside else "meta.json is corrupt") in line
-    assert line.endswith("; take the output directory of another peer of the run, which has the same model")
+    assert line.endswith("; use the output directory of another peer of the run, which has the same model")
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys
     assert export.main([str(out), str(tmp_path / "model")]) == 0
     assert read_export(tmp_path / "model").round == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("export: passing over a checkpoint: ")
+    assert line.startswith("export: skipping a checkpoint: ")
     assert "reference.safetensors is corrupt" in line
 
 

@@ -137,7 +137,7 @@ def test_an_export_that_changes_meanwhile_is_not_published(tmp_path: Path, expor
 
 def test_a_disk_that_is_full(small_disk: Path, exports: list[Path]) -> None:  # noqa: F811
     target = DirectoryTarget(small_disk / "models")
-    with pytest.raises(HubError, match="disk that is full"):
+    with pytest.raises(HubError, match="on a full disk"):
         publish(target, exports[1])
     assert target.newest() is None
     assert not list((small_disk / "models" / "revisions").iterdir())

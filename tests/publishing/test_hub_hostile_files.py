@@ -138,13 +138,13 @@ def test_names_that_lead_out_of_the_directory_are_refused(revision: Path, tmp_pa
     (models / "tags" / "best").symlink_to(outside)
     (models / "revisions" / "round-000009").symlink_to(outside)
     for name in ("best", "round-000009"):
-        with pytest.raises(PublicationError, match="leads out of the directory"):
+        with pytest.raises(PublicationError, match="points outside the directory"):
             open_source(f"file:{models}@{name}")
     (models / "main").unlink()
     (models / "main").symlink_to(outside)
-    with pytest.raises(PublicationError, match="leads out of the directory"):
+    with pytest.raises(PublicationError, match="points outside the directory"):
         open_source(f"file:{models}")
-    with pytest.raises((PublicationError, HubError), match="leads out of the directory"):
+    with pytest.raises((PublicationError, HubError), match="points outside the directory"):
         DirectoryTarget(models).newest()
 
 

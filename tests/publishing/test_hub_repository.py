@@ -144,7 +144,7 @@ def test_a_private_repository_is_not_for_strangers(
     publish(name, exports[1], private=True)
     assert open_source(name).publication.round == 1
     monkeypatch.setenv("HF_TOKEN", STRANGER_TOKEN)
-    with pytest.raises(HubError, match="no such repository, or the token does not allow to see it"):
+    with pytest.raises(HubError, match="no such repository, or the token gives no access to it"):
         open_source(name)
 
 
@@ -361,8 +361,8 @@ def test_a_round_whose_publisher_died_before_its_tag_gets_it_later(
     ("token", "why"),
     [
         ("hf_wrong", "does not accept the token"),
-        (READ_TOKEN, "needs the right to write"),
-        (STRANGER_TOKEN, "needs the right to write"),
+        (READ_TOKEN, "needs write access"),
+        (STRANGER_TOKEN, "needs write access"),
     ],
 )
 def test_a_token_that_does_not_do(

@@ -180,10 +180,10 @@ def test_a_peer_publishes_to_a_hub(hub: HubServer, name: str, out: Path, capsys:
     ("arguments", "why"),
     [
         (["--to", "nonsense"], "neither USER/REPO nor file:DIRECTORY"),
-        (["--to", "file:"], "followed by no directory"),
+        (["--to", "file:"], "followed by a directory"),
         (["--to", "file:{}/models", "--tag", "main"], "tag 'main'"),
         (["--to", "file:{}/models", "--max-shard-size", "big"], "shard size"),
-        (["--to", "file:{}/models", "--license", "<x>"], "identifier of the Hub"),
+        (["--to", "file:{}/models", "--license", "<x>"], "Hub identifier"),
         (["--to", "file:{}/models", "--results", "{}/none.json"], "--results: No such file"),
         (["--to", "file:{}/out/manifest.json"], "cannot be written"),
     ],

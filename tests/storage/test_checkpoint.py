@@ -224,8 +224,8 @@ def test_half_written_ones_of_a_killed_process_are_never_taken(tmp_path: Path) -
     ("run_id", "peer_id", "layout", "why"),
     [
         ("run-2", PEER, LAYOUT, "belongs to run run-1, not run-2"),
-        (RUN, "peer-2", LAYOUT, "written by peer peer-1, and the identity in use is peer-2"),
-        (RUN, PEER, small_layout(5), "of another model"),
+        (RUN, "peer-2", LAYOUT, "written by peer peer-1, but the identity in use is peer-2"),
+        (RUN, PEER, small_layout(5), "belongs to another model"),
     ],
     ids=["run", "peer", "model"],
 )

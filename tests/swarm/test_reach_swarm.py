@@ -300,7 +300,7 @@ def test_peers_behind_home_routers_notice_it_and_train_as_clients(tmp_path: Path
             assert event["reachable"] is False
             assert event["address"].startswith(f"/ip4/{network.address(host)}/tcp/")
             assert event["via"] == [public.events("join")[0]["peer_id"]]
-            assert f"not reachable from outside: {network.address(host)} takes no connections" in home.text()
+            assert f"not reachable from outside: {network.address(host)} accepts no connections" in home.text()
             assert "others join with" not in home.text()
             # Nobody asked for it, but moments of experts may have to pass between the two.
             home.wait_for("link", lambda e: e["relayed"])

@@ -1,4 +1,4 @@
-"""What shows a run: terminal, page, metrics for Prometheus, trackers, a figure for a report.
+"""Views of a run: terminal, web page, Prometheus metrics, experiment trackers, a figure for a report.
 
-Each takes the one state of `monitor.state`. Begin with `terminal`.
+All of them show the values of `monitor.state`. Start with `terminal`.
 """

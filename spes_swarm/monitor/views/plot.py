@@ -1,4 +1,4 @@
-"""A picture of a run for a report: loss, speed, peers and coverage over its rounds. Needs the extra `plot`."""
+"""A figure of a run for a report: loss, speed, peers and coverage by round. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
 _INCHES: Final = (11.0, 6.5)
 _DOTS_PER_INCH: Final = 150
-# Okabe and Ito's palette: told apart by everybody, and in grey.
+# Okabe and Ito's palette: distinguishable with colour blindness, and in grey.
 _BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#666666"
 
 
 def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> None:
-    """Draws a run into a file; its suffix says what kind (png, svg, pdf).
+    """Draws a run to a file, whose suffix selects the format (png, svg, pdf).
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -37,7 +37,7 @@ def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> 
         drawn = [(point.round, value(point)) for point in history]
         xs, ys = [x for x, y in drawn if y is not None], [y for _, y in drawn if y is not None]
         if ys:
-            marker = "o" if len(ys) == 1 else None  # a line of one point is nothing
+            marker = "o" if len(ys) == 1 else None  # a line of one point is invisible
             axes.plot(xs, ys, linewidth=1.6, marker=marker, markersize=4, **style)
 
     draw(top_left, lambda point: point.train_loss, color=_BLUE, label="training")

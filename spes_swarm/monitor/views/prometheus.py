@@ -1,4 +1,4 @@
-"""The state of a run as Prometheus reads it (text exposition format 0.0.4)."""
+"""The state of a run in the text exposition format of Prometheus (0.0.4)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ACTIVITIES = ("training", "syncing", "waiting", "joining", "leaving", "late")
 
 
 def metrics_text(state: SwarmState) -> str:
-    """All figures of a state; what nobody has told is left out rather than zero."""
+    """All metrics of a state; unknown values are omitted, not zero."""
     return generate_latest(_Snapshot(state)).decode()
 
 
 class _Snapshot(Collector):
-    """Looks like a registry to prometheus_client."""
+    """Presents one state as a collector of prometheus_client."""
 
     def __init__(self, state: SwarmState) -> None:
         self._state = state
@@ -33,16 +33,16 @@ def _of_run(state: SwarmState) -> Iterator[Metric]:
     run = state.run.run_id
     gauges: dict[str, tuple[str, float | None]] = {
         "round": ("Round that at least half of the peers have committed.", state.round),
-        "round_progress_ratio": ("How much of the next round's work is done.", state.round_progress),
+        "round_progress_ratio": ("Fraction of the next round's work that is done.", state.round_progress),
         "next_round_seconds": ("Estimated time to the next round.", state.next_round_s),
         "tokens_per_second": ("Training speed of all peers.", state.tokens_per_second),
         "train_loss": ("Training loss of the newest round, median over peers.", state.train_loss),
         "eval_loss": ("Loss on held-out text, median over peers.", state.eval_loss),
         "eval_loss_stderr": ("Standard error of the loss on held-out text.", state.eval_loss_stderr),
         "experts": ("Experts of the model.", state.run.num_experts),
-        "experts_covered": ("Experts that somebody holds.", state.experts_covered),
-        "consensus_agree_peers": ("Peers of the newest round with the digest of most.", state.consensus.agree),
-        "consensus_differ_peers": ("Peers with another digest than most.", len(state.consensus.differ)),
+        "experts_covered": ("Experts with at least one holder.", state.experts_covered),
+        "consensus_agree_peers": ("Peers at the swarm's round with its most common digest.", state.consensus.agree),
+        "consensus_differ_peers": ("Peers whose digest is not the most common one.", len(state.consensus.differ)),
         "up": ("1 while the monitor sees any peer.", float(state.status == "live")),
     }
     for name, (text, value) in gauges.items():
@@ -53,12 +53,12 @@ def _of_run(state: SwarmState) -> Iterator[Metric]:
     tokens = CounterMetricFamily("spes_swarm_tokens", "Tokens that all peers have trained on.", labels=["run"])
     tokens.add_metric([run], float(state.tokens_total))
     yield tokens
-    activities = GaugeMetricFamily("spes_swarm_peers", "Peers by what they are doing.", labels=["run", "state"])
+    activities = GaugeMetricFamily("spes_swarm_peers", "Peers by activity.", labels=["run", "state"])
     for activity in _ACTIVITIES:
         activities.add_metric([run, activity], float(sum(peer.state == activity for peer in state.peers)))
     yield activities
     refused = CounterMetricFamily(
-        "spes_swarm_refused_records", "Records that the monitor did not accept.", labels=["run", "kind"]
+        "spes_swarm_refused_records", "Records that the monitor refused.", labels=["run", "kind"]
     )
     for kind, count in sorted(state.refused.items()):
         refused.add_metric([run, kind], float(count))

@@ -21,9 +21,9 @@ _CURVE_HEIGHT: Final = 3
 _AXIS_CHARS: Final = 9
 _BAR_CHARS: Final = 16
 _FAULTS_SHOWN: Final = 3
-# Lines of a screen that are not peers.
+# Lines of the screen besides those of peers.
 _OTHER_LINES: Final = 20
-_FEW_EXPERTS: Final = 48  # up to here each expert has room for its own age
+_FEW_EXPERTS: Final = 48  # up to this many there is room for the age of each
 _CELLS_IN_ROW: Final = 8
 _DOTS_IN_ROW: Final = 64
 _OLD_ROUNDS: Final = 5
@@ -38,7 +38,7 @@ _STYLES: Final[dict[PeerActivity, str]] = {
 
 
 def screen(state: SwarmState, history: Sequence[HistoryPoint], *, max_peers: int) -> Panel:
-    """Everything the monitor knows, for a terminal of at least 80 columns."""
+    """Lays out a state for a terminal of at least 80 columns."""
     parts: list[RenderableType] = [_head(state), _losses(state, history), Text()]
     if state.peers:
         parts += [_peers(state, max_peers), Text()]
@@ -94,7 +94,7 @@ def _peers(state: SwarmState, max_peers: int) -> RenderableType:
         table.add_column(title, width=width, no_wrap=True)
     for title, width in (("tok/s", 5), ("loss", 6), ("up", 5), ("down", 5), ("age", 4)):
         table.add_column(title, width=width, no_wrap=True, justify="right")
-    # Those whom somebody should look at first.
+    # Peers that need attention come first.
     order = sorted(state.peers, key=lambda peer: (peer.agrees, peer.state != "late", peer.name.lower(), peer.peer_id))
     for peer in order[:max_peers]:
         table.add_row(
@@ -123,7 +123,7 @@ def _experts(state: SwarmState) -> RenderableType:
         rows = [experts[i : i + _CELLS_IN_ROW] for i in range(0, len(experts), _CELLS_IN_ROW)]
         lines = [Text("").join(_cell(expert) for expert in row) for row in rows]
     else:
-        words.append("holders of each; · nobody", style="not bold dim")
+        words.append("holders of each; · none", style="not bold dim")
         rows = [experts[i : i + _DOTS_IN_ROW] for i in range(0, len(experts), _DOTS_IN_ROW)]
         lines = [
             Text(f"{row[0].expert:>5} ").append_text(Text("").join(Text(_holders(e), style=_style(e)) for e in row))
@@ -153,7 +153,7 @@ def _troubles(state: SwarmState) -> list[RenderableType]:
     for fault in state.faults[-_FAULTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(fault.time))
         lines.append(
-            Text(cut(f"fault {at} {fault.kind}, told by {name_of(state, fault.peer_id)}", WIDTH - 4), "yellow")
+            Text(cut(f"fault {at} {fault.kind}, reported by {name_of(state, fault.peer_id)}", WIDTH - 4), "yellow")
         )
     if state.refused:
         lines.append(Text(cut(f"records refused: {refusals(state)}", WIDTH - 4), style="yellow"))
@@ -161,7 +161,7 @@ def _troubles(state: SwarmState) -> list[RenderableType]:
 
 
 def print_once(console: Console, state: SwarmState, history: Sequence[HistoryPoint]) -> None:
-    """Prints the screen as it is now."""
+    """Prints the screen once."""
     console.print(screen(state, history, max_peers=len(state.peers)))
 
 
@@ -178,7 +178,7 @@ async def show_live(source: StateSource, console: Console) -> None:
 
 
 async def show_lines(source: StateSource, console: Console) -> None:
-    """Follows the source where there is no terminal: a line for each round, and for whatever changes between."""
+    """Follows the source without a terminal: prints a line for each round, and for each change in between."""
     before: SwarmState | None = None
     while True:
         state = source.state()
@@ -189,13 +189,13 @@ async def show_lines(source: StateSource, console: Console) -> None:
 
 
 def changes(before: SwarmState | None, state: SwarmState, history: Sequence[HistoryPoint]) -> list[str]:
-    """What is worth a line since the state before."""
+    """One line for each notable change since the state `before`."""
     lines: list[str] = []
     known = {peer.peer_id: peer.state for peer in before.peers} if before is not None else {}
     for peer in state.peers:
         name = f"{peer.name or '-'} ({peer.short_id})"
         if peer.peer_id not in known:
-            lines.append(f"peer {name} is there: {peer.state}, experts {ranges(peer.experts)}")
+            lines.append(f"peer {name} is present: {peer.state}, experts {ranges(peer.experts)}")
         elif known[peer.peer_id] != peer.state and "late" in (peer.state, known[peer.peer_id]):
             lines.append(f"peer {name} is {peer.state}")
     here = {peer.peer_id for peer in state.peers}

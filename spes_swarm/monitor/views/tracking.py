@@ -8,7 +8,7 @@ from typing import Final
 from spes_swarm.monitor.state import HistoryPoint, StateSource
 from spes_swarm.storage.trackers import Tracked, Tracker, open_tracker
 
-_DIRECTORY: Final = Path("runs/monitor")  # of trackers that write files where they are told
+_DIRECTORY: Final = Path("runs/monitor")  # for trackers that write files
 _FIGURES: Final = (
     "tokens",
     "train_loss",
@@ -23,12 +23,12 @@ _FIGURES: Final = (
 
 
 def open_swarm_tracker(kind: str, run_id: str) -> Tracker:
-    """Begins to track a run; raises what open_tracker raises."""
+    """Opens a tracker for a run; raises what `open_tracker` raises."""
     return open_tracker(kind, Tracked(run_id=run_id, name="monitor", directory=_DIRECTORY))
 
 
 async def follow(source: StateSource, tracker: Tracker) -> None:
-    """Logs every round that comes from now on, until cancelled; a round is told when the next one has begun."""
+    """Logs each new round once the next one has been seen, until cancelled; logs the last one at the end."""
     told = max((point.round for point in source.history()), default=0) - 1
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Connections to other peers, and what is asked over them.
+"""Connections to other peers, and the requests sent over them.
 
-Begin with `daemon` (p2pd), then `wire` (streams of tensors) and `rpc` (small questions).
+Start with `daemon` (p2pd), then `wire` (tensor streams) and `rpc` (small requests).
 """

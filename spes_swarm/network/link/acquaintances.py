@@ -1,7 +1,7 @@
-"""Addresses of peers met before, so that parts of a swarm that were cut off from each other find together again.
+"""Addresses of peers met before, so that parts of a swarm that were cut off from each other find each other again.
 
-While two parts are cut off, each forgets the other: records expire and the DHT drops nodes that do not answer. Nothing
-would ever bring them together, so every peer keeps trying the addresses of those that it once knew, one after another.
+While two parts are cut off, each forgets the other: records expire, and the DHT drops nodes that do not answer. Nothing
+else would ever reunite them, so every peer keeps dialling the addresses of peers that it met before, a few at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DIALS_AT_A_TIME = 4
 
 
 def checked_maddrs(value: Any, peer_id: str) -> list[str]:
-    """What another peer says its addresses are; those that cannot be used are left out."""
+    """Returns the usable ones of the addresses that another peer reports as its own."""
     maddrs: list[str] = []
     for maddr in value[:_MAX_MADDRS] if isinstance(value, list) else []:
         if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS and maddr.endswith(f"/p2p/{peer_id}"):
@@ -41,7 +41,7 @@ def checked_maddrs(value: Any, peer_id: str) -> list[str]:
 
 
 class Acquaintances:
-    """The addresses of peers that were live once, and when to try those that are not live any more."""
+    """The addresses of peers that were once live, and when to dial those that no longer are."""
 
     def __init__(self, initial: Sequence[str]) -> None:
         self._maddrs: OrderedDict[str, list[str]] = OrderedDict()
@@ -52,7 +52,7 @@ class Acquaintances:
             self.note(peer_id_of(maddr), [maddr])
 
     def note(self, peer_id: str, maddrs: Sequence[str]) -> None:
-        """Remembers where a peer can be reached; the ones met longest ago make room."""
+        """Remembers where a peer can be reached; forgets the peers met longest ago when there are too many."""
         if not maddrs:
             return
         self._maddrs[peer_id] = list(maddrs)
@@ -66,11 +66,11 @@ class Acquaintances:
             table.pop(peer_id, None)
 
     def of(self, peers: Collection[str]) -> list[str]:
-        """The addresses of these peers."""
+        """The known addresses of these peers."""
         return [maddr for peer in peers for maddr in self._maddrs.get(peer, [])]
 
     def due(self, live: Collection[str]) -> list[str]:
-        """Peers that are not live and should be tried now; the pauses between tries become longer."""
+        """Returns the peers that are not live and should be dialled now; pauses between attempts become longer."""
         now = time.monotonic()
         for peer in live:
             if peer in self._maddrs:
@@ -88,7 +88,7 @@ class Acquaintances:
         return missing[:_DIALS_AT_A_TIME]
 
     async def dial(self, daemon: Daemon, peers: Collection[str]) -> list[str]:
-        """Tries these peers at their addresses; returns those that answer."""
+        """Dials these peers at their addresses; returns those that answer."""
 
         async def try_one(peer_id: str) -> str | None:
             for maddr in self._maddrs.get(peer_id, []):
@@ -101,11 +101,11 @@ class Acquaintances:
         return [peer for peer in answers if peer is not None]
 
     async def reunite(self, live: Collection[str], daemon: Daemon, node: DHTNode) -> None:
-        """Tries peers that are not among the live ones; a node that answers is in touch with this one again."""
+        """Dials peers that are not live, and brings those that answer back into the DHT."""
         for peer_id in await self.dial(daemon, self.due(live)):
             peer = PeerID.from_base58(peer_id)
-            # With this both nodes know each other in the DHT, and records pass between the two parts again.
+            # This adds each node to the other's routing table, so that records pass between the two parts again.
             if await node.protocol.call_ping(peer) is None:
-                await daemon.disconnect(peer_id)  # what looked connected was not: see Rpc.on_silence
+                await daemon.disconnect(peer_id)  # the connection was dead: see Rpc.on_silence
             else:
                 node.blacklist.register_success(peer)

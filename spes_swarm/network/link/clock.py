@@ -1,12 +1,12 @@
-"""The swarm clock: one time for all peers of a run, whatever the clocks of their machines say.
+"""The swarm clock: one time for all peers of a run, whatever the clocks of their machines show.
 
-Records in the DHT carry the time at which they expire, so peers must agree on what time it is. They agree among
-themselves, without a time server. Who joins takes the time from the peers that it meets, before its first record; the
-peers of a run compare their times once a minute and go by the median. What matters is only that they agree: a founder
-whose clock is wrong makes a wrong time the swarm's time, and nothing suffers from it.
+Records in the DHT carry the time at which they expire, so peers must agree on the time. They agree among themselves,
+without a time server. A joining peer takes the time from the peers that it meets, before it writes its first record.
+The peers of a run compare their times once a minute and follow the median. Only agreement matters: if a founder's clock
+is wrong, the wrong time becomes the swarm's time, and does no harm.
 
-An offset is what a clock shows minus this machine's steady clock: unlike a difference to the swarm clock, it does not
-change when that one is corrected while others are being asked.
+An offset is the time of a clock minus that of this machine's steady clock. Unlike a difference from the swarm clock, it
+does not change if the swarm clock is corrected during a measurement.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.rpc import Rpc
 
-# Records live for many seconds, so this much disagreement does no harm. If smaller ones were corrected, two peers, of
-# which the one that is behind follows the other, would drive each other forward by their errors of measurement.
+# Records live for many seconds, so this much disagreement does no harm. If smaller offsets were corrected, two peers
+# would drive each other forward by their measurement errors, since the one that is behind follows the other.
 TOLERANCE_S = 1.0
 # The error of a sample is at most half its round trip: with this limit, no more than the tolerance.
 CALL_TIMEOUT_S = 2 * TOLERANCE_S
 NUM_SAMPLES = 4
 MAX_PEERS_ASKED = 16
 CHECK_EVERY_S = 60.0
-# A clock that is ahead loses so many seconds in each second.
+# A clock that is ahead loses this many seconds per second.
 SLEW = 0.9
-# Who is further ahead than this may see the others' records as expired: the clock is set back at once.
+# A peer further ahead than this may see the others' records as expired, so its clock is set back at once.
 MAX_SLEW_S = 10.0
-# No correction takes a clock further than this from where it began, or from its wall clock: records that were written
-# by the time before it would otherwise claim to live longer than any may. (The TLS of libp2p does not even connect
+# No correction moves a clock further than this from both its initial time and its wall clock. Otherwise, records
+# written before the correction would exceed the longest lifetime allowed. (libp2p's TLS refuses connections between
 # clocks that are further apart.)
 MAX_TOTAL_S = 3600.0
 MAX_TIME_S = 1e10
@@ -44,19 +44,19 @@ REPORTED_ERROR_S = 5.0
 
 
 def wall_clock() -> float:
-    """The clock of this machine in Unix seconds; it may be wrong, and be set at any time."""
+    """This machine's wall clock in Unix seconds. It may be wrong, and may be set at any time."""
     return time.time()
 
 
 def steady_clock() -> float:
-    """Seconds since some moment; nobody sets it. Unlike time.monotonic, it counts the time that a laptop sleeps."""
+    """Seconds since an arbitrary moment; never set. Unlike time.monotonic, it includes the time a laptop sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class SwarmClock:
-    """The swarm's time, which is at first the wall clock's.
+    """The swarm's time, which is the wall clock's at first.
 
-    Between corrections it runs with the steady clock: a wall clock that is set meanwhile does not move it.
+    Between corrections it follows the steady clock, so setting the wall clock does not move it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class SwarmClock:
     def _start(self, offset: float, excess_s: float = 0.0) -> None:
         self._started = steady_clock()
         self._offset = offset
-        self._excess_s = excess_s  # how much of the offset is to be lost again, little by little
+        self._excess_s = excess_s  # how much of the offset is to be removed gradually
 
     def _offset_at(self, steady: float) -> float:
         return self._offset - min(self._excess_s, SLEW * (steady - self._started))
@@ -87,9 +87,10 @@ class SwarmClock:
         return wall_clock() - steady_clock()
 
     def settle(self, offsets: Collection[float]) -> None:
-        """Takes the time from peers of the swarm, by any step: for a peer without a record that could expire by it.
+        """Sets the clock to the median of other peers' offsets, by a step of any size.
 
-        It goes by their median; when they are an even number, the wall clock decides between the two in the middle.
+        Of an even number, the wall clock decides between the two in the middle. Only for a peer that has not written
+        any record that the step could make expire.
         """
         if offsets:
             votes = [*offsets] if len(offsets) % 2 else [*offsets, self.wall_offset]
@@ -97,21 +98,21 @@ class SwarmClock:
         self._settled = self._offset
 
     def correct(self, offsets: Mapping[str, float], voices: Collection[str] = ()) -> float:
-        """Follows the other peers: the upper median of their offsets (by peer id) and its own.
+        """Corrects the clock to the upper median of the other peers' offsets (by peer id) and its own.
 
-        So one peer cannot move a swarm of three or more, and of two halves, or two peers, the one that is behind goes
-        to the other's time: that lets no record expire before its time, as going back would for the other's records.
-        Forward the clock is set at once, because its records have expired for those who are ahead. Backward it runs
-        slower; only when it is so far ahead that the others seem to be gone, it is set back. (The expirations of its
-        own records do not go back with it: a newer one must always expire later.) All corrections together stay within
-        MAX_TOTAL_S.
+        One peer cannot move a swarm of three or more. Of two peers, or two halves, the one that is behind adopts the
+        other's time: no record expires early then, as the other's records would if the one that is ahead went back.
+        The clock is set forward at once, because this peer's records have expired for peers that are ahead. To go back,
+        it runs more slowly; it is set back only if it is so far ahead that the others seem to be gone. (The expirations
+        of its own records do not go back: a newer record must always expire later.) All corrections together stay
+        within MAX_TOTAL_S.
 
         Args:
-            offsets: what was measured; the word of just one peer is not taken when others have a voice, too.
-            voices: all peers that have one; see standing.py.
+            offsets: the measured offsets; a single one is ignored if other peers have a voice as well.
+            voices: all peers that have a voice; see standing.py.
 
         Returns:
-            The step in seconds; zero if the clock goes on without one.
+            The step in seconds; zero if the clock makes none.
         """
         own = self.offset
         target = median_high([own, *offsets.values()])
@@ -119,7 +120,7 @@ class SwarmClock:
             return 0.0
         step_s = target - own
         if abs(step_s) <= TOLERANCE_S:
-            self._start(own)  # whatever was still to be lost is not to be lost any more
+            self._start(own)  # ends a gradual correction that is under way
             return 0.0
         if -MAX_SLEW_S <= step_s < 0:
             self._start(own, -step_s)
@@ -128,16 +129,16 @@ class SwarmClock:
         return step_s
 
     def _is_near(self, offset: float) -> bool:
-        """Returns True if it is near where this peer began, or near its wall clock (the machine may have slept)."""
+        """Returns True if an offset is near the initial one or the wall clock's (the machine may have slept)."""
         return min(abs(offset - self._settled), abs(offset - self.wall_offset)) <= MAX_TOTAL_S
 
 
 async def measure_offset(ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> float:
-    """Offset of another peer's swarm clock, by the sample with the shortest round trip (Cristian 1989).
+    """Measures the offset of another peer's swarm clock by the sample with the shortest round trip (Cristian 1989).
 
     Raises:
         OSError: no answer in time, or none at all.
-        ProtocolError: (`malformed`) an answer that is no time.
+        ProtocolError: (`malformed`) the answer is not a time.
     """
     samples: list[tuple[float, float]] = []
     for _ in range(NUM_SAMPLES):
@@ -149,15 +150,15 @@ async def measure_offset(ask: Callable[[], Awaitable[Mapping[str, Any]]]) -> flo
         answered = steady_clock()
         samples.append((answered - asked, parse_time(answer) - (asked + answered) / 2))
     if not samples:
-        raise TimeoutError("the peer did not tell its time")
+        raise TimeoutError("the peer did not report its time")
     return min(samples)[1]
 
 
 def parse_time(answer: Mapping[str, Any]) -> float:
-    """The time in an answer of another peer, Unix seconds.
+    """Returns the time in another peer's answer, in Unix seconds.
 
     Raises:
-        ProtocolError: (`malformed`) there is none.
+        ProtocolError: (`malformed`) it has no valid time.
     """
     seconds = answer.get("time")
     if not (isinstance(seconds, float) and math.isfinite(seconds) and 0.0 < seconds < MAX_TIME_S):
@@ -166,14 +167,14 @@ def parse_time(answer: Mapping[str, Any]) -> float:
 
 
 def give_to_hivemind(now: Callable[[], float]) -> None:
-    """Makes the DHT of this process go by `now`: hivemind's modules have each imported their own name for time.time."""
+    """Makes this process's DHT use `now`: each hivemind module has imported time.time under its own name."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "hivemind" and vars(module).get("get_dht_time") is time.time:
             vars(module)["get_dht_time"] = now
 
 
 class Timekeeper:
-    """Keeps a peer's swarm clock with that of the others, and tells them its time.
+    """Keeps a peer's swarm clock in step with the others, and answers their requests for its time.
 
     Attributes:
         clock: the swarm clock of this process.
@@ -188,22 +189,22 @@ class Timekeeper:
         self._reported = False
 
     async def serve(self) -> None:
-        """Registers the service; until then, this peer's clock may be wrong and counts for nobody."""
+        """Registers the service. Before that, this peer's clock may be wrong, and no other peer follows it."""
         await self._rpc.serve("clock", self._serve_clock)
         self._report()
 
     async def _serve_clock(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id
         if request.get("run") != self._run_id:
-            return {"error": "that is not the run of this peer"}
+            return {"error": "this peer takes part in another run"}
         return {"time": self.clock.now()}
 
     async def settle(self, peers: Collection[str]) -> None:
-        """Takes the time from `peers`, as far as they know it; before this peer publishes anything."""
+        """Takes the time from those of `peers` that answer; to be called before this peer publishes anything."""
         self.clock.settle((await self._measure(peers)).values())
 
     async def check(self, voices: Collection[str]) -> float:
-        """Compares with the peers that have a voice, and corrects; returns the step in seconds."""
+        """Compares the clock with the peers that have a voice, and corrects it; returns the step in seconds."""
         step_s = self.clock.correct(await self._measure(voices), voices)
         self._report()
         return step_s
@@ -211,8 +212,8 @@ class Timekeeper:
     def until_check_s(self) -> float:
         """Time to the next check.
 
-        All check when a minute of the swarm's time begins: peers that agree and find out that most others are at
-        another time move together, and do not lose sight of each other.
+        All peers check when a minute of the swarm's time begins. So peers that agree with each other, but not with the
+        majority, move together and do not lose each other.
         """
         return CHECK_EVERY_S - self.clock.now() % CHECK_EVERY_S
 
@@ -223,7 +224,7 @@ class Timekeeper:
                     lambda: self._rpc.call(peer_id, "clock", {"run": self._run_id}, CALL_TIMEOUT_S)
                 )
             except OSError:
-                return None  # gone, of another run, or joining just now
+                return None  # gone, in another run, or still joining
             except ProtocolError as exc:
                 self._on_fault(peer_id, exc)
                 return None

@@ -1,4 +1,4 @@
-"""How this peer is connected to the others of its run: whether they can reach it, and who is reached through whom.
+"""This peer's connections to the others of its run: whether they can reach it, and which links use a relay.
 
 Ties together reach.py (the check), links.py (connections) and relay.py (circuits) for the network process.
 """
@@ -22,9 +22,9 @@ from spes_swarm.port.messages import UNKNOWN, Reach
 from spes_swarm.protocol.members.standing import Neighbour
 
 _TEND_S = 2.0
-_FIRST_REVIEW_S = 10.0  # and then as soon as there is somebody to ask, who is not there when a founder starts
+_FIRST_REVIEW_S = 10.0  # then as soon as there is a peer to ask; a founder starts without one
 _REVIEW_S = 300.0
-_DOUBT_S = 30.0  # what was found is found again before this peer steps back
+_DOUBT_S = 30.0  # until a negative result is confirmed, before this peer counts as unreachable
 
 
 class Members(Protocol):
@@ -32,10 +32,10 @@ class Members(Protocol):
 
     @property
     def reachable(self) -> bool:
-        """True if this peer tells others that it can be reached."""
+        """True if this peer announces that it can be reached."""
 
     def set_reach(self, reachable: bool, address: str | None) -> None:
-        """Changes that. `address`: where others got through, None where they did not."""
+        """Sets `reachable`. `address` is where other peers got through, None if they did not."""
 
     def neighbours(self) -> list[Neighbour]:
         """The other live peers."""
@@ -45,18 +45,18 @@ class Members(Protocol):
 
 
 class Connectivity:
-    """The connections of this peer, looked after in the background once it takes part in a run.
+    """Maintains this peer's connections in the background once it takes part in a run.
 
     Args:
-        daemon: of this peer.
-        rpc: of this peer.
-        announced: whether the user has said under which addresses this peer can be reached.
-        relay: whether this peer passes on and uses circuits.
-        tell: takes what the metrics are to hold.
-        on_fault: told what went wrong here.
+        daemon: this peer's daemon.
+        rpc: this peer's calls.
+        announced: whether the user has given the addresses at which this peer can be reached.
+        relay: whether this peer serves as a relay and uses circuits.
+        tell: called with events for the metrics.
+        on_fault: called with errors of this peer.
 
     Attributes:
-        found: the newest answer to whether this peer can be reached.
+        found: the latest result of the check whether this peer can be reached.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Connectivity:
         await self._relay.start()
 
     async def check(self) -> Reach:
-        """Asks the peers that this one is connected to whether it can be reached; see reach.py."""
+        """Asks connected peers whether this one can be reached; see reach.py."""
         peers = list(await self._daemon.connections())
         self.found = await self._ask(peers) if peers else UNKNOWN
         return self.found
@@ -97,12 +97,12 @@ class Connectivity:
         return await self._reach.check(peers, await self._daemon.maddrs(), announced=self._announced)
 
     def attend(self, members: Members, *, review: bool, is_busy: Callable[[], bool]) -> None:
-        """Looks after the connections to the members of a run from now on.
+        """Starts maintaining the connections to the members of a run.
 
         Args:
-            members: of the run.
-            review: whether `members` are to hear what others find from time to time.
-            is_busy: whether a round is under way.
+            members: the run's members.
+            review: whether reachability is checked again from time to time, and `members` updated.
+            is_busy: returns True while a round is under way.
         """
         self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in members.neighbours())
         links = self._links = Links(
@@ -126,14 +126,14 @@ class Connectivity:
             while True:
                 try:
                     await look_around()
-                except Exception as exc:  # whatever it is: without connections the other services would suffer
+                except Exception as exc:  # any error: without connections, the other services would suffer
                     self._on_fault(self._daemon.peer_id, ProtocolError("internal", repr(exc)))
                 await asyncio.sleep(_TEND_S)
 
         self._task = asyncio.create_task(repeat())
 
     async def _review(self, members: Members) -> None:
-        """Asks again; a bad answer is confirmed before this peer stops counting as reachable."""
+        """Checks again; a negative result is confirmed before this peer stops counting as reachable."""
         known = {neighbour.peer_id for neighbour in members.neighbours()}
         peers = [peer for peer in await self._daemon.connections() if peer in known]
         if not peers:
@@ -151,7 +151,7 @@ class Connectivity:
         self.found = found
 
     def stop(self) -> None:
-        """Ends what is under way; circuits through this peer last until the daemon ends."""
+        """Stops the background tasks; circuits through this peer last until the daemon ends."""
         if self._task is not None:
             self._task.cancel()
         if self._links is not None:

@@ -1,8 +1,8 @@
-"""The libp2p daemon (p2pd) of this peer, started so that it cannot outlive it.
+"""This peer's libp2p daemon (p2pd), started so that it cannot outlive the peer.
 
 hivemind can start the daemon itself, but then a SIGKILL of the peer leaves it running with its sockets in /tmp. Here it
-gets the parent-death signal, its sockets lie in a directory that the next peer on this machine cleans up, and addresses
-are dialled one by one, so that a failed bootstrap can say which address failed and why.
+gets the parent-death signal, and its sockets lie in a directory that the next peer on this machine cleans up. Addresses
+are dialled one by one, so that a failed bootstrap can report which address failed and why.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from spes_swarm.base.errors import AddressError, BootstrapError, NetworkProcessE
 from spes_swarm.base.lifetime import die_with_parent
 
 _SOCKET_PREFIX = "spes_swarm-"
-_LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # what hivemind calls its end
-_SOCKET_PATH_BYTES = 107  # sun_path of Linux, less its final zero
+_LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # the form of hivemind's names for its own socket
+_SOCKET_PATH_BYTES = 107  # Linux's sun_path, without the final NUL
 _START_TIMEOUT_S = 30.0
-_PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier stay, killed a moment ago, may still hold the port
+_PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier session, killed a moment ago, may still hold the port
 
 
 class Daemon:
@@ -63,15 +63,15 @@ class Daemon:
         Args:
             identity_path: file of the private key.
             host_maddrs: where to listen.
-            announce_maddrs: what to tell others instead.
+            announce_maddrs: addresses to announce instead of these.
             client_mode: do not listen at all.
-            private: others cannot open connections to this peer. libp2p then tries to get through to the other end of
-                a circuit directly, from both sides at the same time (hole punching); on its own it would take minutes
-                to find out that it has to. It knows where from when four peers with different addresses have told it.
+            private: others cannot open connections to this peer. libp2p then tries to connect the ends of a circuit
+                directly, from both sides at the same time (hole punching); by itself, it takes minutes to detect that
+                this is needed. It learns its own public address once four peers with different addresses report it.
 
         Raises:
             AddressError: it cannot listen on the given addresses.
-            NetworkProcessError: it did not start; the message has its last words.
+            NetworkProcessError: it did not start; the message has the last line of its log.
         """
         if not client_mode:
             for maddr in host_maddrs:
@@ -90,7 +90,7 @@ class Daemon:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
-                start_new_session=True,  # Ctrl-C must reach the trainer, which leaves the swarm, and not the daemon
+                start_new_session=True,  # Ctrl-C must reach the trainer, which then leaves the swarm, not the daemon
                 preexec_fn=lambda: die_with_parent(parent),
             )
         try:
@@ -112,18 +112,18 @@ class Daemon:
 
     @property
     def is_alive(self) -> bool:
-        """True if p2pd still runs and its answers are still read."""
+        """True if p2pd is running and its answers are being read."""
         return self._process.poll() is None and not self.p2p._client.control._read_task.done()
 
     async def maddrs(self) -> list[str]:
-        """Addresses under which others may reach this peer, each ending in /p2p/PEER_ID."""
+        """Addresses at which others may reach this peer, each ending in /p2p/PEER_ID."""
         try:
             return [str(maddr) for maddr in await self.p2p.get_visible_maddrs(latest=True)]
-        except ValueError:  # there is none: client mode, or a machine without a network
+        except ValueError:  # it has none: client mode, or a machine without a network
             return []
 
     async def connections(self) -> dict[str, list[str]]:
-        """Connected peers with the other end of each of their connections, each ending in /p2p/PEER_ID."""
+        """Connected peers with the remote address of each of their connections, each ending in /p2p/PEER_ID."""
         found: dict[str, list[str]] = {}
         for info in await self.p2p.list_peers():  # one entry for each connection
             found.setdefault(str(info.peer_id), []).extend(f"{maddr}/p2p/{info.peer_id}" for maddr in info.addrs)
@@ -133,7 +133,7 @@ class Daemon:
         """Dials one address and returns the peer id behind it.
 
         Raises:
-            OSError: nobody answers there; the message says why.
+            OSError: no peer answers there; the message says why.
         """
         address, _, peer_id = maddr.rpartition("/p2p/")
         if peer_id == self.peer_id:
@@ -142,10 +142,10 @@ class Daemon:
         return peer_id
 
     async def connect_peer(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> None:
-        """Connects to a peer at any of these addresses (without /p2p/PEER_ID), or at those that libp2p knows of it.
+        """Connects to a peer at any of these addresses (without /p2p/PEER_ID), or at those that libp2p has of it.
 
         Raises:
-            OSError: it is not to be had there; the message says why.
+            OSError: it cannot be reached there; the message says why.
         """
         # hivemind's own Multiaddr writes the relay's peer id in a form that p2pd does not read.
         parsed = [Multiaddr(maddr) for maddr in maddrs]
@@ -155,11 +155,11 @@ class Daemon:
             raise TimeoutError(f"no answer within {timeout_s:.0f} s") from None
         except OSError:
             raise
-        except Exception as exc:  # ControlFailure and its kin derive from Exception directly
+        except Exception as exc:  # ControlFailure and similar types derive from Exception directly
             raise ConnectionError(_dial_reason(str(exc))) from exc
 
     async def disconnect(self, peer_id: str) -> None:
-        """Closes all connections to a peer; does nothing where there is none."""
+        """Closes all connections to a peer, if there are any."""
         try:
             await self.p2p._client.disconnect(PeerID.from_base58(peer_id))
         except (OSError, ControlFailure):
@@ -189,11 +189,11 @@ def _arguments(
         f"-listen={control}",
         f"-id={identity_path}",
         "-dhtClient=1" if client_mode or private else "-dhtServer=1",
-        "-autonat=1",  # with it comes hole punching
+        "-autonat=1",  # also enables hole punching
         "-connManager=1",
         "-natPortMap=1",
         "-relay=1",  # this peer can be an end of circuits
-        "-relayService=0",  # and passes them on as relay.py does
+        "-relayService=0",  # relay.py serves as the relay
         "-tls=1",
         f"-idleTimeout={_START_TIMEOUT_S:.0f}s",
     ]
@@ -220,16 +220,16 @@ async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: Hive
                 p2p._client.control._pending_calls = _PendingCalls()
                 return p2p
             except (ConnectionError, FileNotFoundError):
-                pass  # the socket file is there a moment before the daemon accepts on it
+                pass  # the socket file exists a moment before the daemon accepts on it
         await asyncio.sleep(0.02)
 
 
 class _PendingCalls(dict[Any, asyncio.Future[Any]]):
     """Calls that wait for an answer; those whose caller has given up count as absent.
 
-    hivemind 1.1.12 stores an answer without looking whether its future still waits. When a call times out in the very
-    moment its answer arrives, that raises inside the task that reads from the daemon, and from then on no unary call of
-    this process, the DHT's included, is ever answered again. (Seen in tests that kill a peer during an exchange.)
+    hivemind 1.1.12 sets an answer without checking that its future is still pending. If a call times out at the moment
+    its answer arrives, that raises inside the task that reads from the daemon, and from then on no unary call of this
+    process is ever answered, the DHT's included. (Seen in tests that kill a peer during an exchange.)
     """
 
     def __contains__(self, key: object) -> bool:
@@ -247,9 +247,10 @@ def _dial_reason(message: str) -> str:
 
 
 def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
-    """Returns True if nobody listens on the TCP port of a host address; waits a little for it to become free.
+    """Returns True if no process listens on the TCP port of a host address; waits for that up to `timeout_s`.
 
-    p2pd shares its ports (SO_REUSEPORT): on one that another p2pd uses it would start, and get half of its connections.
+    p2pd shares its ports (SO_REUSEPORT): on a port that another p2pd uses, it would start and get half of the other's
+    connections.
     """
     values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
     host, port = values.get("ip4") or values.get("ip6"), int(values.get("tcp") or 0)
@@ -258,28 +259,28 @@ def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while True:
         with socket.socket(socket.AF_INET6 if "ip6" in values else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not count
             try:
                 probe.bind((host, port))
                 probe.listen()
                 return True
             except OSError as exc:
                 if exc.errno != errno.EADDRINUSE:
-                    return True  # no such address, not allowed: p2pd will say it better
+                    return True  # no such address, or no permission: p2pd reports it better
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
 
 
 def with_port(host_maddrs: Sequence[str], port: int | None) -> list[str]:
-    """Where to listen, on this port if the choice was left to the system."""
+    """Returns where to listen, with this port if the choice was left to the system."""
     if port is None or len(host_maddrs) != 1 or not host_maddrs[0].endswith("/tcp/0"):
         return list(host_maddrs)
     return [f"{host_maddrs[0].removesuffix('/0')}/{port}"]
 
 
 def listen_again(host_maddrs: Sequence[str], port: int | None) -> list[str]:
-    """Where to listen: on the port of an earlier stay, if the choice was left to the system and the port is free."""
+    """Returns where to listen: on an earlier session's port, if the choice was left to the system and it is free."""
     again = with_port(host_maddrs, port)
     if again == list(host_maddrs) or all(port_is_free(maddr, _PORT_TIMEOUT_S) for maddr in again):
         return again
@@ -287,7 +288,7 @@ def listen_again(host_maddrs: Sequence[str], port: int | None) -> list[str]:
 
 
 def _socket_parents() -> list[str]:
-    """Where sockets may lie: the user's choice (TMPDIR), and what is there when that path is too long for a socket."""
+    """Directories for sockets: the user's choice (TMPDIR), then fallbacks if its path is too long for a socket."""
     return list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))
 
 
@@ -307,7 +308,7 @@ def _make_socket_directory() -> Path:
 
 
 def remove_stale_sockets() -> None:
-    """Removes the socket directories of peers on this machine that were killed."""
+    """Removes the socket directories of killed peers on this machine."""
     for directory in (path for parent in _socket_parents() for path in Path(parent).glob(f"{_SOCKET_PREFIX}*-*")):
         pid = directory.name.removeprefix(_SOCKET_PREFIX).split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
@@ -315,7 +316,7 @@ def remove_stale_sockets() -> None:
 
 
 async def bootstrap(daemon: Daemon, maddrs: Sequence[str], timeout_s: float) -> list[str]:
-    """Connects to the initial peers, retrying with back-off until one answers. Returns the peer ids that did.
+    """Connects to the initial peers, retrying with back-off until one answers. Returns the ids of those that did.
 
     Raises:
         BootstrapError: none answered within `timeout_s`; the message names each address and why it failed.
@@ -332,7 +333,7 @@ async def bootstrap(daemon: Daemon, maddrs: Sequence[str], timeout_s: float) -> 
         if connected:
             return connected
         for maddr, outcome in zip(maddrs, outcomes, strict=True):
-            if "backoff" not in str(outcome):  # libp2p refuses to redial at once; what failed before is the reason
+            if "backoff" not in str(outcome):  # libp2p refuses to redial at once; the earlier failure is the reason
                 reasons[maddr] = str(outcome)
         if asyncio.get_running_loop().time() + delay_s > deadline:
             details = "; ".join(f"{maddr}: {reasons.get(maddr, 'no answer')}" for maddr in maddrs)

@@ -1,6 +1,6 @@
-"""hivemind's DHT as the swarm uses it: what it decodes is limited before any validator sees it.
+"""hivemind's DHT, with limits on what it decodes before any validator runs.
 
-Whoever is connected can send a dictionary to be stored, or answer a search with one: up to 4 MiB of msgpack, which
+Any connected peer can send a dictionary to be stored, or answer a search with one: up to 4 MiB of msgpack, which
 hivemind decodes by itself.
 """
 
@@ -28,9 +28,9 @@ def _loads(buf: bytes) -> Any:
 
 
 def bound_dht_decoding() -> None:
-    """Makes hivemind in this process refuse messages with more values, or deeper ones, than honest nodes send.
+    """Makes hivemind in this process refuse messages with more values, or deeper nesting, than honest nodes send.
 
-    A dictionary is decoded by a call of its own, so the limits hold for its content as well. What is refused ends the
+    A dictionary is decoded by a separate call, so the limits hold for its content as well. A refused message ends the
     call that brought it, as malformed bytes do.
     """
     MSGPackSerializer.loads = staticmethod(_loads)
@@ -39,9 +39,9 @@ def bound_dht_decoding() -> None:
 async def join_dht(
     p2p: P2P, initial_peers: Sequence[str], validator: RecordValidatorBase, *, client_mode: bool, **options: Any
 ) -> DHTNode:
-    """This process's node of the DHT; `options` are further ones of `DHTNode.create`.
+    """Creates this process's DHT node; `options` are passed on to `DHTNode.create`.
 
-    It is there even if none of the initial peers answers: bootstrap has succeeded before, with better messages.
+    Succeeds even if no initial peer answers: `daemon.bootstrap` has run before, and reports failures better.
     """
     bound_dht_decoding()
     return await DHTNode.create(
@@ -49,7 +49,7 @@ async def join_dht(
         initial_peers=list(initial_peers) or None,
         client_mode=client_mode,
         record_validator=validator,
-        reuse_get_requests=False,  # see records.search
+        reuse_get_requests=False,  # see run_records.search
         strict=False,
         ensure_bootstrap_success=False,
         **options,

@@ -1,4 +1,4 @@
-"""Calls every peer whose record appears: a connection stands before the first round, and it is known who answers."""
+"""Calls every peer whose record appears, to connect before the first round and to learn which peers answer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Greetings:
     """Greets peers, and answers their greetings with this peer's addresses.
 
     Args:
-        rpc: how they are called.
-        roster: the others.
-        acquaintances: remembers the addresses that they tell.
-        own_maddrs: this peer's addresses; none while it cannot be reached.
+        rpc: calls the other peers.
+        roster: the other peers.
+        acquaintances: remembers the addresses that they report.
+        own_maddrs: returns this peer's addresses; none while it cannot be reached.
     """
 
     def __init__(
@@ -48,13 +48,14 @@ class Greetings:
         return {"maddrs": self._own_maddrs()}
 
     def greet_soon(self, new: Collection[str]) -> None:
-        """Greets these peers, and again those that have not answered; does not wait, since some may be frozen."""
+        """Greets these peers, and again those that have never answered. Does not wait, since some may be frozen."""
         now = time.monotonic()
         present = {view.peer_id for view in self._roster.present()}
         self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in present}
         silent = {peer for peer in present if not self._roster.standing.has_answered(peer)}
         due = [peer for peer in silent if now - self._tried_at.get(peer, -math.inf) >= _RETRY_S]
-        # Silent records cost nothing: however many there are, who has waited longest is next.
+        # Records without a peer behind them cost an attacker nothing. However many there are, the peer that has waited
+        # longest is next.
         due.sort(key=lambda peer: self._tried_at.get(peer, -math.inf))
         for peer_id in dict.fromkeys([*(peer for peer in new if peer not in silent), *due]):
             if len(self._under_way) >= _MAX_UNDER_WAY:
@@ -65,7 +66,7 @@ class Greetings:
             task.add_done_callback(self._under_way.discard)
 
     async def greet(self, peer_id: str) -> list[str]:
-        """Asks a peer for its addresses; returns those of last time if it does not answer."""
+        """Asks a peer for its addresses; returns the last known ones if it does not answer."""
         with suppress(OSError, ProtocolError):  # a round will find out whether it can be reached
             answer = await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
             self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))

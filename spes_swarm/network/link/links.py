@@ -1,6 +1,6 @@
 """Keeps this peer connected to the members that it works with: directly, or else through another member (relay.py).
 
-libp2p notices that a connection is dead within 40 s and closes it; here it is replaced by what still works.
+libp2p detects and closes a dead connection within 40 s; here it is replaced by one that works.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from spes_swarm.network.link.relay import CIRCUIT, is_circuit
 from spes_swarm.protocol.members.standing import Neighbour
 
 _DIRECT_TIMEOUT_S = 6.0  # libp2p itself gives a TCP connection five
-_HEAD_START_S = 1.5  # of a direct connection before relays are tried, too
+_HEAD_START_S = 1.5  # of a direct connection before relays are tried as well
 _CIRCUIT_TIMEOUT_S = 10.0
 _RELAYS_AT_A_TIME = 3
 _MAX_OTHER_CLIENTS = 16
 _MIN_PAUSE_S, _MAX_PAUSE_S = 4.0, 60.0  # between attempts to connect
 # Before two clients are linked: when a circuit begins, libp2p must have learnt their addresses from others, or it does
-# not try to get through directly (hole punching).
+# not try to connect them directly (hole punching).
 _CLIENT_PAUSE_S = 20.0
-_MIN_RETURN_S, _MAX_RETURN_S = 60.0, 1800.0  # between attempts to do without a relay again
+_MIN_RETURN_S, _MAX_RETURN_S = 60.0, 1800.0  # between attempts to replace a circuit by a direct connection
 _PROBE_TIMEOUT_S = 3.0
 
 
 @dataclass(slots=True)
 class _Attempts:
-    """When to try something again; the pauses double."""
+    """When to retry; the pauses double."""
 
     pause_s: float
     longest_s: float
@@ -51,10 +51,10 @@ class Links:
     """The connections of one peer to the members of its run.
 
     Args:
-        daemon: of this peer.
+        daemon: this peer's daemon.
         use_relays: whether circuits may be used.
         maddrs_of: asks a peer for its addresses.
-        on_link: told when a member's connection begins (True) or ceases (False) to go through a relay.
+        on_link: called when a member's connection starts (True) or stops (False) going through a relay.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class Links:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def tend(self, members: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
-        """Looks after the connections to members; what takes time goes on after the return.
+        """Maintains the connections to members; dialling continues in the background after the return.
 
         Args:
             members: the other live peers of the run.
-            reachable: whether this peer counts as reachable. Two that do not can do without a connection: neither
-                reduces nor leads.
-            busy: a round is under way; connections that work are left alone.
+            reachable: whether this peer counts as reachable. Two peers that do not need no connection to each other:
+                neither reduces nor leads.
+            busy: whether a round is under way; connections that work are then left alone.
         """
         connections = await self._daemon.connections()
-        # Only an expert's moments pass between two clients: worth a circuit each as long as they are few.
+        # Two clients exchange only experts' moments: worth a circuit for each pair while clients are few.
         all_pairs = sum(not member.reachable for member in members) <= _MAX_OTHER_CLIENTS
         wanted = {member.peer_id: member for member in members if reachable or member.reachable or all_pairs}
         for table in (self._attempts, self._returns):
@@ -115,7 +115,7 @@ class Links:
                 if attempts is None:
                     attempts = self._attempts[peer_id] = _Attempts(_MIN_PAUSE_S, _MAX_PAUSE_S)
                     if not member.reachable:
-                        # It opens the connection itself, and needs a moment to find this peer.
+                        # The member opens the connection itself, and needs a moment to find this peer.
                         attempts.next_at = time.monotonic() + (_MIN_PAUSE_S if reachable else _CLIENT_PAUSE_S)
                 if attempts.due():
                     attempts.postpone()
@@ -127,7 +127,7 @@ class Links:
         task.add_done_callback(lambda _: self._tasks.pop(peer_id, None))
 
     async def _connect(self, member: Neighbour, relays: Sequence[str]) -> None:
-        """Connects directly; when that takes long, through relays at the same time. The first to succeed counts."""
+        """Connects directly and, if that takes long, through relays at the same time; the first success counts."""
         attempts: set[asyncio.Task[bool]] = set()
         try:
             if member.reachable:
@@ -159,16 +159,16 @@ class Links:
         return False
 
     async def _return(self, peer_id: str) -> None:
-        """Goes back to a direct connection if the peer answers where it says that it listens."""
+        """Returns to a direct connection if the peer answers at an address that it reports."""
         for maddr in await self._maddrs_of(peer_id):
             endpoint = tcp_endpoint(maddr)
             if endpoint is not None and await greets(*endpoint, _PROBE_TIMEOUT_S):
                 await self._daemon.disconnect(peer_id)
-                with suppress(OSError):  # the next look at the connections finds it missing
+                with suppress(OSError):  # the next call of `tend` finds the connection missing
                     await self._daemon.connect(maddr, _DIRECT_TIMEOUT_S)
                     return
 
     def stop(self) -> None:
-        """Ends what is under way."""
+        """Cancels the attempts that are under way."""
         for task in self._tasks.values():
             task.cancel()

@@ -1,4 +1,4 @@
-"""Learning from its peers which run it is."""
+"""Asks peers for the manifest of their run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _PAUSE_S = 1.0
 
 
 async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None, timeout_s: float) -> Manifest:
-    """Asks peers for the manifest of the run they take part in, until one has it.
+    """Asks peers for the manifest of the run they take part in, until one of them sends it.
 
     Raises:
         BootstrapError: none of them takes part in a run yet.
-        ManifestError: what they sent fails verification, or is not of `run_id`.
+        ManifestError: the manifest fails verification, or is not of `run_id`.
     """
     deadline = time.monotonic() + timeout_s
     reasons: dict[str, str] = {}

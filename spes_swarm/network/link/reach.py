@@ -1,8 +1,8 @@
-"""Can others open connections to this peer? It asks those that it is connected to to try.
+"""Checks whether other peers can open connections to this one, by asking connected peers to try.
 
-Whoever is asked opens a plain TCP connection, as any newcomer would, and reads the greeting with which every libp2p
-listener begins. It tries only the IP address from which the question came and a few ports (as AutoNAT does, see
-github.com/libp2p/specs/blob/master/autonat/README.md): nobody can be made to knock at somebody else's door.
+A peer that is asked opens a plain TCP connection, as any newcomer would, and reads the greeting that every libp2p
+listener sends first. It tries only the IP address that the request came from, and a few ports (as AutoNAT does, see
+github.com/libp2p/specs/blob/master/autonat/README.md), so no peer can be made to probe a third party.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
 _ASK_TIMEOUT_S = 2.0
 _MAX_PORTS = 4
 _MAX_ASKED = 3
-# A peer may ask this often; a question costs a few packets to its own address.
+# Between two requests of a peer; a request costs a few packets to its own address.
 _MIN_INTERVAL_S = 2.0
 _MAX_PROBES = 16
 _MAX_REMEMBERED = 4096
@@ -60,10 +60,10 @@ class _Answer:
 
 
 def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
-    """What the answers say together: the majority counts, and in a tie those that got through.
+    """Combines the answers: the majority decides, and a tie counts as reachable.
 
-    Peers of the same local network get through where others do not: if any of those asked sees a public address of this
-    peer, only such answers count.
+    Peers of the same local network get through where others do not. If any peer asked sees a public address of this
+    one, only such answers count.
     """
     public = [answer for answer in answers if ipaddress.ip_address(answer.host).is_global]
     counting = public or list(answers)
@@ -77,7 +77,7 @@ def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
 
 
 class ReachService:
-    """Answers other peers' questions, and asks this peer's own."""
+    """Answers other peers' requests, and sends this peer's own."""
 
     def __init__(self, daemon: Daemon, rpc: Rpc) -> None:
         self._daemon = daemon
@@ -92,7 +92,7 @@ class ReachService:
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         ports = request.get("ports")
         if not (isinstance(ports, list) and 0 < len(ports) <= _MAX_PORTS):
-            raise ProtocolError("malformed", f"a question about reachability names 1 to {_MAX_PORTS} ports")
+            raise ProtocolError("malformed", f"a reachability request names 1 to {_MAX_PORTS} ports")
         if not all(type(port) is int and 0 < port < 65536 for port in ports):
             raise ProtocolError("malformed", "not a TCP port")
         now = time.monotonic()
@@ -116,12 +116,12 @@ class ReachService:
     async def check(self, peers: Collection[str], maddrs: Sequence[str], *, announced: bool = False) -> Reach:
         """Asks up to three of these peers whether this one can be reached on the TCP ports of its own addresses.
 
-        Takes as long as the slowest of those asked, 2 s at most; at once if all get through, or all are refused.
+        Takes as long as the slowest answer, 2 s at most; next to no time if all get through, or all are refused.
 
         Args:
-            peers: connected ones.
+            peers: connected peers.
             maddrs: this peer's addresses.
-            announced: they are the user's word; what is tried at other hosts says nothing about them.
+            announced: whether the user has given these addresses; results for other hosts are then ignored.
         """
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
         ports = list(dict.fromkeys(port for _, port in endpoints))[:_MAX_PORTS]
@@ -133,7 +133,7 @@ class ReachService:
         return judge(relevant, ports)
 
     async def _ask(self, peer_id: str, ports: list[int]) -> _Answer | None:
-        with suppress(OSError, ProtocolError, ValueError):  # it cannot tell: it is old, busy or gone
+        with suppress(OSError, ProtocolError, ValueError):  # no result: the peer is outdated, busy or gone
             answer = await self._rpc.call(peer_id, "reach", {"ports": ports}, _ASK_TIMEOUT_S)
             host, found = answer.get("host"), answer.get("open")
             if isinstance(host, str) and isinstance(found, list):

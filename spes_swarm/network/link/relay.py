@@ -1,10 +1,10 @@
-"""Circuits: two members that have no way to each other are connected through a third.
+"""Circuits: connections between two members through a third, where they cannot connect directly.
 
-p2pd can be either end of a circuit (libp2p's circuit relay v2, see github.com/libp2p/specs/blob/master/relay), but the
-relay inside it is of no use here: at most starts it ends up with default limits, which cut a circuit after 128 KiB or
-two minutes, whatever its flags say. So this process answers the relay's requests itself, for live members of its own
-run only, without reservations and without a limit on bytes. The ends of a circuit authenticate each other and encrypt
-as on any other connection; the relay passes on what it cannot read.
+p2pd can be either end of a circuit (libp2p's circuit relay v2, see github.com/libp2p/specs/blob/master/relay), but its
+own relay cannot be used here: on most starts it ends up with default limits, which cut a circuit after 128 KiB or two
+minutes, whatever its flags are. So this process serves relay requests itself, only for live members of its own run,
+without reservations and without a limit on bytes. The ends of a circuit authenticate each other and encrypt as on any
+other connection; the relay forwards bytes that it cannot read.
 
     B ── hop: CONNECT to A ──▶ C (relay) ── stop: CONNECT from B ──▶ A        then C copies bytes in both directions
 """
@@ -34,16 +34,14 @@ _COPY_BYTES = 1 << 16
 MAX_CIRCUITS = 256
 MAX_CIRCUITS_PER_PEER = 32
 
-# The relay's messages: protobuf with a length before it.
-
-
-# Kinds of messages: between the source and the relay (hop), and between the relay and the target (stop).
+# Relay messages are length-prefixed protobuf.
+# Message types, between the source and the relay (hop), and between the relay and the target (stop).
 _HOP_CONNECT, _HOP_STATUS = 1, 2
 _STOP_CONNECT, _STOP_STATUS = 0, 1
 
 
 class Status(IntEnum):
-    """A relay's answers."""
+    """Status codes of a relay's answers."""
 
     OK = 100
     RESERVATION_REFUSED = 200
@@ -63,7 +61,7 @@ def _varint(number: int) -> bytes:
 
 
 def encode(fields: Sequence[tuple[int, int | bytes]]) -> bytes:
-    """A protobuf message of these (field number, value)."""
+    """Encodes (field number, value) pairs as a protobuf message."""
     parts: list[bytes] = []
     for number, value in fields:
         if isinstance(value, int):
@@ -74,10 +72,10 @@ def encode(fields: Sequence[tuple[int, int | bytes]]) -> bytes:
 
 
 def decode(message: bytes) -> dict[int, int | bytes]:
-    """The varint and bytes fields of a protobuf message, the last value of each; others are passed over.
+    """Decodes the varint and bytes fields of a protobuf message; of repeated fields, the last value.
 
     Raises:
-        ProtocolError: (`malformed`) it is cut off, or has fields of unknown kinds.
+        ProtocolError: (`malformed`) it is truncated, or has a field of another wire type.
     """
     position = 0
 
@@ -92,7 +90,7 @@ def decode(message: bytes) -> dict[int, int | bytes]:
             number |= (byte & 0x7F) << shift
             if byte < 0x80:
                 return number
-        raise ProtocolError("malformed", "a number that does not end")
+        raise ProtocolError("malformed", "an unterminated varint")
 
     fields: dict[int, int | bytes] = {}
     while position < len(message):
@@ -102,23 +100,23 @@ def decode(message: bytes) -> dict[int, int | bytes]:
         elif key & 7 == 2:
             size = varint()
             if size > len(message) - position:
-                raise ProtocolError("malformed", "a field that is cut off")
+                raise ProtocolError("malformed", "a truncated field")
             fields[key >> 3] = message[position : position + size]
             position += size
         else:
-            raise ProtocolError("malformed", f"a protobuf field of kind {key & 7}")
+            raise ProtocolError("malformed", f"a protobuf field of wire type {key & 7}")
     return fields
 
 
 async def _receive(reader: asyncio.StreamReader) -> dict[int, int | bytes]:
     size = 0
-    for shift in (0, 7):  # two bytes hold any length that is allowed
+    for shift in (0, 7):  # two bytes hold any allowed length
         byte = (await reader.readexactly(1))[0]
         size |= (byte & 0x7F) << shift
         if byte < 0x80:
             break
     if byte >= 0x80 or size > _MAX_MESSAGE_BYTES:
-        raise ProtocolError("oversized", "a relay message that is too long")
+        raise ProtocolError("oversized", "the relay message is too long")
     return decode(await reader.readexactly(size))
 
 
@@ -135,16 +133,16 @@ class _RefusedError(Exception):
 
 
 def is_circuit(maddr: str) -> bool:
-    """Returns True if a connection with this address at its other end goes through a relay."""
+    """Returns True if a connection to this remote address goes through a relay."""
     return CIRCUIT in maddr
 
 
 class Relay:
-    """Passes connections on between members. Until `admits` is set, and with `enabled=False`, it refuses all.
+    """Relays connections between members. Refuses all until `admits` is set, and if `enabled` is False.
 
     Attributes:
-        admits: whether a peer may be an end of a circuit through this one.
-        bytes_relayed: so far, in both directions together.
+        admits: returns True if a peer may be an end of a circuit through this one.
+        bytes_relayed: total so far, in both directions together.
     """
 
     def __init__(self, daemon: Daemon, *, enabled: bool) -> None:
@@ -153,15 +151,15 @@ class Relay:
         self.admits: Callable[[str], bool] = lambda peer_id: False
         self.bytes_relayed = 0
         self._ends: Counter[str] = Counter()  # of circuits, by peer
-        self._asking: Counter[str] = Counter()  # streams on which a request is expected or under way
+        self._asking: Counter[str] = Counter()  # streams on which a request is expected or under way, by peer
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Takes the place of p2pd's own relay."""
+        """Registers the handler, in place of p2pd's own relay."""
         await self._daemon.p2p.add_binary_stream_handler(HOP, self._serve)
 
     async def _serve(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of our own: one of asyncio's, which has called this, complains when it is cancelled at the end.
+        # A separate task: asyncio's, which calls this handler, logs an error if it is cancelled at the end.
         task = asyncio.create_task(self._pass_on(str(info.peer_id), str(info.addr), reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -190,14 +188,14 @@ class Relay:
             finally:
                 onward[1].close()
         except STREAM_ERRORS:
-            pass  # one of the ends is gone: so is the circuit
+            pass  # one end is gone, and so is the circuit
         finally:
             self._asking -= request
             self._ends -= ends
             writer.close()
 
     async def _read_request(self, source: str, source_maddr: str, reader: asyncio.StreamReader) -> str:
-        """The peer that `source` wants to be connected to, if it may."""
+        """Returns the peer that `source` asks to be connected to, if that is allowed."""
         if self._asking[source] > MAX_CIRCUITS_PER_PEER:
             raise _RefusedError(Status.RESOURCE_LIMIT_EXCEEDED)
         try:
@@ -211,7 +209,7 @@ class Relay:
             target = str(PeerID(identifier))
         except ProtocolError as exc:
             raise _RefusedError(Status.MALFORMED_MESSAGE) from exc
-        # No circuits over circuits: they could go round in circles.
+        # No circuits over circuits: they could form loops.
         if not self._enabled or is_circuit(source_maddr) or target == source:
             raise _RefusedError(Status.PERMISSION_DENIED)
         if not (self.admits(source) and self.admits(target)):
@@ -231,7 +229,7 @@ class Relay:
             _, reader, writer = await self._daemon.p2p.call_binary_stream_handler(PeerID.from_base58(target), _STOP)
         except asyncio.CancelledError:
             raise
-        except Exception as exc:  # the daemon's client raises bare types of its own
+        except Exception as exc:  # the daemon's client raises its own types, derived from Exception directly
             raise _RefusedError(Status.CONNECTION_FAILED) from exc
         try:
             await _send(writer, [(1, _STOP_CONNECT), (2, encode([(1, PeerID.from_base58(source).to_bytes())]))])
@@ -251,7 +249,7 @@ class Relay:
         one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        """Copies in both directions until one of them ends: a connection has no use for half a circuit."""
+        """Copies in both directions until one of them ends: half a circuit is of no use."""
 
         async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(*STREAM_ERRORS):

@@ -1,4 +1,4 @@
-"""Small questions and answers between peers: msgpack maps over one unary RPC of hivemind's service base."""
+"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from spes_swarm.base.errors import ProtocolError
 _NAMESPACE = "spes_swarm/1"
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
 MAX_RPC_BYTES = (4 << 20) - 4096
-# Questions are small: the largest carries one signed message.
+# Requests are small: the largest carries one signed message.
 MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES
 # An honest peer has two or three calls under way at a time; some of them are held open for a second.
 MAX_CALLS_PER_PEER = 16
 _MAX_REASON_CHARS = 500
-# After so many calls in a row without an answer, and nothing heard for so long, a connection counts as dead.
+# After this many unanswered calls in a row, and this long without any sign of life, a connection counts as dead.
 _DEAD_CALLS, _DEAD_S = 2, 5.0
-_PATIENT_S = 2.0  # a busy peer may well miss a shorter deadline than this
+_PATIENT_S = 2.0  # shorter calls do not count: a busy peer may well miss their deadline
 _MAX_HEARD = 1024
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class RemoteError(ConnectionError):
-    """The other peer answered that it will not or cannot do what was asked."""
+    """The other peer answered that it refuses the request or cannot serve it."""
 
 
 class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """Dispatches calls by method name. A method is served from the moment of `serve`.
+    """Dispatches calls by method name. A method is served once `serve` has registered it.
 
     Attributes:
-        on_fault: told about callers that break the protocol, and by those who ask about answers that do.
-        on_contact: told about peers that answer a call or make one.
-        on_silence: told about peers that do not answer any more. Whether the peer hangs or the way to it was cut for a
-            while cannot be told; in the latter case TCP waits longer and longer before it tries the old connection
-            again, libp2p keeps using it for up to 40 s, and only a new one helps.
+        on_fault: called for peers whose calls break the protocol; callers use it for peers whose answers do.
+        on_contact: called for peers that answer a call or make one.
+        on_silence: called for peers that no longer answer. A hanging peer looks the same as a path that was cut for a
+            while. In the latter case, TCP waits longer and longer before it retries the old connection, libp2p keeps
+            using it for up to 40 s, and only a new connection helps.
     """
 
     def __init__(self, p2p: P2P, on_fault: Callable[[str, ProtocolError], None]) -> None:
@@ -66,11 +66,11 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         self._handlers[method] = handler
 
     async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Asks another peer.
+        """Calls a method of another peer and returns its answer.
 
         Raises:
             OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
-            ProtocolError: (`malformed`, `oversized`) its answer makes no sense.
+            ProtocolError: (`malformed`, `oversized`) its answer is invalid.
         """
         request = averaging_pb2.DownloadData(
             metadata=msgpack.packb({"method": method, "arguments": arguments}, use_bin_type=True)
@@ -86,7 +86,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             raise
         except OSError:
             raise
-        except Exception as exc:  # the daemon's client raises bare types of its own for failed calls
+        except Exception as exc:  # for failed calls, the daemon's client raises types derived from Exception directly
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
         self._note_sign_of_life(peer_id)
         answer = unpack(response.metadata, MAX_RPC_BYTES)

@@ -1,4 +1,4 @@
-"""A process's part in the DHT of one run, and what every part answers: the time, and which run this is."""
+"""A process's node in the DHT of one run, and the requests that every node answers: the time and the manifest."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from spes_swarm.network.link.dht import join_dht
 from spes_swarm.network.link.rpc import Rpc
 
 Trust = Callable[[set[str]], Collection[str]]
-"""Of the connected peers, those whose word on the time counts."""
+"""Returns those of the connected peers whose clocks count."""
 
 
 class RunDht:
     """Joins and leaves the DHT, and keeps the swarm's time.
 
     Args:
-        daemon: of this process.
-        rpc: of this process.
-        manifest: of the run.
-        on_fault: told when a peer answers nonsense, or this machine's clock is wrong.
+        daemon: this process's daemon.
+        rpc: this process's calls.
+        manifest: the run's manifest.
+        on_fault: called if a peer's answer is invalid, or this machine's clock is wrong.
 
     Attributes:
-        now: the swarm's time in Unix seconds.
-        own_maddrs: addresses under which others may reach this process, once it has joined.
+        now: returns the swarm's time in Unix seconds.
+        own_maddrs: addresses at which other peers may reach this process, once it has joined.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RunDht:
 
     @property
     def node(self) -> DHTNode:
-        """The node; there is one between `join` and `leave`."""
+        """The DHT node; it exists between `join` and `leave`."""
         assert self._node is not None
         return self._node
 
@@ -60,7 +60,7 @@ class RunDht:
         client_mode: bool,
         **options: Any,
     ) -> None:
-        """Takes the swarm's time and joins; `options` are further ones of `DHTNode.create`."""
+        """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         give_to_hivemind(self.now)
         trusted = set(trust(await self.connected()))
         await self._timekeeper.settle(trusted)
@@ -71,7 +71,7 @@ class RunDht:
             await self._timekeeper.settle(more)
 
     async def serve(self) -> None:
-        """Answers others from now on."""
+        """Starts answering other peers."""
         await self._timekeeper.serve()
         await self._rpc.serve("manifest", self._serve_manifest)
 
@@ -80,15 +80,15 @@ class RunDht:
         return dict(self._manifest.to_wire())
 
     async def check_time(self, trust: Trust) -> float:
-        """Waits until the time is to be compared with that of the others, and corrects it; returns the step in s."""
+        """Waits until the next clock check, then corrects the clock; returns the step in seconds."""
         await asyncio.sleep(self._timekeeper.until_check_s())
         step_s = await self._timekeeper.check(trust(await self.connected()))
         if step_s < 0 and self._node is not None:
-            self._node.blacklist.clear()  # it would keep peers out until a time that is now far away
+            self._node.blacklist.clear()  # it would exclude peers until a time that is now far away
         return step_s
 
     async def connected(self) -> set[str]:
-        """Peers that this process has a connection to."""
+        """Ids of the peers that this process is connected to."""
         return {peer_id for peer_id in await self._daemon.connections() if peer_id != self._daemon.peer_id}
 
     async def leave(self) -> None:

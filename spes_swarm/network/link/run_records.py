@@ -1,14 +1,14 @@
-"""The run's records in the DHT: who trains what, and how far everybody is.
+"""The run's records in the DHT: what each peer trains, and how far it is.
 
-Two keys, each a dictionary with one entry for each peer, keyed by its peer id:
+Three keys, each a dictionary with one entry per peer, keyed by its peer id:
 
-`RUN.progress`  short-lived, renewed every few seconds: what a monitor shows and what decides that a round is due
-`RUN.leases`    long-lived: which experts a peer holds
-`RUN.publishers` short-lived: who is ready to publish the run's model
+`RUN.progress`    short-lived, renewed every few seconds: what a monitor shows and what decides that a round is due
+`RUN.leases`      long-lived: which experts a peer holds
+`RUN.publishers`  short-lived: which peers are ready to publish the run's model
 
-Every DHT node of the run checks every record: only these keys exist, entries only under the writer's own peer id,
-signed by it, of the right schema, and with the expiration time that was signed (so nothing can be replayed to live
-longer). A plain value, which would wipe the whole dictionary, is refused like any unknown key.
+Every DHT node of the run checks every record. Only these keys exist. An entry must lie under its writer's own peer id,
+be signed by it, have the right schema, and expire at the signed time (so no record can be replayed to live longer). A
+plain value, which would replace the whole dictionary, is refused like any unknown key.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from spes_swarm.protocol.members.signed import Model, seal, unseal
 from spes_swarm.protocol.members.verified_records import VerifiedRecords
 
 MAX_RECORD_BYTES = 4096
-# Records may not claim to be valid for longer than this, or a peer could fill others' memory for good.
+# Records must not claim to be valid for longer than this, or a peer could fill other peers' memory permanently.
 MAX_LIFETIME_S = 24 * 3600.0
 
 
-# Enough for the records of 10,000 peers; a message of this program's own has 4 KB, one with all experts 150 KB.
+# Enough for the records of 10,000 peers; decoded, an honest record takes 4 KB, one with all experts 150 KB.
 _MAX_REMEMBERED_BYTES = 64 << 20
 
 
@@ -47,10 +47,10 @@ _VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num
 
 
 def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
-    """Verifies a signed record, once for the same bytes; returns (peer id of its writer, message).
+    """Verifies a signed record, only once for the same bytes; returns (peer id of its writer, message).
 
     Raises:
-        ProtocolError: (`malformed`, `oversized`, `signature`, `schema`) it must not be used.
+        ProtocolError: (`malformed`, `oversized`, `signature`, `schema`) the record must not be used.
     """
     if not isinstance(sealed, bytes):
         raise ProtocolError("malformed", "a record is a signed message")
@@ -67,7 +67,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
 
     Args:
         run_id: the run.
-        now: the swarm's time in Unix seconds.
+        now: returns the swarm's time in Unix seconds.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float]) -> None:
@@ -76,7 +76,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
 
     def validate(self, record: DHTRecord) -> bool:
-        """Returns True if a record may be stored or used; called for everything that comes from other nodes."""
+        """Returns True if a record may be stored or used; called for every record from another node."""
         try:
             self.open(record)
         except ProtocolError:
@@ -88,7 +88,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
 
         Raises:
             ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `signature`, `schema`, `owner`,
-                `expiration`) it must not be stored or used.
+                `expiration`) the record must not be stored or used.
         """
         kind = self._kinds.get(record.key)
         if kind is None:
@@ -98,7 +98,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         if len(record.value) > MAX_RECORD_BYTES + 16 or len(record.subkey) > 128:
             raise ProtocolError("oversized", f"a record of {len(record.value)} bytes")
         if record.expiration_time > self._now() + MAX_LIFETIME_S:
-            raise ProtocolError("lifetime", "the record claims to live too long")
+            raise ProtocolError("lifetime", "the record's lifetime is too long")
         owner, sealed = unpack(record.subkey), unpack(record.value)
         writer, message = open_sealed(sealed, kind, self._run_id)
         if owner != writer:
@@ -115,9 +115,10 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
 async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
     """The entries under a key by subkey, with their `value` and `expiration_time`, merged from all nodes that answer.
 
-    By hivemind's own "latest" (infinity), a single node that answers with an empty dictionary that never expires would
-    end the search, and everybody would be gone. Nothing compares with NaN, so that every node near the key is heard.
-    The node must not share searches (`reuse_get_requests=False`): one that ends early would end this one.
+    With hivemind's own "latest" (infinity), a single node that answers with an empty dictionary that never expires
+    would end the search, and all peers would seem to be gone. No expiration time satisfies a comparison with NaN, so
+    every node near the key is asked. The node must not share searches (`reuse_get_requests=False`): one that ends early
+    would end this one, too.
     """
     found = (await node.get_many([key], sufficient_expiration_time=math.nan)).get(key)
     return found.value if found is not None and isinstance(found.value, dict) else {}
@@ -133,17 +134,17 @@ class Records:
         self._now = now
 
     async def publish(self, kind: str, record: Record) -> bool:
-        """Stores this peer's record; returns whether it is in the DHT afterwards."""
+        """Stores this peer's record. Returns True if it is in the DHT afterwards."""
         sealed = seal(self._identity, kind, self._run_id, record)
         key, me = record_key(self._run_id, kind), self._identity.peer_id
         if await self._node.store(key, sealed, record.expires, subkey=me):
             return True
-        # Nodes also hand records on among themselves; one that has this very record already answers "not newer".
+        # Nodes also copy records to each other; one that has this very record already answers "not newer".
         stored = (await search(self._node, key)).get(me)
         return stored is not None and stored.expiration_time >= record.expires
 
     async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
-        """All valid, unexpired records of a kind by peer id."""
+        """Returns all valid, unexpired records of a kind by peer id."""
         records: dict[str, Model] = {}
         for owner, entry in (await search(self._node, record_key(self._run_id, kind))).items():
             try:

@@ -1,8 +1,8 @@
 """Framed messages on libp2p streams.
 
 Tensor data goes over raw streams with our own frames rather than through protobuf RPC streams: the RPC layer allocates
-whatever length a sender announces and writes without a deadline. Here every frame has a size limit that the reader
-states, and every read and write has a deadline, so neither a hostile nor a frozen peer can hold memory or a task.
+whatever length a sender announces and writes without a deadline. Here every frame has a size limit set by the reader,
+and every read and write has a deadline, so neither a hostile nor a frozen peer can hold memory or a task.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
 
 T = TypeVar("T")
 
-# Everything below a stream surfaces as one of these when the other side dies, stalls or was never there.
+# A stream raises one of these if the other side dies, stalls or was never there.
 STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
 
 _HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
 MAX_EXTRA_BYTES = 4096
-# An honest peer has one stream of a kind open, two or three while an old one is closing.
+# An honest peer has one stream of each kind open, two or three while an old one is closing.
 MAX_STREAMS_PER_PEER = 8
-# Of one kind, from all peers together: each one costs a file descriptor.
+# Of one kind, from all peers together: each stream costs a file descriptor.
 MAX_STREAMS = 256
 
 
 class Channel:
-    """A stream with deadlines. `timeout_s` bounds the time in which one frame must make it through."""
+    """A stream with deadlines. `timeout_s` bounds the time that one frame may take."""
 
     def __init__(
         self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float
@@ -84,14 +84,14 @@ class Channel:
         return Frame(FrameKind(kind), form, part, weight, extra, payload)
 
     async def send_hello(self, **fields: Any) -> None:
-        """Opens the conversation."""
+        """Sends the opening message."""
         await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True)))
 
     async def receive_hello(self, max_bytes: int) -> dict[str, Any]:
         """Reads the opening message.
 
         Raises:
-            ProtocolError: (`malformed`) it is not one.
+            ProtocolError: (`malformed`) the frame is not an opening message.
         """
         frame = await self.receive(max_bytes)
         fields = unpack(frame.payload, max_bytes) if frame.kind is FrameKind.HELLO else None
@@ -133,7 +133,7 @@ class Channel:
 
 
 def _abort_unread(transport: asyncio.WriteTransport) -> None:
-    # Once its buffer is empty a closed transport has let go of its loop, and must not be aborted any more.
+    # Once its buffer is empty, a closed transport has no loop any more and must not be aborted.
     if transport.get_write_buffer_size() > 0:
         transport.abort()
 
@@ -154,7 +154,7 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
         )
     except STREAM_ERRORS:
         raise
-    except Exception as exc:  # the daemon's client raises bare types of its own for failed dials
+    except Exception as exc:  # for failed dials, the daemon's client raises types derived from Exception directly
         raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc
     channel = Channel(peer_id, reader, writer, timeout_s)
     try:
@@ -166,7 +166,7 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
 async def serve_channel(
     p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: Callable[[str, ProtocolError], None]
 ) -> None:
-    """Registers a stream handler. A ProtocolError in it is reported, told to the sender, and ends the stream."""
+    """Registers a stream handler. A ProtocolError in it is reported, sent to the other side, and ends the stream."""
     num_open: Counter[str] = Counter()
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -181,9 +181,9 @@ async def serve_channel(
             on_fault(channel.peer_id, exc)
             await channel.send_error(str(exc))
         except TimeoutError:
-            on_fault(channel.peer_id, ProtocolError("stalled", f"a stream moved nothing for {timeout_s:.0f} s"))
+            on_fault(channel.peer_id, ProtocolError("stalled", f"a stream made no progress for {timeout_s:.0f} s"))
         except STREAM_ERRORS:
-            pass  # the other side went away; whoever waits for it notices
+            pass  # the other side is gone; whatever waits for it notices
         finally:
             channel.close()
             num_open[channel.peer_id] -= 1

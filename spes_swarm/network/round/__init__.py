@@ -1,4 +1,4 @@
-"""How the peers of a run meet for a round, and move its bytes.
+"""One round: its peers form a group and exchange their data.
 
-Begin with `rendezvous` (one group for each round), then `exchange` (push, pull, repair).
+Start with `rendezvous` (one group per round), then `exchange` (push, pull, repair).
 """

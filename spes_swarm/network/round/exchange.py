@@ -1,10 +1,11 @@
 """The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
 
-`Exchange` serves the streams of the other members and drives this member's own; `RoundState` keeps the books.
+`Exchange` serves the streams of the other members and drives this member's own; `RoundState` does the bookkeeping.
 
-A deadline for each message is not enough: a hostile member could keep everybody waiting with a trickle of valid ones
-and let the whole exchange time out. So its phases have deadlines, too, as shares of its time: first reducers stop
-waiting for contributions, then all stop waiting for reducers, then for members that say they have not finished.
+A deadline for each message is not enough: a hostile member could keep all others waiting with a trickle of valid
+messages and let the whole exchange time out. So its phases have deadlines, too, as shares of its time. First, reducers
+stop waiting for contributions; then all members stop waiting for reducers; last, they stop waiting for members that
+report that they have not finished.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ FaultSink = Callable[[str, ProtocolError], None]
 class ExchangeLimits:
     """Deadlines of an exchange."""
 
-    stall_timeout_s: float  # a peer from which no byte came for so long is out of this round
+    stall_timeout_s: float  # a peer that sends no byte for this long is out of this round
     timeout_s: float  # the whole exchange; see above for the shares of its phases
 
     @classmethod
     def of(cls, config: RoundConfig) -> ExchangeLimits:
-        """Those of a run."""
+        """The limits of a run."""
         return cls(config.stall_timeout_s, config.timeout_s)
 
 
@@ -63,10 +64,10 @@ class Exchange:
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
         self._round: RoundState | None = None
-        self._begun = Changes()  # a round
-        self._reduced = Changes()  # a part, in this round
-        self._served = Changes()  # a member, in this round
-        self._last_heard: dict[int, float] = {}  # of each member, in this round
+        self._begun = Changes()  # notified when a round begins
+        self._reduced = Changes()  # notified when a part of this round has been reduced here
+        self._served = Changes()  # notified when a member of this round has been served
+        self._last_heard: dict[int, float] = {}  # by member, in this round
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -100,7 +101,7 @@ class Exchange:
         return state.commit()
 
     def _begin(self, state: RoundState) -> None:
-        """Serves the streams of this round from now on."""
+        """Starts serving the streams of this round."""
         self._round = state
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
         state.on_reduced = self._reduced.notify
@@ -111,11 +112,11 @@ class Exchange:
             self._on_fault(state.group.members[member].peer_id, error)
 
     async def traffic(self) -> tuple[int, int]:
-        """Payload bytes (sent, received) of the last round, once the others have pulled what they want from here."""
+        """Payload bytes (sent, received) of the last round, once the others have pulled their results from here."""
         state = self._round
         if state is None:
             return 0, 0
-        with suppress(TimeoutError):  # somebody never came; what was sent until now is the figure
+        with suppress(TimeoutError):  # a member never came; the bytes sent so far count
             async with asyncio.timeout(self._limits.stall_timeout_s):
                 while state.unserved:
                     await self._served.wait()
@@ -149,7 +150,7 @@ class Exchange:
     async def _push(
         self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
     ) -> None:
-        """Sends this member's contributions to one reducer; a reducer that is gone is somebody else's repair."""
+        """Sends this member's contributions to one reducer. If it is gone, its results are left to `_repair`."""
         peer_id = state.group.members[reducer].peer_id
         try:
             async with (
@@ -170,7 +171,7 @@ class Exchange:
     async def _pull(
         self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
     ) -> None:
-        """Fetches results from one member until it has sent all that is wanted of it, or fails."""
+        """Fetches results from one member until it has sent all that are wanted, or fails."""
         peer_id = state.group.members[source].peer_id
         remaining = set(wanted)
         max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
@@ -190,7 +191,7 @@ class Exchange:
                     if frame.kind is FrameKind.ERROR:
                         raise ProtocolError("refused", frame.error_text())
                     if repair and frame.kind is FrameKind.KEEPALIVE:
-                        raise ProtocolError("malformed", "a member that holds a part has nothing to wait for")
+                        raise ProtocolError("malformed", "a keepalive in place of a part that the member holds")
                     if frame.kind is FrameKind.DATA:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
@@ -228,9 +229,10 @@ class Exchange:
                 probe.cancel()
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
-        """Returns True if nobody listens any more where a silent member was, so that waiting for it is of no use.
+        """Returns True if no process listens at a silent member's address, so that waiting for it is of no use.
 
-        A frozen process still takes connections, and a cut line swallows the question: neither is known to be gone.
+        A frozen process still accepts connections, and a cut link swallows the call: in neither case is the member
+        known to be gone.
         """
         if not state.group.members[member].statement.reachable:
             return False  # only it can open a connection
@@ -252,9 +254,9 @@ class Exchange:
     async def _repair(self, state: RoundState, deadline: float) -> None:
         """Fetches missing results from members that hold them.
 
-        Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. Who
-        claims to hold parts and delivers none of them has no say any more, and who has failed before is asked only for
-        what nobody else holds, so that false claims do not use up the time.
+        Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. A
+        member that claims to hold parts and delivers none of them is not asked again. One that has failed before is
+        asked only for parts that no other member holds. So false claims do not use up the time.
 
         Raises:
             RoundError: results are missing and no other member answers: this peer is cut off.
@@ -276,7 +278,7 @@ class Exchange:
                 if holders:  # spread over the holders
                     fetch.setdefault(holders[index % len(holders)], set()).add(index)
             now = asyncio.get_running_loop().time()
-            soon = now + (deadline - now) / 2  # so that there is time to ask somebody else
+            soon = now + (deadline - now) / 2  # leaves time to ask another member
             await asyncio.gather(*(self._pull(state, i, parts, soon, repair=True) for i, parts in fetch.items()))
             missing = set(state.missing())
             if not missing:
@@ -301,13 +303,13 @@ class Exchange:
         except ProtocolError as exc:
             self._on_fault(peer_id, exc)
         except STREAM_ERRORS:
-            pass  # it does not answer: it has no say in what is missing
+            pass  # no answer: `_repair` does not wait for this member
         return None
 
     # Serving.
 
     async def _find_round(self, group_id: Any, peer_id: str) -> tuple[RoundState, int]:
-        """The round of a group, waiting a little for the news of the group to arrive here too."""
+        """Returns the round of a group and the peer's index in it; waits a while for the round to begin here, too."""
         if not isinstance(group_id, bytes) or len(group_id) != _GROUP_ID_BYTES:
             raise ProtocolError("malformed", "a group is named by its digest")
         try:
@@ -394,7 +396,7 @@ class Exchange:
 
 
 def _max_payload(state: RoundState, num_elements: int) -> int:
-    """Longest payload that so many values may take."""
+    """Longest payload that this many values may take."""
     return max(EXACT.num_bytes(num_elements), state.codec.num_bytes(num_elements))
 
 

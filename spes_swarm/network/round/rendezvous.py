@@ -1,19 +1,21 @@
-"""How the members of a round find each other: one group for each round, whoever dies meanwhile.
+"""Forms the group of each round: one group per round, even if peers die meanwhile.
 
-The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer gathers the signed
-statements, calls the peers that are not there yet, and closes the group when all have come or the window is over. Who
-gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its followers there.
-Whoever has the closed group hands it on, so a leader that dies while it announces the group does not split it.
+The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer leads: it gathers the
+signed statements, calls the peers that are missing, and closes the group when all have come or the window is over. A
+peer that gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its
+followers there. Every peer that has the closed group passes it on, so a leader that dies while it announces the group
+does not split it.
 
-Nobody is trusted to be honest. Only voices (see standing.py) lead rounds, call for one or begin to gather one, and how
-long a leader waits for a peer depends on what that peer has done before. A leader that does not close the group in
-time, or sends its followers in circles, is passed over; a group that leaves this peer out is believed only when it has
-most of the voices in it; and a claim that the swarm is a round further on counts only when as many voices make it as
-would move the median of their records.
+No peer is assumed to be honest. Only voices (see standing.py) lead rounds, call for a round or start to gather one. How
+long a leader waits for a peer depends on that peer's history. A leader that does not close the group in time, or sends
+its followers in circles, is passed over. A group that leaves this peer out is accepted only if it includes most of the
+voices. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
+records.
 
-A newcomer defers to the peers that it was told to join: it follows them, and leads nothing before its first commit.
+A newcomer defers to the initial peers: it follows them, and leads no round before its first commit.
 
-hivemind's matchmaking was measured to form partial groups and knows no rounds; this one is built on plain calls.
+hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds. This one is built on
+plain calls.
 """
 
 from __future__ import annotations
@@ -33,31 +35,31 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement, form_group, open_statement, seal_statement
 
-# A follower polls its leader at least this often; one that has been silent for three times as long is gone.
+# A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS = 3
-# A leader closes the group when the window is over; who takes so much longer is passed over. On a machine with many
-# more runnable processes than cores, honest ones were seen to be two seconds late.
+# A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
+# many more runnable processes than cores, honest leaders have been seen two seconds late.
 _LEADER_GRACE_S = 4 * _POLL_S
 _MAX_ROUND_GATHERINGS = 4
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
-    """Order of the candidates for leading a round; the smallest leads."""
+    """Rank of a candidate for leading a round; the smallest leads."""
     return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
 
 
 @dataclass(slots=True)
 class _Gathering:
-    """What a leader has gathered for a round."""
+    """A leader's state while it gathers a round."""
 
     sealed: dict[str, bytes] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     last_poll: dict[str, float] = field(default_factory=dict)
     opened: float = field(default_factory=time.monotonic)
     lost: set[str] = field(default_factory=set)
-    past: set[str] = field(default_factory=set)  # peers that say that this round is over
+    past: set[str] = field(default_factory=set)  # peers that report that this round is over
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
 
@@ -66,12 +68,12 @@ class Rendezvous:
     """Forms the groups of one run.
 
     Args:
-        reachable: whether others can come to this peer, or it leads no rounds; may be changed at any time.
-        live_peers: the other peers of the run that a round may meet, at this moment.
-        defers: whether this peer leaves it to others to lead rounds.
-        target_round: the round that this peer wants to commit next.
-        on_called: told that a leader calls for a round; the trainer should come as soon as its step is done.
-        on_ahead: told that others gather for the round after `target_round`: this peer may have missed one.
+        reachable: whether others can connect to this peer; otherwise it leads no rounds. May change at any time.
+        live_peers: returns the other peers that a round may currently include.
+        defers: returns True while this peer leaves it to others to lead rounds.
+        target_round: returns the round that this peer wants to commit next.
+        on_called: called when a leader calls for a round; the trainer should join as soon as its step is done.
+        on_ahead: called when others gather for the round after `target_round`: this peer may have missed one.
         window_s: how long a leader waits for live peers that have not come yet.
     """
 
@@ -104,11 +106,11 @@ class Rendezvous:
         self._gatherings: dict[int, _Gathering] = {}
         self._leading: dict[int, asyncio.Task[None]] = {}
         self._following: tuple[int, str] | None = None
-        self._failed: dict[int, set[str]] = {}  # for each round, leaders that failed this peer, in earlier attempts too
-        # Leaders that said that the round is over. They may have gone back to it since, which is believed once a round.
+        self._failed: dict[int, set[str]] = {}  # by round: leaders that failed this peer, also in earlier attempts
+        # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
         self._past: set[str] = set()
         self._returned: set[str] = set()
-        self._ahead: dict[str, int] = {}  # the newest round beyond the next one that each live peer calls for
+        self._ahead: dict[str, int] = {}  # by live peer: the newest round beyond the next one that it calls for
         self._closed: Group | None = None  # the newest closed group known here
         self._spent = b""  # id of the last group whose exchange failed
 
@@ -123,7 +125,7 @@ class Rendezvous:
         await self._rpc.serve("call", self._serve_call)
 
     async def join(self, statement: Statement) -> Group:
-        """Brings this peer's statement to the round and returns the closed group.
+        """Submits this peer's statement to the round and returns the closed group.
 
         Raises:
             RoundError: the round was closed without this peer, or no group formed in time.
@@ -156,10 +158,10 @@ class Rendezvous:
         raise RoundError(f"no group formed for round {statement.round}")
 
     def _check_own_place(self, group: Group, statement: Statement) -> None:
-        """Checks that the group has this peer in it, as it is now.
+        """Checks that the group includes this peer with its current experts and reference.
 
-        A statement of an earlier attempt at the same round will do (fewer tokens give less weight), unless this peer's
-        experts or reference have changed since.
+        A statement from an earlier attempt at the same round is accepted (fewer tokens give less weight), unless these
+        have changed since.
         """
         index = group.index_of(self._identity.peer_id)
         if index is None:
@@ -205,9 +207,9 @@ class Rendezvous:
         return member
 
     async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
-        """Waits at this peer's own gathering. None: a better leader has turned up."""
+        """Leads the round until its group is closed. Returns None if there is a better leader, or at the deadline."""
         gathering = self._gathering(round_number)
-        if gathering.redirect in failed:  # the better leader turned out to be gone: begin again without it
+        if gathering.redirect in failed:  # the better leader has failed: start again without it
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
@@ -225,7 +227,7 @@ class Rendezvous:
         return None
 
     async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
-        """Calls the missing and closes the group when all are there or the window is over."""
+        """Calls missing peers, and closes the group when all have come or the window is over."""
         me = self._identity.peer_id
         callers: dict[str, asyncio.Task[None]] = {}
         try:
@@ -249,7 +251,7 @@ class Rendezvous:
                 task.cancel()
 
     async def _call(self, peer_id: str, round_number: int, gathering: _Gathering) -> None:
-        """Calls one peer to the round until it comes; notes it as lost when it cannot be reached."""
+        """Calls one peer to the round until it comes; marks it as lost if it cannot be reached."""
         failures = 0
         while failures < 2:
             try:
@@ -279,12 +281,12 @@ class Rendezvous:
         gathering.changed.notify()
 
     def _voices(self) -> set[str]:
-        """The other peers whose word counts here. Who defers to others knows nobody yet, and hears everybody."""
+        """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
         defers = self._defers()
         return {n.peer_id for n in self._live_peers() if n.has_voice or defers}
 
     def _is_most(self, peers: Iterable[str]) -> bool:
-        """Returns True if these peers would move the median of the records; see the head of this file."""
+        """Returns True if these peers are enough to move the median of the records; see the top of this file."""
         voices = self._voices()
         return len(voices.intersection(peers)) > len(voices) // 2
 
@@ -310,7 +312,7 @@ class Rendezvous:
     async def _follow(
         self, leader: str, round_number: int, sealed: bytes, deadline: float, failed: set[str]
     ) -> Group | None:
-        """Waits at a leader. None: it failed, or sent this peer to another one."""
+        """Follows a leader, or those it redirects to, until the group is closed. Returns None if they fail."""
         redirects = 0
         patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
         arguments = {"run": self._run_id, "round": round_number, "statement": sealed}
@@ -331,13 +333,13 @@ class Rendezvous:
             if group is not None:
                 return group
             if answer.get("over"):
-                # If the records do not say so, too, the next attempt goes to somebody else.
+                # Unless the records confirm it, the next attempt goes to another leader.
                 (failed if leader in self._returned else self._past).add(leader)
                 raise RoundError(f"round {round_number} is over")
             if answer.get("early"):
                 if time.monotonic() > patience:
                     failed.add(leader)
-                    raise RoundError(f"the others have not begun round {round_number}")
+                    raise RoundError(f"the other peers have not started round {round_number}")
                 await _hold(asked)
                 continue
             redirect = answer.get("leader")
@@ -345,7 +347,7 @@ class Rendezvous:
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
-                self._rpc.on_fault(leader, ProtocolError("leader", f"it does not close the group of {round_number}"))
+                self._rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
                 failed.add(leader)
                 return None
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
@@ -361,7 +363,7 @@ class Rendezvous:
         return any(n.peer_id == peer_id and n.reachable for n in self._live_peers())
 
     def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
-        """Takes over a closed group that another peer hands on."""
+        """Accepts a closed group that another peer passes on."""
         sealed = answer.get("group")
         if sealed is None or self._closed_group(round_number) is not None:
             return
@@ -372,17 +374,17 @@ class Rendezvous:
             voices = self._voices()
             own = 0 if self._defers() else 1
             if 2 * sum(member.peer_id in voices for member in group.members) <= len(voices) + own:
-                return  # anybody can make a group of one; this peer goes on looking for its own
+                return  # any peer can form a group of one; this peer keeps looking for its own group
         self._set_closed(group)
 
     def spend(self, group: Group) -> None:
-        """Notes that the exchange of a group failed here: another attempt at the round needs another group."""
+        """Marks a group whose exchange failed here: another attempt at the round needs another group."""
         self._spent = group.id
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
 
     def begin_anew(self) -> None:
-        """Forgets groups and claims: this peer has gone over to the reference of others, at whatever round they are."""
+        """Forgets groups and claims, since this peer has adopted the reference of others, at whatever round."""
         self._closed = None
         self._ahead.clear()
         self._failed.clear()
@@ -404,11 +406,11 @@ class Rendezvous:
     def _check_request(self, request: dict[str, Any]) -> int:
         round_number = request.get("round")
         if request.get("run") != self._run_id or type(round_number) is not int:  # a bool is an int, too
-            raise ProtocolError("run", "a call for another run, or without a round")
+            raise ProtocolError("run", "the call is for another run, or has no round")
         return round_number
 
     def _note_ahead(self, peer_id: str, round_number: int) -> None:
-        """Takes note of a call for the round after the next one; see the head of this file."""
+        """Notes a call for the round after the next one; see the top of this file."""
         voices = self._voices()
         self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in voices}
         self._ahead[peer_id] = round_number
@@ -416,11 +418,11 @@ class Rendezvous:
             self._on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        """A follower brings its statement, or asks again."""
+        """Handles a follower that submits its statement, or polls again."""
         round_number = self._check_request(request)
         sealed = request.get("statement")
         if not isinstance(sealed, bytes):
-            raise ProtocolError("malformed", "gather without a statement")
+            raise ProtocolError("malformed", "`gather` without a statement")
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
@@ -431,12 +433,12 @@ class Rendezvous:
             raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
         member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
         if member.peer_id != peer_id:
-            raise ProtocolError("sender", "a statement brought by another peer")
+            raise ProtocolError("sender", "the statement is another peer's")
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
         if round_number not in self._gatherings and (self._defers() or not has_voice):
-            # A newcomer is welcome to a round, but begins none.
+            # A newcomer may join a round, but starts none.
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1]}
             await asyncio.sleep(_POLL_S)
@@ -451,7 +453,7 @@ class Rendezvous:
         return {"leader": gathering.redirect} if gathering.redirect else {}
 
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        """A leader calls this peer to a round."""
+        """Handles a leader that calls this peer to a round."""
         round_number = self._check_request(request)
         group = self._closed_group(round_number)
         if group is not None:
@@ -459,7 +461,7 @@ class Rendezvous:
         target = self._target_round()
         if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault
             if not 0 <= round_number <= target + 1:
-                raise ProtocolError("round", f"a stranger calls for round {round_number}; the next one is {target}")
+                raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
             return {"target": target}
         if round_number == target + 1:
             self._note_ahead(peer_id, round_number)
@@ -472,6 +474,6 @@ class Rendezvous:
 
 
 async def _hold(asked: float) -> None:
-    """Waits where a question of that time was answered at once: an honest leader holds it for a while."""
+    """Pauses if a poll sent at time `asked` was answered at once: an honest leader holds it for a while."""
     if time.monotonic() - asked < _POLL_S / 4:
         await asyncio.sleep(_POLL_S / 4)

@@ -1,7 +1,7 @@
 """One synchronisation round from this peer's side, from top to bottom.
 
-A sparse all-reduce: members state what they bring, agree on a group and so on a plan, push their differences to the
-reducers of the parts, pull the results, and move the reference. See docs/architecture.md for the picture.
+A sparse all-reduce: members state what they contribute, agree on a group and so on a plan, push their differences to
+the reducers of the parts, pull the results, and move the reference. See docs/architecture.md for the overview.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spes_swarm.protocol.rounds.stating import Work, difference_rms, make_statem
 
 
 class SyncRounds:
-    """Holds the rounds of one run, one at a time."""
+    """Runs the rounds of one run, one at a time."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class SyncRounds:
         )
 
     async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
-        """Holds one round.
+        """Runs one round.
 
         Args:
-            target_round: that this peer wants to commit.
-            tokens: that it has processed since the last commit.
+            target_round: the round that this peer wants to commit.
+            tokens: how many this peer has processed since the last commit.
             routed: of those, how many went to each expert held.
-            leaving: it is this peer's last round.
+            leaving: whether it is this peer's last round.
 
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
@@ -92,7 +92,7 @@ class SyncRounds:
         return report
 
     async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:
-        """What this peer brings, for the others to plan with."""
+        """Makes this peer's statement, which goes into the plan of all members."""
         run = self._run
         held = run.leases.held
         rms = await asyncio.to_thread(difference_rms, run.reference, run.contribution_N, held)
@@ -107,7 +107,7 @@ class SyncRounds:
         )
 
     async def _all_reduce(self, group: Group, plan: Plan) -> CommitReport:
-        """Moves the reference to the weighted mean of what the members bring, part by part."""
+        """Moves the reference to the weighted mean of the members' contributions, part by part."""
         run = self._run
         me = group.index_of(run.identity.peer_id)
         assert me is not None
@@ -131,7 +131,7 @@ class SyncRounds:
         return commit
 
     def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
-        """Remembers who has delivered what: this decides whose word counts later."""
+        """Records which members have delivered: this decides whose claims count later."""
         run = self._run
         delivered = {group.members[i].peer_id for result in books.results.values() for i in result.included}
         idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
@@ -141,7 +141,7 @@ class SyncRounds:
         run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
 
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> Reassignment:
-        """Who trains which expert from now on."""
+        """Determines which experts this peer trains from now on."""
         experts = self._run.leases.after_commit(group, plan)
         self._moments.expect(group.round, experts.lost)
         if (experts.gained or experts.lost) and not leaving:

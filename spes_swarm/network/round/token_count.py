@@ -1,6 +1,6 @@
-"""How many tokens the swarm has processed since its last commit, asked of each peer: decides that a round is due.
+"""Asks each peer how many tokens it has processed since the last commit, which decides whether a round is due.
 
-Answers are newer than records by seconds, so they also tell a peer that has fallen behind where the swarm is now.
+Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TIMEOUT_S = 1.0
 
 
 class TokenCount:
-    """Answers others about this peer's tokens, and asks them about theirs.
+    """Reports this peer's tokens to other peers, and asks them for theirs.
 
     Args:
-        rpc: how they are asked.
-        run_state: whose round the counts are since.
-        announcer: knows what this peer's trainer has done.
-        reachable: whether others can open connections to this peer.
-        gathering: whether this peer is on its way to a round whose group is not closed.
+        rpc: calls the other peers.
+        run_state: counts start at the commit of its reference.
+        announcer: has this peer's own count.
+        reachable: returns True if other peers can open connections to this one.
+        gathering: returns True while this peer waits for the group of a round.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class TokenCount:
         }
 
     async def others(self) -> TokenCounts:
-        """Asks the others whose word counts; who does not answer counts with its last record."""
+        """Asks the voices among the other peers. For a peer that does not answer, its last record counts."""
         largest_step = self._roster.largest_step(self._announcer.tokens_per_step)
         limit = 4 * self._inner_steps * largest_step
         called = False
 
         def bounded(tokens: object, number: object) -> int:
-            # Counts since an earlier commit say nothing. Those since a later one are the swarm's, where this peer has
-            # fallen behind. Nobody's word may bring a round about on its own.
+            # Counts since an earlier commit mean nothing. Counts since a later one are the swarm's, if this peer has
+            # fallen behind. The limit keeps a single peer's claim from making a round due.
             if not (_is_integer(tokens) and _is_integer(number)) or number < self._reference.round:
                 return 0
             return max(0, min(tokens, limit))
@@ -84,7 +84,7 @@ class TokenCount:
             number = answer.get("round")
             if _is_integer(number) and number >= self._reference.round:
                 self._roster.hear_round(view.peer_id, number)
-                # Of those that call peers to a round, a newcomer heeds only the ones that it was told to join.
+                # A newcomer follows only the initial peers to a round; while it defers, they are its voices.
                 called = called or (self._roster.defers and answer.get("gathering") is True)
             return bounded(answer.get("tokens"), number)
 

@@ -1,4 +1,4 @@
-"""The reference for newcomers and for peers that fell behind, and the moments of adopted experts.
+"""Transfer of the reference to newcomers and to peers that fell behind, and of the moments of adopted experts.
 
-Begin with `download` (from many donors), then `transfer` (its two sides).
+Start with `download` (from many donors), then `transfer` (the donor's side).
 """

@@ -1,4 +1,4 @@
-"""Obtaining the swarm's reference: at the start, and when no round could bring this peer's in step.
+"""Fetches the swarm's reference: at the start, and when no round could bring this peer's up to date.
 
 Shapes: N elements of the flat vector.
 """
@@ -18,19 +18,19 @@ from spes_swarm.port.messages import CaughtUp, SyncProgress, TransferReport
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.members.roster import PeerView
 
-# A peer that has missed so many rounds would be sent nearly the whole model in the middle of one.
+# A peer that has missed more rounds than this would be sent nearly the whole model in the middle of a round.
 _HOPELESS_ROUNDS = 8
 # Records are written and read about once a second.
 _RECORDS_LAG_S = 4.0
 
 
 class CatchingUp:
-    """Fetches references.
+    """Replaces this peer's reference by the swarm's.
 
     Args:
-        run_state: whose reference is replaced; the run may end with a round.
-        transfer: how a reference is fetched.
-        refresh: reads the others' records again.
+        run_state: its reference is replaced.
+        transfer: downloads a reference.
+        refresh: reads the other peers' records again.
     """
 
     def __init__(self, run_state: RunState, transfer: Transfer, refresh: Callable[[], Awaitable[None]]) -> None:
@@ -56,16 +56,17 @@ class CatchingUp:
         return report
 
     async def swarm_table(self) -> ReferenceTable | None:
-        """The table that most donors have, None if nobody answers."""
+        """The table that most donors have, None if no donor answers."""
         await self._refresh()
         return await self._transfer.vote(self._donors if self._roster.voices() else self._newest_donors)
 
     async def resync_if_diverged(self) -> CaughtUp | None:
-        """Fetches the swarm's reference when no round could bring this peer's in step, or only at everybody's cost.
+        """Fetches the swarm's reference if no round could bring this peer's up to date, or only at a cost to all peers.
 
-        A peer that is hopelessly late keeps the work since its last commit as its difference to the new reference. One
-        that is ahead of most others has gone on without them (a part of the swarm that was cut off, or the only one
-        whose commit succeeded): it keeps its live weights, so that all it has learnt meanwhile is in its difference.
+        A peer that is too far behind keeps the work since its last commit as its difference to the new reference. One
+        that is ahead of most others has continued without them (in a part of the swarm that was cut off, or as the only
+        one whose commit succeeded). It keeps its live weights, so all that it has learnt meanwhile is in its
+        difference.
 
         Raises:
             RoundError: the run has ended without this peer, and its last reference could not be fetched.
@@ -77,7 +78,7 @@ class CatchingUp:
         if before > swarm:
             why = f"this peer had committed round {before}, most others only {swarm}"
         elif swarm - before > _HOPELESS_ROUNDS:
-            why = f"this peer had committed round {before}, most others {swarm} already"
+            why = f"this peer had committed round {before}, most others already {swarm}"
         else:
             return None
         started = time.monotonic()
@@ -86,7 +87,7 @@ class CatchingUp:
             payload_bytes = await self._replace_reference(keep_difference=before < swarm)
             complete = True
         except RoundError as exc:
-            # Some of it may have come, and values and digests agree in any case: the next round heals the rest.
+            # Some of it may have arrived. Values and digests are consistent in any case; the next round heals the rest.
             why += f"; {exc}"
         return CaughtUp(
             round=self._reference.round,
@@ -99,8 +100,8 @@ class CatchingUp:
     def _run_has_ended(self) -> bool:
         """Returns True if at least half of the peers have committed the run's last round, and this one has not.
 
-        This one counts among them. Peers that have committed that round only wait, and the roster's median counts only
-        peers that train.
+        This one counts among the peers. Those that have committed the last round are waiting, so the roster's median
+        does not count them: it counts only peers that train.
         """
         own, last = self._reference.round, self._last_round
         if last is None or own >= last:
@@ -125,14 +126,17 @@ class CatchingUp:
         swarm = self._roster.median_round(own_round)
         deadline = time.monotonic() + _RECORDS_LAG_S
         while own_round > swarm and time.monotonic() < deadline:
-            # Those who committed with this peer a moment ago may not have said so yet.
+            # Peers that committed with this one a moment ago may not have announced it yet.
             await asyncio.sleep(_RECORDS_LAG_S / 10)
             await self._refresh()
             swarm = self._roster.median_round(own_round)
         return swarm
 
     async def _replace_reference(self, keep_difference: bool) -> int:
-        """Downloads; what this peer trains keeps its difference to the reference, or its values. Returns the bytes."""
+        """Downloads the reference; returns the payload bytes.
+
+        The contribution's trained blocks keep their difference to the reference, or otherwise their values.
+        """
         before, reference = self._reference.round, self._reference
         blocks = reference.layout.trained_blocks(self._leases.held)
         trained = [slice(block.start, block.stop) for block in blocks if keep_difference]
@@ -141,17 +145,17 @@ class CatchingUp:
         try:
             return (await self._transfer.download(self._donors)).payload_bytes
         except asyncio.CancelledError:
-            reference.finish(before, list(enumerate(reference.versions)))  # digests fit what is there
+            reference.finish(before, list(enumerate(reference.versions)))  # makes digests match the values
             raise
         finally:
             for part in trained:
                 self._contribution_N[part] += reference.values_N[part]
 
     def _newest_round(self) -> int:
-        """The round that this peer should go on from.
+        """The round that this peer should continue from.
 
-        A swarm that trains is followed where most of it is. Where nobody trains, because all have just come back, the
-        newest reference that anybody has is it.
+        In a swarm that trains, it is the round of most peers. If no peer trains, because all have just come back, it is
+        that of the newest reference that any peer has.
         """
         if self._roster.voices():
             return self._roster.median_round(self._reference.round)
@@ -162,12 +166,12 @@ class CatchingUp:
         return [v.peer_id for v in self._reachable() if v.progress.round >= newest]
 
     def _donors(self) -> list[str]:
-        """Whose tables decide: once this peer has taken part in a round, those who have, too."""
+        """The peers whose tables decide: once this peer has taken part in a round, those that have, too."""
         reachable = self._reachable()
         members = [v.peer_id for v in reachable if self._roster.standing.is_member(v.peer_id)]
         return members or [v.peer_id for v in reachable]
 
     def _reachable(self) -> list[PeerView]:
-        """Peers that can be asked; silent ones only where nobody has answered yet."""
+        """The reachable peers that have answered a call, or all reachable ones if none has."""
         present = [v for v in self._roster.present() if v.progress.reachable]
         return [v for v in present if self._roster.standing.has_answered(v.peer_id)] or present

@@ -1,15 +1,15 @@
-"""Which chunks a newcomer still wants, and whom it has asked for them: pure bookkeeping with the times of a clock.
+"""Which chunks a newcomer still wants, and which donors it has asked for them. Pure: callers pass in the time.
 
-Every chunk is asked of one donor, until a donor that has nothing else to do would be much faster: slow donors do not
-hold up the end. What a failed donor has not delivered goes back to the front.
+Every chunk is requested from one donor, until an idle donor would be much faster, so that slow donors do not delay the
+end. What a failed donor has not delivered goes back to the front.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-# An idle donor is asked, too, when a chunk has been out for this many times as long as the idle one takes for a chunk.
-# A donor as fast as the idle one has two chunks out at a time, and so takes up to two times as long.
+# An idle donor is asked, too, if a chunk has been outstanding for this many times as long as the idle one takes for a
+# chunk. A donor as fast as the idle one has two chunks outstanding at a time, and so takes up to twice as long.
 _OVERDUE = 3.0
 _MIN_OVERDUE_S = 0.5  # times are not measured more precisely than this on a busy machine
 _PACE_WEIGHT = 0.7  # of the past, in the moving average
@@ -19,8 +19,8 @@ class ChunkQueue:
     """The chunks of one pass.
 
     Args:
-        wanted: chunk numbers in the order in which they are to be asked for.
-        default_pace_s: seconds per chunk of a donor that has delivered none yet.
+        wanted: chunk numbers in the order in which they are to be requested.
+        default_pace_s: assumed seconds per chunk of a donor that has delivered none yet.
     """
 
     def __init__(self, wanted: Iterable[int], default_pace_s: float) -> None:
@@ -32,26 +32,26 @@ class ChunkQueue:
 
     @property
     def finished(self) -> bool:
-        """True if all chunks have come."""
+        """True if all chunks have arrived."""
         return not self._pending and not self._asked
 
     @property
     def remaining(self) -> set[int]:
-        """Chunks that have not come."""
+        """Chunks that have not arrived."""
         return {*self._pending, *self._asked}
 
     def add_donor(self, donor: str, able: Collection[int]) -> None:
-        """Notes which of the wanted chunks a donor has."""
+        """Adds a donor with those of the wanted chunks that it has."""
         self._able[donor] = set(able)
 
     def lacks(self, donor: str, chunks: Collection[int]) -> None:
-        """Notes that a donor does not have these any more."""
+        """Notes that a donor no longer has these chunks."""
         self._able[donor].difference_update(chunks)
         for number in chunks:
             self._give_back(donor, number)
 
     def take(self, donor: str, now: float) -> int | None:
-        """The chunk to ask a donor for next, None if there is none (yet)."""
+        """Returns the next chunk to request from a donor, None if there is none at the moment."""
         able = self._able[donor]
         number = next((n for n in self._pending if n in able), None)
         if number is not None:
@@ -65,7 +65,7 @@ class ChunkQueue:
         return number
 
     def idle_s(self, donor: str, now: float) -> float | None:
-        """After how many seconds a donor should `take` again, None if no remaining chunk is of any use to it.
+        """Returns the seconds until a donor should `take` again, None if it has none of the remaining chunks.
 
         It should also do so whenever a chunk has been given back.
         """
@@ -75,7 +75,7 @@ class ChunkQueue:
         return max(0.0, min(times) + self._patience_s(donor) - now)
 
     def _with_others(self, donor: str) -> list[tuple[float, int]]:
-        """Chunks that others have been asked for, with the time when the last of them was."""
+        """Chunks requested from other donors only, each with the time of its latest request."""
         able = self._able[donor]
         return [(max(d.values()), n) for n, d in self._asked.items() if donor not in d and n in able]
 
@@ -88,14 +88,14 @@ class ChunkQueue:
         self._pace_s[donor] = _PACE_WEIGHT * past_s + (1 - _PACE_WEIGHT) * seconds
 
     def done(self, number: int) -> bool:
-        """Notes that a chunk has come. Returns True if it was still wanted."""
+        """Notes that a chunk has arrived. Returns True if it was still wanted."""
         was_wanted = number in self._pending or number in self._asked
         self._pending.pop(number, None)
         self._asked.pop(number, None)
         return was_wanted
 
     def give_up(self, donor: str) -> None:
-        """Forgets a donor: what only it was asked for is asked for again, first."""
+        """Forgets a donor; chunks requested from no other donor go back to the front."""
         self._able.pop(donor, None)
         for number in list(self._asked):
             self._give_back(donor, number)

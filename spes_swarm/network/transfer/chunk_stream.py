@@ -1,8 +1,8 @@
-"""How chunks of the reference travel on a stream: requests one way, pieces of chunks the other.
+"""Chunks of the reference on a stream: requests one way, pieces of chunks the other.
 
-A request names chunks with the digests that are wanted. The donor answers requests in their order. A chunk comes as
-pieces of 64 KiB, so that a limit on the rate and a deadline for silence work on slow lines as well; one empty piece
-says that the donor does not have that digest (any more).
+A request names chunks with the digests that are wanted. The donor answers requests in their order. A chunk is sent in
+pieces of 64 KiB, so that the rate limit and the stall timeout work on slow connections as well. A single empty piece
+means that the donor does not have that digest, or no longer has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_REQUEST_BYTES = 4096
 
 
 def request_frame(wanted: Mapping[int, bytes]) -> Frame:
-    """Asks for chunks: number -> digest."""
+    """Makes a request for chunks, given as number -> digest."""
     numbers = np.array(list(wanted), dtype="<u4").tobytes()
     fields = {"chunks": numbers, "digests": b"".join(wanted.values())}
     return Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True))
@@ -36,7 +36,7 @@ def read_request(frame: Frame, num_chunks: int) -> list[tuple[int, bytes]]:
     """Checks a request; returns pairs of number and digest.
 
     Raises:
-        ProtocolError: (`malformed`) it is none, (`part`) there is no such chunk.
+        ProtocolError: (`malformed`) it is not a request, (`part`) there is no such chunk.
     """
     fields = unpack(frame.payload, MAX_REQUEST_BYTES) if frame.kind is FrameKind.HELLO else None
     if not isinstance(fields, dict):
@@ -54,7 +54,7 @@ def read_request(frame: Frame, num_chunks: int) -> list[tuple[int, bytes]]:
 
 
 def piece_frames(number: int, payload: bytes | None, round_number: int) -> Iterator[Frame]:
-    """The answer to one request: all pieces, or for None the empty one; with the donor's round as extra bytes."""
+    """Yields the answer for one chunk: all pieces, or an empty one for None; the extra bytes are the donor's round."""
     extra = round_number.to_bytes(8, "little")
     if payload is None:
         yield Frame(FrameKind.DATA, part=number, extra=extra)
@@ -65,14 +65,14 @@ def piece_frames(number: int, payload: bytes | None, round_number: int) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one requested chunk."""
+    """The outcome of the request for one chunk."""
 
     number: int
-    values_N: FloatArray | None  # verified; None: the donor does not have that digest (any more)
+    values_N: FloatArray | None  # verified; None: the donor does not have that digest, or no longer has it
 
 
 class Arrivals:
-    """Puts the pieces of one stream together. Everything that a donor may send is bounded by what was asked for."""
+    """Assembles the pieces of one stream into chunks. What was requested bounds all that a donor may send."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
@@ -85,26 +85,26 @@ class Arrivals:
         return len(self._asked)
 
     def ask(self, number: int, digest: bytes) -> Frame:
-        """Notes a request; returns its frame."""
+        """Records the request for a chunk and returns its frame."""
         self._asked.append((number, digest))
         return request_frame({number: digest})
 
     def take(self, frame: Frame) -> Answer | None:
-        """Takes in a piece; returns what is complete with it.
+        """Adds a piece; returns the answer that it completes, if any.
 
         Raises:
-            ProtocolError: (`part`) not asked for, (`shape`) not the length that it must have, (`digest`, `nonfinite`)
-                the chunk is not what its donor has promised. The stream is of no more use.
+            ProtocolError: (`part`) the piece was not requested, (`shape`) it has the wrong length, (`digest`,
+                `nonfinite`) the chunk is not what its donor has announced. The stream is unusable.
         """
         if not self._asked or frame.part != self._asked[0][0]:
-            raise ProtocolError("part", f"chunk {frame.part} was not asked for now")
+            raise ProtocolError("part", f"chunk {frame.part} is not the one requested next")
         number, digest = self._asked[0]
         if not frame.payload and not self._buffer:
             self._asked.popleft()
             return Answer(number, None)
         num_bytes = EXACT.num_bytes(self._chunks[number].size)
         if len(frame.payload) != min(PIECE_BYTES, num_bytes - len(self._buffer)):
-            raise ProtocolError("shape", f"a piece of {len(frame.payload)} bytes of chunk {number}")
+            raise ProtocolError("shape", f"a piece of chunk {number} has {len(frame.payload)} bytes")
         self._buffer += frame.payload
         if len(self._buffer) < num_bytes:
             return None

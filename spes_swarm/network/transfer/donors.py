@@ -1,4 +1,4 @@
-"""Whom a newcomer asks, and what it believes: the donors' tables, the vote on them, and who has failed or lied."""
+"""The donors of a newcomer: their tables, the vote on them, and which donors have failed or lied."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MAX_VOTERS = 16  # donors whose tables are compared
 _MAX_UNSURE = 8  # votes without a majority, as when some donors have committed and others are about to
 _UNSURE_S = 0.5
 _REST_S = 30.0  # until a donor that has failed is asked again while there are others
-# What happens to honest donors, too: they die, have a bad line, or are busy.
+# These also happen to honest donors: they die, have a bad connection, or are busy.
 _HONEST_FAILURES = {"donor", "truncated", "stalled", "refused"}
 
 
 class Donors(Protocol):
-    """How a newcomer reaches others."""
+    """A newcomer's access to donors."""
 
     def known(self) -> Collection[str]:
-        """Peers that may be asked."""
+        """Returns the peers that may be asked."""
         ...
 
     async def table(self, donor: str) -> ReferenceTable:
@@ -42,10 +42,10 @@ class Donors(Protocol):
 
 
 def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bool]:
-    """The table that is to be fetched, and whether most donors have it.
+    """Returns the table to fetch, and whether most donors have it.
 
-    Of tables with the same number of votes the newest counts, but none beyond the upper median of all rounds: where
-    honest donors differ because some have just committed, a single claim of a far round must not win.
+    The table with the most votes wins; in a tie, the newest. A table beyond the upper median of all rounds never wins:
+    if honest donors differ because some have just committed, a single claim of a far round must not win.
     """
     rounds = sorted((table.round for table in tables), reverse=True)
     bound = rounds[(len(rounds) - 1) // 2]
@@ -56,22 +56,22 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
 
 
 class Electorate:
-    """All donors that one download knows of.
+    """The donors of one download.
 
     Args:
-        on_fault: told about donors that fail or lie.
+        on_fault: called for donors that fail or lie.
     """
 
     def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._donors = donors
         self._layout = layout
         self._on_fault = on_fault
-        # Who is asked again only when there is nobody else, and until when; liars for good.
+        # Donors that are asked again only if there are no others, and until when; for liars, for ever.
         self._failed: dict[str, float] = {}
         self._accused: set[str] = set()
 
     async def vote(self) -> tuple[ReferenceTable | None, dict[str, ReferenceTable]]:
-        """The table to be fetched, and those of all donors that have answered."""
+        """Returns the table to fetch, None if no donor answered, and the tables of all donors that answered."""
         for attempt in range(_MAX_UNSURE):
             tables = await self._tables()
             if not tables:
@@ -90,7 +90,7 @@ class Electorate:
                 self._accused.add(donor)
                 num = sum(a != b for a, b in zip(table.digests, other.digests, strict=True))
                 detail = (
-                    f"its reference of round {table.round} differs in {plural(num, 'block')} from that of most donors"
+                    f"its reference of round {table.round} differs from that of most donors in {plural(num, 'block')}"
                 )
                 self._on_fault(donor, ProtocolError("table", detail))
 
@@ -107,18 +107,18 @@ class Electorate:
         return time.monotonic() >= self._failed.get(donor, 0.0)
 
     def has_recovered(self, donor: str) -> bool:
-        """Returns True if a donor has failed, but so long ago that it may be tried again."""
+        """Returns True if a donor has failed, but long enough ago to be tried again."""
         return donor in self._failed and self._is_rested(donor)
 
     def note_failure(self, donor: str, error: ProtocolError | None) -> None:
-        """Notes, and reports, that a donor has failed or lied; None: it has only not answered."""
+        """Notes and reports that a donor has failed or lied; `error` is None if it merely did not answer."""
         is_lie = error is not None and error.kind not in _HONEST_FAILURES
         self._failed[donor] = math.inf if is_lie else time.monotonic() + _REST_S
         if error is not None:
             self._on_fault(donor, error)
 
     async def tables_of(self, donors: Collection[str]) -> dict[str, ReferenceTable]:
-        """The tables of those who answer, of a limited number of donors."""
+        """Asks a limited number of donors for their tables; returns those that arrive."""
 
         async def ask(donor: str) -> ReferenceTable | None:
             try:
@@ -128,7 +128,7 @@ class Electorate:
             except ProtocolError as exc:
                 self.note_failure(donor, exc)
             except OSError:
-                self.note_failure(donor, None)  # not a donor, then
+                self.note_failure(donor, None)  # not a donor, or gone
             return None
 
         asked = list(donors)[:_MAX_VOTERS]

@@ -1,12 +1,12 @@
-"""The newcomer's side of state transfer: brings a reference to what the donors have, whoever dies, lies or moves on.
+"""The newcomer's side of state transfer: brings a reference up to date, even if donors die, lie or commit meanwhile.
 
-What is to be fetched is decided by vote: the table that most donors announce. Each chunk is verified by its digest on
-its own, so it does not matter which donor it comes from, and no chunk is fetched twice while its digest stays right.
+A vote decides what to fetch: the table that most donors announce. Each chunk is verified by its own digest, so it does
+not matter which donor it comes from, and no chunk is fetched twice while its digest is current.
 
-The swarm may commit faster than a download takes. Donors keep what is being fetched from them (see transfer.py), so
-every block can be had whole; when all blocks have been, each as it was at one of the votes, the newcomer refreshes
-what has changed for as long as that gets less, and then begins with blocks of different rounds. For the swarm it is a
-member with an older base, and the next round sends it full values.
+The swarm may commit faster than a download completes. Donors keep what is being fetched from them (see transfer.py), so
+every block can be fetched whole. When all blocks have been, each as of one of the votes, the newcomer fetches what has
+changed since, for as long as each pass at least halves that amount. Then it starts with blocks of different rounds. To
+the swarm, it is a member with an older base, and the next round sends it full values.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.protocol.rounds.frames import FrameKind
 
-# Of how many donors chunks are fetched at a time: some, and while that takes long one by one more.
+# Donors that are fetched from at a time: at first, and at most. While a pass takes long, they become more one by one.
 _NUM_DONORS, _MAX_DONORS = 8, 16
-_WINDOW = 2  # chunks asked for at a time of one donor: one under way, one so that it does not have to wait
+_WINDOW = 2  # chunks requested from one donor at a time: one under way, and one so that the donor is never idle
 _MAX_FRUITLESS = 6  # votes in a row after which no block became whole
-_LOOK_S = 10.0  # how often more donors are looked for
-_PATIENCE = 4.0  # stall timeouts in which at least one piece must come
+_LOOK_S = 10.0  # after this long without a change, more donors are looked for
+_PATIENCE = 4.0  # stall timeouts in which at least one piece must arrive
 _PROGRESS_S = 1.0
-_MAX_UNWRITTEN = 64  # chunks that wait for the disk; a download does not
+_MAX_UNWRITTEN = 64  # chunks that wait for the disk; further ones are not written, so a download never waits for it
 
 
 class Download:
     """One download into `reference`, which is consistent with its own table at all times.
 
     Args:
-        partial: what an earlier attempt has left on disk, and where verified chunks are kept; None: nowhere.
-        on_fault: told about donors that fail or lie.
-        on_progress: told how far it is, about once a second.
+        partial: the file that earlier attempts have left and that verified chunks are written to; None for no file.
+        on_fault: called for donors that fail or lie.
+        on_progress: called with the progress about once a second.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Download:
             self._chunks_of_block[chunk.block].append(number)
         self._total_bytes = EXACT.num_bytes(reference.layout.num_elements)
         self._report = TransferReport(round=reference.round)
-        self._whole: dict[int, tuple[int, int]] = {}  # block -> its version, and the round of the table that had it so
+        self._whole: dict[int, tuple[int, int]] = {}  # block -> its version, and the round of the table that it matches
         self._fetched: set[int] = set()  # chunks that came from donors in this download
         self._unwritten: asyncio.Queue[tuple[Chunk, FloatArray]] = asyncio.Queue(_MAX_UNWRITTEN)
         self._progress_at = 0.0
-        # Of the present pass.
+        # State of the current pass.
         self._wanted: dict[int, bytes] = {}
         self._queue = ChunkQueue((), stall_timeout_s)
-        self._changed = Changes()  # of the queue
+        self._changed = Changes()  # notified when the queue changes
 
     async def run(self) -> TransferReport:
-        """Downloads.
+        """Runs the download.
 
         Raises:
-            RoundError: no donor answered, or none delivered; what has come is kept for the next attempt.
+            RoundError: no donor answered, or none delivered; what has arrived is kept for the next attempt.
         """
         writer = asyncio.create_task(self._write_forever())
         try:
@@ -130,7 +130,7 @@ class Download:
             fruitless = 0 if len(self._whole) > num_whole else fruitless + 1
             await asyncio.sleep(0.5 * fruitless)
         if len(self._whole) < len(self._chunks_of_block):
-            raise RoundError("the swarm's reference could not be fetched: no donor, or none that delivers")
+            raise RoundError("the swarm's reference could not be fetched: no donor answered, or none delivered")
         self._adopt_from_different_rounds(table)
 
     def _adopt_from_different_rounds(self, last: ReferenceTable | None) -> None:
@@ -142,7 +142,7 @@ class Download:
             self._report.outdated_blocks = sum(a != b for a, b in zip(mine, last.digests, strict=True))
 
     def _compare(self, table: ReferenceTable) -> dict[int, bytes]:
-        """Notes which blocks are as in the table; returns the digests of the chunks that are not."""
+        """Notes which blocks match the table; returns the table's digests of the chunks that do not."""
         mine = self._reference.table.chunk_digests
         wanted: dict[int, bytes] = {}
         for block, numbers in enumerate(self._chunks_of_block):
@@ -159,7 +159,7 @@ class Download:
     # The disk.
 
     async def _restore(self, table: ReferenceTable) -> None:
-        """Takes over what an earlier attempt has fetched, as far as it is what the donors have."""
+        """Takes over the chunks that an earlier attempt has fetched and that still match the table."""
         if self._partial is None:
             return
         for number, digest in self._compare(table).items():
@@ -178,7 +178,7 @@ class Download:
     # One pass: fetch what differs from one table.
 
     async def _fetch(self, table: ReferenceTable, wanted: dict[int, bytes], tables: dict[str, ReferenceTable]) -> None:
-        """Fetches chunks until all have come, or no known donor has what is left."""
+        """Fetches chunks until all have arrived, or no known donor has the remaining ones."""
         self._wanted = wanted
         queue = self._queue = ChunkQueue(wanted, self._stall_timeout_s / 4)
         seen = {*self._donors.known(), *tables}
@@ -202,10 +202,10 @@ class Download:
                     break
                 done, _ = await asyncio.wait(lanes.values(), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 for donor in [d for d, task in lanes.items() if task in done]:
-                    lanes.pop(donor).result()  # raises what nobody expects
+                    lanes.pop(donor).result()  # raises unexpected errors
                 if done:
                     continue
-                num_lanes = min(num_lanes + 1, _MAX_DONORS)  # some of the donors may be slow, on purpose even
+                num_lanes = min(num_lanes + 1, _MAX_DONORS)  # some of the donors may be slow, even on purpose
                 others = set(self._donors.known()) - lanes.keys() - set(waiting)
                 more = {donor for donor in others if donor not in seen or self._electorate.has_recovered(donor)}
                 seen |= more
@@ -220,7 +220,7 @@ class Download:
         return table.chunk_digests[chunk.block][chunk.index] == digest
 
     async def _use(self, donor: str, round_number: int) -> None:
-        """Fetches from one donor for as long as it can be of use."""
+        """Fetches from one donor for as long as it has wanted chunks."""
         queue = self._queue
         try:
             while not queue.finished:
@@ -286,7 +286,7 @@ class Download:
             report.refetched_bytes += num_received - num_kept
 
     def _keep(self, donor: str, number: int, values_N: FloatArray) -> bool:
-        """Takes over a verified chunk. Returns True if it was still wanted."""
+        """Puts a verified chunk into the reference. Returns True if it was still wanted."""
         if not self._queue.done(number):
             return False
         chunk = self._chunks[number]

@@ -1,9 +1,9 @@
-"""Handing over AdamW moments: who gives an expert up serves its moments to the peer that adopts it.
+"""Handover of AdamW moments: a peer that gives an expert up serves its moments to the peer that adopts it.
 
-Both sides know from the same table (see ownership.py) who gives what to whom, so nothing is negotiated. The giver's
-trainer puts the moments into shared memory; the adopter fetches them while it already trains, from fresh ones.
+Both sides compute the same table of experts (see protocol/ownership/assignment.py), so nothing is negotiated. The
+giver's trainer puts the moments into shared memory. The adopter fetches them while it already trains with fresh ones.
 
-What the adopter accepts is in moment_rules.py.
+moment_rules.py defines what the adopter accepts.
 
 Shapes: N elements of one expert's block.
 """
@@ -51,7 +51,7 @@ class Moments:
         self._on_fault = on_fault
         self._name = f"{run_id}/moments"
         self._round = -1
-        self._due: dict[int, set[str]] = {}  # who will come for what
+        self._due: dict[int, set[str]] = {}  # expert -> peers that have not fetched its moments yet
         self._offered: dict[int, FloatArray] = {}
         self._step = 0
         self._changed = Changes()
@@ -63,20 +63,20 @@ class Moments:
     # Giving.
 
     def expect(self, round_number: int, due: Mapping[int, Sequence[str]]) -> None:
-        """Notes who adopts which of this peer's experts with a round's commit; what was offered before is dropped."""
+        """Notes which peers adopt this peer's experts at a round's commit; earlier offers are dropped."""
         self._round = round_number
         self._due = {expert: set(peers) for expert, peers in due.items() if peers}
         self._offered = {}
         self._changed.notify()
 
     def offer(self, round_number: int, step: int, moments: Mapping[int, FloatArray]) -> None:
-        """Serves these moments, each of shape (2N,), to those who are due to come for them."""
+        """Serves these moments, each of shape (2N,), to the peers that adopt the experts."""
         if round_number == self._round:
             self._step, self._offered = step, dict(moments)
             self._changed.notify()
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
-        """Waits until everybody who is due has come. Returns False after `timeout_s`."""
+        """Waits until all moments that are due have been fetched. Returns False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._due:
@@ -91,15 +91,15 @@ class Moments:
         if type(number) is not int or type(expert) is not int:
             raise ProtocolError("malformed", "moments are asked for by round and expert")
         try:
-            # The adopter may know of the commit first, and the trainer takes a moment to hand its moments over.
+            # The adopter may commit first, and this peer's trainer takes a while to hand over the moments.
             async with asyncio.timeout(self._stall_timeout_s / 2):
                 while number > self._round or (number == self._round and expert not in self._offered):
                     await self._changed.wait()
         except TimeoutError:
-            await channel.send_error("these moments are not here")
+            await channel.send_error("these moments are not available")
             return
         if number != self._round or channel.peer_id not in self._due.get(expert, ()):
-            await channel.send_error("these moments are not here, or are for somebody else")
+            await channel.send_error("these moments are not available, or are for another peer")
             return
         moments_2N = self._offered[expert]
         for index, start in enumerate(range(0, moments_2N.size, CHUNK_ELEMENTS)):
@@ -108,7 +108,7 @@ class Moments:
                 Frame(FrameKind.DATA, part=index, extra=self._step.to_bytes(8, "little"), payload=payload)
             )
         await channel.send(Frame(FrameKind.END))
-        # The adopter closes its side when it has everything: only then may this peer go.
+        # The adopter ends its side when it has everything: only then may this peer leave.
         answer = await channel.receive(max_payload_bytes=64)
         if answer.kind is FrameKind.END and number == self._round:
             self._due[expert].discard(channel.peer_id)
@@ -121,7 +121,11 @@ class Moments:
     async def fetch(
         self, round_number: int, sources: Mapping[int, Sequence[str]], out: Mapping[int, FloatArray]
     ) -> dict[int, Received]:
-        """Fetches the moments of adopted experts into `out` (2N,) each; returns those that came and are possible."""
+        """Fetches the moments of adopted experts into `out`, each of shape (2N,).
+
+        Returns:
+            By expert, the moments that arrived and that clipped gradients could have produced.
+        """
         found = await asyncio.gather(
             *(self._fetch_one(round_number, expert, peers, out[expert]) for expert, peers in sources.items())
         )
@@ -137,7 +141,7 @@ class Moments:
                 except ProtocolError as exc:
                     self._on_fault(peer, exc)
                 except STREAM_ERRORS:
-                    pass  # it has gone: the next one, or fresh moments
+                    pass  # the giver is gone: try the next one, or keep fresh moments
                 else:
                     return Received(peer, step, moments_digest(out_2N))
         return None
@@ -152,12 +156,12 @@ class Moments:
                 if frame.kind is FrameKind.ERROR:
                     raise ConnectionError(frame.error_text())
                 if frame.kind is not FrameKind.DATA or frame.part != index:
-                    raise ProtocolError("malformed", "moments come in order and without gaps")
+                    raise ProtocolError("malformed", "moments must arrive in order and without gaps")
                 step = int.from_bytes(frame.extra, "little")
                 out_2N[start : start + size] = EXACT.decode(frame.payload, size)
             check_moments(out_2N, self._limits)
             if step > _MAX_STEP:
-                raise ProtocolError("moments", f"an optimiser that has done {step} steps")
+                raise ProtocolError("moments", f"the optimiser claims to have taken {step} steps")
             await channel.send(Frame(FrameKind.END))
-            await channel.receive(max_payload_bytes=0)  # END: the giver has seen everything through
+            await channel.receive(max_payload_bytes=0)  # the giver's END
         return step

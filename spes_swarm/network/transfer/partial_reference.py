@@ -1,7 +1,7 @@
-"""The chunks of an unfinished download on disk, so that a newcomer that is killed does not begin anew.
+"""The chunks of an unfinished download on disk, so that a newcomer that is killed does not start over.
 
-The file is the flat vector with holes. It says nothing about what it holds: what is read back counts only if it has
-the digest that the donors announce, so a damaged or outdated file costs nothing but the time to read it.
+The file is the flat vector with holes, and has no index. A chunk that is read back counts only if it has the digest
+that the donors announce, so a damaged or outdated file costs nothing but the time to read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BYTES = EXACT.num_bytes(1)
 class PartialReference:
     """Reads and writes chunks of one file; may be used from several threads.
 
-    Disk errors never raise: the file is a convenience, and is given up.
+    Disk errors never raise: the file only saves time, and is given up.
 
     Attributes:
         error: why the file was given up, None while it is in use.
@@ -38,7 +38,7 @@ class PartialReference:
             self._give_up(exc)
 
     def read(self, chunk: Chunk) -> FloatArray | None:
-        """What the file has in a chunk's place, None if that cannot be used at all."""
+        """Returns what the file has at a chunk's place, not verified; None if it is unusable."""
         with self._lock:
             if self._fd is None:
                 return None
@@ -49,11 +49,11 @@ class PartialReference:
                 return None
         try:
             return EXACT.decode(data, chunk.size)
-        except ProtocolError:  # shorter, or not finite
+        except ProtocolError:  # too short, or not finite
             return None
 
     def write(self, chunk: Chunk, values_N: FloatArray) -> None:
-        """Keeps a verified chunk."""
+        """Writes a verified chunk."""
         data = memoryview(EXACT.encode(values_N))
         offset = _BYTES * chunk.start
         with self._lock:
@@ -65,14 +65,14 @@ class PartialReference:
                     data, offset = data[num_written:], offset + num_written
             except OSError as exc:
                 self._give_up(exc)
-                self.remove()  # a full disk needs the space for what matters more
+                self.remove()  # a full disk needs the space for more important files
 
     def _give_up(self, exc: OSError) -> None:
         self.error = exc.strerror or str(exc)
         self.close()
 
     def close(self) -> None:
-        """Keeps the file for the next start."""
+        """Closes the file and keeps it for the next start."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)

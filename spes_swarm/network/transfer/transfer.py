@@ -1,10 +1,10 @@
-"""State transfer: a donor's side, and the way into a download (download.py).
+"""State transfer: the donor's side, and the entry point of a download (download.py).
 
-Donors answer `table` with the digests of all their chunks, and serve the stream `fetch` with chunks, named by number
-and digest. What they send is limited (rate_limit.py), so that rounds are not starved.
+Donors answer `table` with the digests of all their chunks, and serve chunks, named by number and digest, on the stream
+`fetch`. Their upload rate is limited (base/rate_limit.py), so that rounds are not starved.
 
-A donor that commits a round changes the very chunks that it is being asked for. From the beginning of a round's
-exchange it therefore keeps copies of the blocks that are under way to a newcomer, until these have gone out.
+A donor that commits a round changes the chunks that newcomers request. So from the start of a round's exchange, it
+keeps copies of the blocks that are under way to a newcomer, until they have been sent.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.statement import MAX_ROUND
 
 _RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun or ended
-# Copies for newcomers take no more memory than this, or one block.
+# Copies for newcomers take no more memory than this, or than one block if that is larger.
 _MAX_COPIED_BYTES = 1 << 30
-# Newcomers ask for block after block; small ones are under way several at a time.
+# Newcomers request block after block; several small ones are under way at a time.
 _BLOCKS_PER_STREAM = 4
 
 
 def table_to_wire(table: ReferenceTable) -> dict[str, Any]:
-    """A table as sent to a newcomer."""
+    """Encodes a table for a newcomer."""
     return {
         "round": table.round,
         "versions": list(table.versions),
@@ -53,7 +53,7 @@ def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
     """Checks a table received from a donor.
 
     Raises:
-        ProtocolError: (`malformed`, `shape`) it cannot be used.
+        ProtocolError: (`malformed`, `shape`) the table cannot be used.
     """
     number, versions, chunks = wire.get("round"), wire.get("versions"), wire.get("chunks")
     if not (
@@ -74,7 +74,7 @@ def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
 
 
 class Copies:
-    """Blocks as they were before a commit, for as long as a newcomer fetches them. Chunks are found by their digest."""
+    """Blocks as they were before a commit, kept while a newcomer fetches them. Chunks are found by their digest."""
 
     def __init__(self, reference: Reference, max_bytes: int = _MAX_COPIED_BYTES) -> None:
         self._reference = reference
@@ -94,14 +94,14 @@ class Copies:
                 copied = self._chunks.setdefault(block, {})
                 copied[digest] = self.encode(chunk)
                 self._num_bytes += len(copied[digest])
-                await asyncio.sleep(0)  # a round is under way, and has other things to do in between
+                await asyncio.sleep(0)  # lets the round that is under way proceed
 
     def encode(self, chunk: Chunk) -> bytes:
-        """A chunk's values as they are now."""
+        """Encodes a chunk's current values."""
         return EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
 
     def get(self, block: int, digest: bytes) -> bytes | None:
-        """A copied chunk."""
+        """Returns a copied chunk, None if there is none."""
         return self._chunks.get(block, {}).get(digest)
 
     def keep_only(self, blocks: Collection[int]) -> None:
@@ -112,7 +112,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class _Links:
-    """How a newcomer reaches donors; see download.Donors."""
+    """A newcomer's access to donors; see donors.Donors."""
 
     p2p: P2P
     rpc: Rpc
@@ -126,7 +126,11 @@ class _Links:
 
     @asynccontextmanager
     async def connect(self, donor: str) -> AsyncIterator[Channel]:
-        """Opens a stream. hivemind 1.1.12 never closes one whose opening is cancelled, so that is let end by itself."""
+        """Opens a stream.
+
+        hivemind 1.1.12 never closes a stream whose opening is cancelled. So the opening is left to finish by itself,
+        and the stream is closed then.
+        """
         stack = AsyncExitStack()
         opening = asyncio.create_task(
             stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
@@ -142,7 +146,7 @@ class _Links:
             yield channel
 
 
-_CLOSING: set[asyncio.Task[None]] = set()  # the loop itself keeps no tasks alive
+_CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself does not keep tasks alive
 
 
 async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
@@ -152,10 +156,10 @@ async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack
 
 
 class Transfer:
-    """Serves this peer's reference and downloads that of others.
+    """Serves this peer's reference and downloads that of other peers.
 
     Args:
-        upload_mbps: declared upload bandwidth, None where none was declared; see rate_limit.py.
+        upload_mbps: declared upload bandwidth, None if none is declared; see base/rate_limit.py.
     """
 
     def __init__(
@@ -178,25 +182,25 @@ class Transfer:
         self._limit = TransferLimit(upload_mbps)
         self._copies = Copies(reference)
         self._copying: set[asyncio.Task[None]] = set()
-        # For each open stream: the blocks that it was asked for last, each with the newest request (chunk and digest).
+        # For each open stream: the blocks requested last, each with its newest request (chunk and digest).
         self._under_way: list[dict[int, tuple[int, bytes]]] = []
         self._serving = False
 
     async def start(self) -> None:
-        """Registers the handlers; nothing is given away before `open`."""
+        """Registers the handlers; nothing is served before `open`."""
         await serve_channel(self._p2p, self._name, self._serve_fetch, self._stall_timeout_s, self._on_fault)
         await self._rpc.serve("table", self._serve_table)
 
     def open(self) -> None:
-        """From now on this peer's reference is complete and may be given to others."""
+        """Marks this peer's reference as complete: other peers may fetch it from now on."""
         self._serving = True
 
     @contextmanager
     def round_under_way(self) -> Iterator[None]:
-        """While this is open, transfers yield to a round's exchange, and what they have begun survives its commit."""
+        """While this is open, transfers yield to a round's exchange, and those under way survive its commit."""
         with self._limit.round_under_way():
             task = asyncio.create_task(self._copy_blocks_under_way())
-            self._copying.add(task)  # the loop itself keeps no tasks alive
+            self._copying.add(task)  # the event loop itself does not keep tasks alive
             task.add_done_callback(self._copying.discard)
             yield
 
@@ -205,7 +209,7 @@ class Transfer:
             await self._copy_if_current(number, digest)
 
     async def _copy_if_current(self, number: int, digest: bytes) -> None:
-        # Who fetches a block as it was before an earlier commit has its copies already.
+        # For a newcomer that fetches a block as it was before an earlier commit, there are copies already.
         if self._reference.digest_of(self._chunks[number]) == digest:
             await self._copies.add(self._chunks[number].block)
 
@@ -217,12 +221,13 @@ class Transfer:
         partial: Path | None = None,
         on_progress: Callable[[SyncProgress], None] = lambda progress: None,
     ) -> TransferReport:
-        """Brings this peer's reference to what the donors have.
+        """Brings this peer's reference up to date with the donors'.
 
         Args:
-            donors: who may be asked; called again and again.
-            partial: file for what has come, in case this process is killed; removed when the download is complete.
-            on_progress: told how far it is, about once a second.
+            donors: returns the peers that may be asked; called repeatedly.
+            partial: file for the chunks that have arrived, in case this process is killed; removed when the download
+                is complete.
+            on_progress: called with the progress about once a second.
 
         Raises:
             RoundError: no donor answered, or none delivered.
@@ -234,11 +239,11 @@ class Transfer:
             return await download.run()
         finally:
             if kept is not None and kept.error is not None:
-                error = ProtocolError("disk", f"what was fetched could not be kept in {partial}: {kept.error}")
+                error = ProtocolError("disk", f"fetched chunks could not be kept in {partial}: {kept.error}")
                 self._on_fault(str(self._p2p.peer_id), error)
 
     async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
-        """What a download would fetch: the table that most donors have, None if nobody answers."""
+        """Returns what a download would fetch: the table that most donors have, None if no donor answers."""
         table, _ = await Electorate(self._links(donors), self._reference.layout, self._on_fault).vote()
         return table
 
@@ -286,7 +291,7 @@ class Transfer:
         self._copies.keep_only({block for blocks in self._under_way for block in blocks})
 
     def _payload(self, number: int, digest: bytes) -> bytes | None:
-        """A chunk with that digest, None if there is none (any more)."""
+        """Returns the chunk with that digest, None if there is none, or no longer one."""
         chunk = self._chunks[number]
         if digest == self._reference.digest_of(chunk):
             return self._copies.encode(chunk)
@@ -298,7 +303,7 @@ class Transfer:
             await channel.send(frame)
 
     async def _wait_for_turn(self, channel: Channel, num_bytes: int) -> None:
-        """Waits for what the limit allows, telling the newcomer meanwhile that this peer is alive."""
+        """Waits until the rate limit lets these bytes pass, and sends the newcomer keepalives meanwhile."""
         loop = asyncio.get_running_loop()
         place, told_at = self._limit.book(num_bytes), loop.time()
         while (wait_s := self._limit.wait_s(place)) > 0:

@@ -1,7 +1,7 @@
-"""How a part's fp32 values travel: the registry of codecs.
+"""The codecs, which encode the fp32 values of a part for the wire.
 
-A reducer encodes its result once and everybody, the reducer included, applies the decoded bytes, so decoding must give
-the same bits on every machine: element-wise numpy operations on little-endian data, no reductions.
+A reducer encodes its result once, and all members, including the reducer, apply the decoded bytes. Decoding must
+therefore be bit-identical on all machines: element-wise numpy operations on little-endian data, no reductions.
 
 Shapes: N elements of one part.
 """
@@ -22,7 +22,7 @@ class Codec(Protocol):
     name: str
 
     def num_bytes(self, num_elements: int) -> int:
-        """Length of the encoding of that many elements."""
+        """Length of the encoding of `num_elements` values."""
         ...
 
     def encode(self, values_N: FloatArray) -> bytes:
@@ -30,10 +30,10 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: bytes, num_elements: int) -> FloatArray:
-        """The inverse, up to the codec's precision.
+        """Decodes `num_elements` values, up to the codec's precision.
 
         Raises:
-            ProtocolError: (`shape`) wrong length, (`nonfinite`) the values are not all finite.
+            ProtocolError: (`shape`) the length is wrong; (`nonfinite`) a value is NaN or infinite.
         """
         ...
 
@@ -44,7 +44,7 @@ class Fp32:
     name = "fp32"
 
     def num_bytes(self, num_elements: int) -> int:
-        """Four bytes an element."""
+        """Four bytes per element."""
         return 4 * num_elements
 
     def encode(self, values_N: FloatArray) -> bytes:
@@ -58,10 +58,10 @@ class Fp32:
 
 
 class Fp16:
-    """Half precision with one power-of-two scale for each part.
+    """Half precision with one power-of-two scale per part.
 
-    The scale maps the largest magnitude to [2^14, 2^15), so that neither large values overflow nor the tiny differences
-    of late training fall among fp16's subnormals. Scaling by a power of two is exact.
+    The scale maps the largest magnitude to [2^14, 2^15), so that large values do not overflow and the tiny differences
+    of late training do not become fp16 subnormals. Scaling by a power of two is exact.
     """
 
     name = "fp16"
@@ -69,7 +69,7 @@ class Fp16:
     _top_exponent = 15
 
     def num_bytes(self, num_elements: int) -> int:
-        """Two bytes an element and four for the scale."""
+        """Two bytes per element plus four for the scale."""
         return self._header.itemsize + 2 * num_elements
 
     def encode(self, values_N: FloatArray) -> bytes:
@@ -86,9 +86,9 @@ class Fp16:
         _check_length(data, self.num_bytes(num_elements), self.name)
         scale = np.float32(np.frombuffer(data, dtype=self._header, count=1)[0])
         if not (np.isfinite(scale) and scale > 0):
-            raise ProtocolError("nonfinite", f"fp16 scale {scale}")
+            raise ProtocolError("nonfinite", f"the fp16 scale is {scale}, expected a positive finite number")
         halves_N = np.frombuffer(data, dtype="<f2", offset=self._header.itemsize)
-        with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is checked
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
             return _check_finite(halves_N.astype(np.float32) * scale)
 
 
@@ -108,11 +108,11 @@ EXACT = CODECS["fp32"]
 
 
 def get_codec(name: str) -> Codec:
-    """Looks a codec up by name.
+    """Looks up a codec by name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no codec has that name.
     """
     if name not in CODECS:
-        raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}")
+        raise ConfigError(f"unknown codec {name!r}; valid codecs: {', '.join(CODECS)}")
     return CODECS[name]

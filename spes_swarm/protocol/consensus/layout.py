@@ -1,4 +1,4 @@
-"""The flat layout of a model: which parameter lies where in the reference.
+"""The flat layout of a model: where each parameter lies in the reference.
 
 The reference is one fp32 vector. It is cut into blocks: block 0 is `shared` (all parameters outside the experts),
 block 1 + e is expert e (the e-th expert of every layer, the unit of ownership). The layout is a pure function of the
@@ -66,7 +66,7 @@ class Layout:
         """
         counts = {shape[0] for shape in stacked.values()}
         if len(counts) != 1:
-            raise ValueError(f"all experts' parameters must stack the same number of experts, got {sorted(counts)}")
+            raise ValueError(f"all stacked parameters must have the same number of experts, got {sorted(counts)}")
         (num_experts,) = counts
         blocks: list[Block] = []
         start = 0
@@ -104,7 +104,7 @@ class Layout:
         return self.blocks[1 + expert]
 
     def trained_blocks(self, held: Iterable[int]) -> list[Block]:
-        """What a peer with these experts trains: the shared block, then theirs in the same order."""
+        """The blocks that a holder of these experts trains: the shared block, then the experts' in the given order."""
         return [self.blocks[SHARED_BLOCK], *map(self.expert_block, held)]
 
     @cached_property

@@ -1,12 +1,12 @@
-"""Which commits led to a reference: tells a peer that is late from one that went another way.
+"""Lineages: the commits that led to a reference. They distinguish late peers from partitioned ones.
 
-Every commit has a mark, the beginning of its group's id; the members of one group have the same. A peer that missed
-rounds has a lineage that the others' begins with: its reference is one that the swarm once had. After a partition
-neither side's lineage begins with the other's: both have trained on, and both sides' work counts.
+Every commit has a mark: the first bytes of its group's id, the same on all members of the group. The lineage of a peer
+that missed rounds is a prefix of the others': its reference is one that the swarm once had. After a partition neither
+side's lineage is a prefix of the other's: both sides have continued training, and the work of both counts.
 
-A lineage of a run of months must fit in a statement. It keeps the newest commits and of the older ones those whose
-round is a multiple of 32, then of 1,024, and so on, so two lineages of any length can be compared as of the last kept
-round that they have in common.
+The lineage of a run of several months must fit in a statement. It keeps the newest commits; of the older ones, those
+whose round is a multiple of 32, then of 1,024, and so on. Two lineages of any length can thus be compared at the last
+kept round that they have in common.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Lineage:
 
     @classmethod
     def from_lists(cls, commits: Sequence[int], marks: bytes) -> Lineage:
-        """From the fields of a statement, whose lengths have been checked."""
+        """Builds a lineage from the fields of a statement, whose lengths have been checked."""
         cut = (marks[i : i + MARK_BYTES] for i in range(0, len(marks), MARK_BYTES))
         return cls(dict(zip(commits, cut, strict=True)))
 
     def to_lists(self) -> tuple[list[int], bytes]:
-        """The fields of a statement."""
+        """The `commits` and `marks` fields of a statement."""
         commits = sorted(self.marks)
         return commits, b"".join(self.marks[number] for number in commits)
 
@@ -56,9 +56,9 @@ class Lineage:
         return Lineage(kept)
 
     def leads_to(self, other: Lineage) -> bool:
-        """Returns True if `other` goes on from this one (or is the same): whoever has this one is late, not elsewhere.
+        """Returns True if `other` continues or equals this lineage: a peer with this one is late, not partitioned.
 
-        Where the other one has thinned out the rounds around this one's newest commit, a split there passes as late.
+        If `other` has thinned out the rounds around this lineage's newest commit, a split there passes as lateness.
         """
         newest, mark = self.head
         if newest in other.marks:
@@ -66,6 +66,6 @@ class Lineage:
         if newest < 0:
             return True
         if len(other.marks) < _KEPT_PER_LEVEL or newest >= sorted(other.marks)[-_KEPT_PER_LEVEL]:
-            return False  # nothing is thinned out there: the other one would know that commit
+            return False  # nothing is thinned out there: `other` would contain that commit
         common = [number for number in self.marks if number in other.marks]
         return not common or self.marks[max(common)] == other.marks[max(common)]

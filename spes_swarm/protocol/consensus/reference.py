@@ -1,8 +1,8 @@
 """The consensus reference: the weights that the whole swarm agreed on at the last commit.
 
 One flat fp32 vector (see layout.py) with, for each block, the round of its last change and a BLAKE3 digest. A block is
-hashed in chunks of 1 MiB: the block's digest is the hash of its chunks' digests, so that a newcomer can check every
-chunk on its own as it arrives. The digest of the whole is the hash over all blocks' versions and digests.
+hashed in chunks of 1 MiB: the block's digest is the hash of its chunks' digests, so a newcomer can verify every chunk
+on its own as it arrives. The digest of the whole reference is the hash of all blocks' versions and digests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def whole_digest(versions: Sequence[int], digests: Sequence[bytes]) -> bytes:
 
 @dataclass(frozen=True)
 class ReferenceTable:
-    """What a reference is, without its values: round, and version, digest and chunk digests of each block."""
+    """A reference without its values: its round, and the version and digests of each block."""
 
     round: int
     versions: tuple[int, ...]
@@ -91,7 +91,7 @@ class Reference:
     """The reference of this peer: values in (shared) memory and their table.
 
     Values change in a commit, which ends with `finish`, or chunk by chunk in a download, which ends with `adopt`.
-    Outside of a commit the digests are always those of the values, in the middle of a download, too.
+    Outside a commit the digests always match the values, even in the middle of a download.
     """
 
     def __init__(self, layout: Layout, values_N: FloatArray) -> None:
@@ -130,19 +130,19 @@ class Reference:
         return self._chunk_digests[chunk.block][chunk.index]
 
     def replace_chunk(self, chunk: Chunk, values_N: FloatArray, digest: bytes) -> None:
-        """Takes over a chunk with its digest, which the caller has verified."""
+        """Replaces a chunk and its digest, which the caller has verified."""
         self.values_N[chunk.start : chunk.start + chunk.size] = values_N
         digests = self._chunk_digests[chunk.block]
         self._chunk_digests[chunk.block] = (*digests[: chunk.index], digest, *digests[chunk.index + 1 :])
         self._digests[chunk.block] = block_digest(self._chunk_digests[chunk.block])
 
     def adopt(self, round_number: int, versions: Sequence[int]) -> None:
-        """Ends a download: the values are what others have at these versions."""
+        """Ends a download: sets the round, and the versions that the values belong to."""
         self._versions = list(versions)
         self.round = round_number
 
     def finish(self, round_number: int, changed: Iterable[tuple[int, int]]) -> None:
-        """Ends a change of the values: rehashes the `changed` (block, new version) pairs and sets the round."""
+        """Ends a change to the values: rehashes the `changed` (block, new version) pairs and sets the round."""
         for index, version in changed:
             self._chunk_digests[index] = self._hash(self.layout.blocks[index])
             self._digests[index] = block_digest(self._chunk_digests[index])

@@ -1,4 +1,4 @@
-"""Who takes part: identities, signed records, and whose word counts.
+"""Who takes part: identities, signed records, and whose claims count.
 
-Begin with `standing`: identities are free, so what counts is work that this peer has committed.
+Begin with `standing`: identities are free, so only peers whose work this peer has committed count.
 """

@@ -1,8 +1,8 @@
-"""Who publishes when several peers can: a pure function of the volunteers' signed records.
+"""Decides which of several volunteers publishes: a pure function of their signed records.
 
-Nobody is trusted to be at it. The first in line publishes a round when it is due; the next ones look at the place
-itself when it is overdue, each a while later than the one before. If two publish at once, nothing is lost: a round's
-weights are the same bytes from everybody.
+No volunteer is trusted to publish. The first in line publishes a round when it is due. When the round is overdue, the
+next ones check the target itself, each some time after the one before. If two publish at once, nothing is lost: both
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from blake3 import blake3
 
 from spes_swarm.protocol.members.records import Volunteer
 
-# A volunteer that says it is uploading is given so many periods before the next in line takes over.
+# Periods for which the next in line waits for a volunteer that announces an upload.
 _PATIENCE_PERIODS = 2
 
 
 def target_digest(run_id: str, target: str) -> bytes:
-    """What a record says of the place: equal for all who publish there, and not the place itself."""
+    """Identifies a target in the records of its volunteers without disclosing it."""
     return blake3(f"{run_id}\0{target}".encode()).digest(16)
 
 
 def line_of(volunteers: Mapping[str, Volunteer], target: bytes) -> list[str]:
-    """The volunteers for one place, in the order in which they publish: who is at it already, then by a hash."""
+    """The volunteers for one target in the order in which they publish: those already publishing, then by hash."""
 
     def order(peer: str) -> tuple[bool, bytes]:
         return not volunteers[peer].publishing, blake3(target + peer.encode()).digest()
@@ -32,9 +32,9 @@ def line_of(volunteers: Mapping[str, Volunteer], target: bytes) -> list[str]:
 
 
 def periods_to_wait(volunteers: Mapping[str, Volunteer], target: bytes, me: str) -> int:
-    """How many periods a round may be overdue before it is for `me` to publish it; 0 for the first in line.
+    """Returns how many periods overdue a round must be for `me` to publish it; 0 for the first in line.
 
-    A volunteer whose own record is not among the others' yet counts as if it were.
+    If `volunteers` does not contain `me` yet, it counts as if it did.
     """
     known = dict(volunteers)
     if me not in known:

@@ -1,8 +1,8 @@
-"""A peer's identity: one RSA key that names it in libp2p and signs everything it says.
+"""A peer's identity: one RSA key that identifies it in libp2p and signs all its messages.
 
-The identity file is the private key in libp2p's protobuf envelope, the format that the P2P daemon reads, so the peer id
-that other peers see on a connection and the key that signs records are the same thing by construction. The envelope
-(libp2p spec peer-ids.md) is written out here, because hivemind's protobuf module brings torch, which takes seconds.
+The identity file is the private key in libp2p's protobuf envelope, the format that the P2P daemon reads. So the peer id
+that others see on a connection is by construction that of the key that signs the records. The envelope (libp2p spec
+peer-ids.md) is encoded by hand here, because hivemind's protobuf module imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spes_swarm.base.errors import ProtocolError, UserError
 
 _KEY_BITS = 2048
 _MAX_KEY_BITS = 4096
-# The only public exponent. With one as long as the modulus a signature takes 56 times as long to check; and with any
-# exponent allowed, one modulus gives its owner as many identities as he likes, for nothing.
+# The only public exponent accepted. With one as long as the modulus, a signature takes 56 times as long to verify. If
+# any exponent were allowed, one modulus would give its owner any number of identities for free.
 _EXPONENT = 65537
 _MAX_PUBLIC_KEY_BYTES = 1024
-_ENVELOPE_START = b"\x08\x00\x12"  # field 1, the type of the key: RSA; field 2, the key, whose length follows
+_ENVELOPE_START = b"\x08\x00\x12"  # field 1, the key type: RSA; field 2, the key; its length follows
 _PADDING = padding.PKCS1v15()
 _HASH = hashes.SHA256()
 
@@ -71,7 +71,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Reads the identity file, or makes a new one (mode 0400) where there is none.
+        """Reads the identity file, or creates it (mode 0400) if there is none.
 
         Raises:
             UserError: the file exists but is not an RSA identity, or it cannot be read or written.
@@ -118,7 +118,7 @@ class Identity:
         return _peer_id_of(self.public_key_der)
 
     def sign(self, payload: bytes) -> bytes:
-        """RSA PKCS#1 v1.5 signature with SHA-256, 256 bytes (deterministic, so equal statements are equal bytes)."""
+        """RSA PKCS#1 v1.5 signature with SHA-256, as long as the key (deterministic: equal payloads, equal bytes)."""
         return self.private_key.sign(payload, _PADDING, _HASH)
 
 
@@ -164,15 +164,15 @@ def _parse_public_key(public_key_der: bytes) -> tuple[rsa.RSAPublicKey, str]:
 
 
 def verify(public_key_der: bytes, payload: bytes, signature: bytes) -> str:
-    """Checks a signature and returns the base58 peer id of its writer.
+    """Verifies a signature and returns the base58 peer id of the signer.
 
     Raises:
-        ProtocolError: (`signature`) the signature does not fit, or the key is malformed or not one of 2048 to 4096 bits
-            with the exponent 65537.
+        ProtocolError: (`signature`) the signature does not match, or the key is malformed or not an RSA key of 2048 to
+            4096 bits with the exponent 65537.
     """
     key, peer_id = _parse_public_key(public_key_der)
     try:
         key.verify(signature, payload, _PADDING, _HASH)
     except InvalidSignature as exc:
-        raise ProtocolError("signature", f"a message of {peer_id} is not signed by its key") from exc
+        raise ProtocolError("signature", f"a message from {peer_id} is not signed by its key") from exc
     return peer_id

@@ -1,4 +1,4 @@
-"""What peers tell the swarm about themselves; records.py keeps these records in the DHT."""
+"""The signed records that peers publish about themselves; network/link/run_records.py keeps them in the DHT."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _pack_experts(experts: list[int]) -> bytes:
 
 
 def _unpack_experts(value: object) -> object:
-    """A bitmap becomes a list; a list, as this program's own code gives it, stays one."""
+    """Converts a bitmap to a list; returns a list, as passed by this program's own code, unchanged."""
     if not isinstance(value, bytes):
         return value
     if len(value) > MAX_EXPERTS // 8 or value[-1:] == b"\0":
@@ -41,7 +41,7 @@ def _check_experts(experts: list[int]) -> list[int]:
     return experts
 
 
-# In a record a bitmap, one bit for each expert, so that a peer with a thousand of them fits.
+# In a record these are a bitmap, one bit per expert, so that the record of a peer with a thousand experts fits.
 _Experts = Annotated[
     list[Annotated[int, Field(ge=0, lt=MAX_EXPERTS)]],
     Field(max_length=MAX_EXPERTS),
@@ -52,20 +52,20 @@ _Experts = Annotated[
 
 
 class Record(SignedModel):
-    """What all kinds have in common."""
+    """Base of all kinds of records."""
 
     expires: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # swarm time; equals the DHT's expiration time
 
 
 class FaultNote(SignedModel):
-    """Something that went wrong at a peer; nothing of whose fault it was."""
+    """A recent fault at a peer; it does not name who caused it."""
 
     at: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # swarm time
     kind: Annotated[str, Field(pattern=FAULT_KIND)]
 
 
 class Progress(Record):
-    """How far a peer is."""
+    """A peer's state and progress."""
 
     name: Annotated[str, Field(max_length=40)]  # public nickname, may be empty
     state: State
@@ -81,13 +81,13 @@ class Progress(Record):
     round_seconds: _NonNegative  # of the last round
     bytes_sent: _Count  # payload of the last round whose traffic has ended
     bytes_received: _Count
-    # For those who watch; nothing that peers decide depends on them.
-    in_round: bool = False  # holds a round at this moment
+    # For monitoring; no decision of a peer depends on these.
+    in_round: bool = False  # currently in a round
     total_tokens: _Count = 0  # trained on in this run
-    swarm_tokens: _Count = 0  # of all peers, that have gone into commits until `round`; 0: it does not know
-    train_loss: _NonNegative | None = None  # mean over the steps that went into `round`; None: not known yet
+    swarm_tokens: _Count = 0  # of all peers, in the commits up to `round`; 0: unknown
+    train_loss: _NonNegative | None = None  # mean over the steps that went into `round`; None: not yet known
     eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
-    eval_loss_stderr: _NonNegative | None = None  # its standard error; None: not known
+    eval_loss_stderr: _NonNegative | None = None  # its standard error; None: unknown
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)
 
 
@@ -99,29 +99,29 @@ class Lease(Record):
 
 
 class Volunteer(Record):
-    """That a peer is ready to publish the run's model in one place."""
+    """Announces that a peer is ready to publish the run's model to one target."""
 
-    target: Annotated[bytes, Field(min_length=16, max_length=16)]  # digest of where: see election.target_digest
-    publishing: bool  # it is at it now
+    target: Annotated[bytes, Field(min_length=16, max_length=16)]  # see election.target_digest
+    publishing: bool  # it is publishing now
 
 
 SCHEMAS: dict[str, type[Record]] = {"progress": Progress, "leases": Lease, "publishers": Volunteer}
 
 
 class RecentFaults:
-    """The last few things that went wrong at this peer, as they are told in its progress record."""
+    """The last few faults at this peer, for its progress record."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._notes: deque[FaultNote] = deque(maxlen=MAX_FAULTS)
 
     def note(self, kind: str) -> None:
-        """Adds one; a repetition only moves the time of the newest, so that one kind does not displace all others."""
+        """Adds a fault; repeating the newest only updates its time, so that one kind does not displace all others."""
         kind = re.sub(r"[^a-z0-9_-]", "-", kind.lower())[:24] or "unknown"
         if self._notes and self._notes[-1].kind == kind:
             self._notes.pop()
         self._notes.append(FaultNote(at=self._now(), kind=kind))
 
     def notes(self) -> list[FaultNote]:
-        """Oldest first."""
+        """The recent faults, oldest first."""
         return list(self._notes)

@@ -1,7 +1,7 @@
-"""Who is in the swarm right now, as this peer knows it from signed records and from its own calls.
+"""Which peers are in the swarm right now, according to their signed records and this peer's own calls.
 
-Everybody with a live record is *present*. What moves this peer (the swarm's round, its tokens, its pace) follows
-*voices* alone; see standing.py.
+Every peer with a live record is *present*. The swarm's round, its tokens and its pace are derived only from *voices*,
+the peers whose claims count; see standing.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from statistics import median_low
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.standing import Neighbour, Standing
 
-# Records are written and read about once a second; what a peer has answered since is newer for so long.
+# Records are written and read about once a second; for this long, a peer's answer counts as newer than its record.
 _ANSWER_NEWER_S = 4.0
-# An H200 and a laptop differ by about as much in what they do in one step.
+# An H200 processes about this many times as many tokens per step as a laptop.
 MAX_STEP_RATIO = 64
 _MAX_GONE = 1024
 
@@ -42,8 +42,8 @@ class Roster:
         me: this peer's id.
         progress_ttl_s: lifetime of an honest progress record.
         standing: which of the others have taken part in rounds.
-        peers: everybody with an unexpired record.
-        committed_at: monotonic time of the last commit here.
+        peers: all peers with an unexpired record.
+        committed_at: monotonic time of this peer's last commit.
     """
 
     me: str
@@ -51,10 +51,10 @@ class Roster:
     standing: Standing = field(default_factory=Standing)
     peers: dict[str, PeerView] = field(default_factory=dict)
     committed_at: float = field(default_factory=time.monotonic)
-    _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of the record it was lost with
+    _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of its record when it was lost
     _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
-    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> round it answered with, and until when
-    _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have ended
+    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> reported round, valid until
+    _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have expired
 
     def update(self, records: Mapping[str, Progress]) -> list[str]:
         """Takes in freshly read progress records; returns the peers that are new."""
@@ -80,7 +80,7 @@ class Roster:
         return new
 
     def vouch(self, peers: Collection[str], for_s: float) -> None:
-        """Notes that these peers have just taken part in a commit: they are live, whatever becomes of their records.
+        """Notes that these peers have just taken part in a commit: for `for_s` they count as live in any case.
 
         While a part of the swarm is cut off, the DHT waits for nodes that do not answer, and records that are written
         in time arrive too late. Without this, peers that work together would count each other as gone.
@@ -88,12 +88,12 @@ class Roster:
         self._vouched.update(dict.fromkeys(peers, time.monotonic() + for_s))
         for peer_id in peers:
             self._lost.pop(peer_id, None)
-            view = self._gone.pop(peer_id, None)  # its record may have ended while the round was held
+            view = self._gone.pop(peer_id, None)  # its record may have expired while the round was held
             if view is not None and view.progress.state != "leaving":
                 self.peers.setdefault(peer_id, view)
 
     def hear_round(self, peer_id: str, round_number: int) -> None:
-        """Notes the round that a peer, asked just now, says it has committed: its record may not say so yet."""
+        """Notes the committed round that a peer has just reported in a call; its record may be older."""
         self._heard[peer_id] = round_number, time.monotonic() + _ANSWER_NEWER_S
 
     def lose(self, peer_id: str) -> None:
@@ -103,11 +103,11 @@ class Roster:
             self._lost[peer_id] = self.peers[peer_id].progress.expires
 
     def committed(self, took_part: Collection[str] = (), absent: Collection[str] = ()) -> None:
-        """Notes that a round was committed just now: everybody's count of tokens begins again.
+        """Notes that a round was committed just now: all token counts restart from zero.
 
         Args:
-            took_part: peers whose work is in it, this one perhaps included.
-            absent: live peers in training that did not come, or delivered nothing.
+            took_part: peers whose work is in it; may include this one.
+            absent: live peers in training that did not take part, or delivered nothing.
         """
         self.committed_at = time.monotonic()
         if took_part or absent:
@@ -124,11 +124,11 @@ class Roster:
         ]
 
     def answering(self) -> list[PeerView]:
-        """The present peers that have answered a call, so that a process stands behind the record."""
+        """The present peers that have answered a call, which proves that a process is behind the record."""
         return [view for view in self.present() if self.standing.has_answered(view.peer_id)]
 
     def training(self) -> list[PeerView]:
-        """The other peers that say that they train."""
+        """The present peers whose records say that they are training."""
         return [view for view in self.present() if view.progress.state == "training"]
 
     def absent(self, members: Collection[str]) -> set[str]:
@@ -136,18 +136,18 @@ class Roster:
         return {view.peer_id for view in self.training()}.difference(members)
 
     def voices(self) -> list[PeerView]:
-        """The other peers in training whose word counts; see standing.py."""
+        """The other peers in training whose claims count; see standing.py."""
         training = self.training()
         voices = self.standing.voices(view.peer_id for view in training)
         return [view for view in training if view.peer_id in voices]
 
     @property
     def defers(self) -> bool:
-        """Returns True if this peer leaves it to the peers that it was told to join to lead rounds."""
+        """Returns True if this peer leaves leading rounds to its initial peers."""
         return self.standing.defers(view.peer_id for view in self.training())
 
     def neighbours(self, window_s: float) -> list[Neighbour]:
-        """The peers in training that a round may meet, with how long it waits for each of them."""
+        """The peers in training that may take part in a round, with how long the round waits for each of them."""
         training = {v.peer_id: v for v in self.training() if self.standing.has_answered(v.peer_id)}
         training |= {view.peer_id: view for view in self.voices()}
         patience = self.standing.patience(training, window_s)
@@ -158,7 +158,7 @@ class Roster:
         ]
 
     def median_round(self, own_round: int) -> int:
-        """The upper median of the rounds that the peers, this one included, say they have committed.
+        """The upper median of the committed rounds that the voices report, with `own_round` included.
 
         Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
         """
@@ -169,11 +169,11 @@ class Roster:
         return rounds[(len(rounds) - 1) // 2]
 
     def swarm_round(self, own_round: int) -> int:
-        """The round that the swarm has committed, as far as this peer can take part: never before its own."""
+        """The round that the swarm has committed, never below this peer's own."""
         return max(own_round, self.median_round(own_round))
 
     def swarm_tokens(self, at_round: int) -> int:
-        """What most of the peers that have committed this round say of the tokens until then; 0 where nobody says."""
+        """The lower median of the swarm's token counts that voices at this round report; 0 if none reports one."""
         present = self.present()
         voices = self.standing.voices(view.peer_id for view in present)
         at_this_round = [view for view in present if view.peer_id in voices and view.progress.round == at_round]
@@ -181,7 +181,7 @@ class Roster:
         return median_low([count for count in counts if count] or [0])
 
     def largest_step(self, own: int) -> int:
-        """The most tokens per step that a peer is believed: MAX_STEP_RATIO times the lower median of all, own included.
+        """The most tokens per step that a peer is credited with: MAX_STEP_RATIO times the lower median, `own` included.
 
         Without the bound, one record with an absurd number would keep rounds from ever being due.
         """
@@ -189,14 +189,14 @@ class Roster:
         return MAX_STEP_RATIO * median_low([size for size in sizes if size > 0] or [1])
 
     def tokens_per_step(self, own: int) -> int:
-        """Sum of the other peers' tokens per step, none of them counted beyond `largest_step`."""
+        """Sum of the other peers' tokens per step, each capped at `largest_step`."""
         limit = self.largest_step(own)
         return sum(min(view.progress.tokens_per_step, limit) for view in self.voices())
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.
 
-        A record's count is carried forward at the peer's own rate, for at most `horizon_s`.
+        A record's count is extrapolated at the peer's own rate, for at most `horizon_s`.
         """
         now = time.monotonic()
         total = 0.0

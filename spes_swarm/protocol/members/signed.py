@@ -1,7 +1,7 @@
-"""Signed messages: everything that one peer says and others relay or store.
+"""Signed messages: everything that one peer writes and others relay or store.
 
 A message is msgpack [payload, public key, signature]; the payload is a msgpack map that must match a strict schema. The
-signature covers the message's kind and the run id, so that a message of one kind or run is never taken for another.
+signature covers the message's kind and the run id, so that a message of one kind or run is never accepted as another.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[st
     """Verifies a message and returns (peer id of its writer, message).
 
     Raises:
-        ProtocolError: (`oversized`, `malformed`, `signature`, `schema`) it must not be used.
+        ProtocolError: (`oversized`, `malformed`, `signature`, `schema`) the message is invalid.
     """
     envelope = unpack(data)
     if not (isinstance(envelope, list) and len(envelope) == 3 and all(isinstance(x, bytes) for x in envelope)):

@@ -1,15 +1,15 @@
-"""Whose word counts: what this peer knows of others from the rounds that it has committed with them.
+"""Whose claims count: this peer's history with the others in the rounds that it has committed.
 
 A signed record proves who wrote it, not that its writer does any work, and identities cost nothing. So a record alone
-moves nothing: the swarm's round, the pace, the clock and the candidates for leading a round follow *members*, the peers
-whose work is in a round that this peer has committed. Before its first such round a peer that has fetched its reference
-from a swarm goes by the peers that it was told to join. One with a reference of its own, as when a swarm is founded or
-has just come back from disk, or one that finds none of them, goes by all that answer.
+has no effect: the swarm's round, the pace, the clock and the candidates for leading a round depend only on *members*,
+the peers whose work is in a round that this peer has committed. Before its first such round, a peer that has fetched
+its reference from a swarm follows its initial peers. A peer with a reference of its own (the swarm is founded, or
+resumes from disk), or one that finds none of its initial peers, follows all peers that answer.
 
-How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends.
-One that has missed rounds lately gets a grace of a tenth of a round's length. A peer that has never taken part is
-waited for once, if it answers calls, and not while another newcomer has just been waited for in vain: otherwise an
-attacker with a new identity for each round could double the length of all of them.
+How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends,
+and one that has missed two of its last eight rounds for a tenth of a round's length. A peer that has never taken part
+is waited for once, if it answers calls, and only if no recent round has waited for a newcomer in vain: otherwise an
+attacker with a new identity for each round could double the length of all rounds.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-# Of the rounds since a member was first seen, so many are remembered, and so many of these it may miss.
+# Rounds remembered per member, and how many of them a punctual member may miss.
 _REMEMBERED_ROUNDS = 8
 _TOLERATED_MISSES = 1
-MAX_PEERS = 4096  # remembered; those heard of longest ago make room
-# Shares of a round's length: what a round waits for whoever has missed rounds lately, and for newcomers.
+MAX_PEERS = 4096  # remembered; the least recently heard are evicted first
+# How long a round waits for members that missed recent rounds, and for newcomers: shares of a round's length.
 GRACE_SHARE = 0.1
 NEWCOMER_SHARE = 0.5
 MAX_NEWCOMERS = 16  # waited for at a time
-CLOCK_MEMORY_S = 3600.0  # a member has a say in what time it is for so long after its last round
+CLOCK_MEMORY_S = 3600.0  # how long a member's clock counts after its last round
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A live peer, as a round sees it."""
+    """A live peer that may take part in a round."""
 
     peer_id: str
     reachable: bool
-    has_voice: bool = True  # its word counts
-    patience_s: float = math.inf  # how long a round waits for it, the window at most
+    has_voice: bool = True  # its claims count
+    patience_s: float = math.inf  # how long a round waits for it; at most the window
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Standing:
     Times are those of one monotonic clock, in seconds.
 
     Args:
-        told: peers that the user named to join through.
+        told: the initial peers, named by the user.
     """
 
     def __init__(self, told: Collection[str] = ()) -> None:
@@ -61,17 +61,17 @@ class Standing:
         self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._answered: OrderedDict[str, None] = OrderedDict()
-        self._awaited: OrderedDict[str, None] = OrderedDict()  # newcomers that a round has waited for
+        self._awaited: OrderedDict[str, None] = OrderedDict()  # newcomers that a round has waited for in vain
         self._rounds_since_vain = _REMEMBERED_ROUNDS
         self._committed_at: float | None = None
         self._round_s = math.inf  # between the last two commits
 
     def defers(self, peers: Iterable[str]) -> bool:
-        """Returns True if this peer follows those that it was told to join, and some of `peers` are these."""
+        """Returns True if this peer follows its initial peers, and `peers` include one of them."""
         return self._follows and not self._members and not self._told.isdisjoint(peers)
 
     def follow(self) -> None:
-        """Notes that this peer has fetched its reference: from now on it follows the peers that it was told to join."""
+        """Notes that this peer has fetched its reference: until its first commit it follows its initial peers."""
         self._follows = True
 
     def is_member(self, peer_id: str) -> bool:
@@ -79,7 +79,7 @@ class Standing:
         return peer_id in self._members
 
     def note_answer(self, peer_id: str) -> None:
-        """Notes that a peer answered a call, or made one: somebody runs it."""
+        """Notes that a peer answered or made a call, which proves that a process runs it."""
         _remember(self._answered, peer_id)
 
     def has_answered(self, peer_id: str) -> bool:
@@ -87,7 +87,7 @@ class Standing:
         return peer_id in self._answered or peer_id in self._members
 
     def voices(self, peers: Iterable[str]) -> set[str]:
-        """Those of `peers` whose word counts."""
+        """Those of `peers` whose claims count."""
         peers = set(peers)
         if self._members:
             return peers & self._members.keys()
@@ -96,9 +96,10 @@ class Standing:
         return {peer for peer in peers if self.has_answered(peer)}
 
     def clock_voices(self, peers: Iterable[str], now: float) -> set[str]:
-        """Those of `peers` that have a say in what time it is.
+        """Those of `peers` whose clocks count.
 
-        Members for a while after their last round; before the first one, the peers that this one was told to join.
+        These are the members within CLOCK_MEMORY_S of their last round, or all members if there is none such. Before
+        this peer's first round they are its initial peers, or the voices if none of these is present.
         """
         peers = set(peers)
         voices = self.voices(peers) if self._members else peers & self._told or self.voices(peers)
@@ -113,7 +114,7 @@ class Standing:
         Args:
             now: when it was committed.
             took_part: the other peers whose work is in it.
-            absent: live peers in training that did not come, or came and delivered nothing.
+            absent: live peers in training that did not take part, or delivered nothing.
         """
         if self._committed_at is not None:
             self._round_s = now - self._committed_at
@@ -135,7 +136,7 @@ class Standing:
             self._members.popitem(last=False)
 
     def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
-        """How long a round waits for each of these live peers, in seconds; `window_s` at most."""
+        """How long a round waits for each of these live peers, in seconds; at most `window_s`."""
         peers = set(peers)
         awaited = self._newcomers_awaited(peers)
         shares = {peer: self._share(peer, awaited) for peer in peers}
@@ -150,7 +151,7 @@ class Standing:
         return set(islice(new, MAX_NEWCOMERS))
 
     def _share(self, peer_id: str, newcomers: Collection[str]) -> float:
-        """The share of a round's length that a peer is waited for."""
+        """How long a round waits for a peer, as a share of a round's length."""
         member = self._members.get(peer_id)
         if member is not None:
             return math.inf if sum(member.missed) <= _TOLERATED_MISSES else GRACE_SHARE

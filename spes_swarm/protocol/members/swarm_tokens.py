@@ -1,17 +1,17 @@
-"""How many tokens the whole swarm has trained on: what records, checkpoints and publications say."""
+"""How many tokens the whole swarm has trained on, for records, checkpoints and publications."""
 
 from __future__ import annotations
 
 
 class SwarmTokens:
-    """Tokens of all peers that have gone into commits until this peer's reference.
+    """Counts the tokens of all peers in the commits up to this peer's reference.
 
-    Who was not at all of these commits learns the number from records of the very same round; where these are of a
-    later one already, after the next commit.
+    A peer that missed some of these commits learns the number from records of the same round. If all records are of a
+    later round already, it learns it after its next commit.
 
     Attributes:
-        count: as far as this peer knows.
-        complete: whether that is all of them.
+        count: tokens known to this peer.
+        complete: True if `count` includes all of these commits.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class SwarmTokens:
 
     @property
     def published_count(self) -> int:
-        """What others may believe: 0 where it is not all."""
+        """The count to publish: 0 if it is incomplete."""
         return self.count if self.complete else 0
 
     def add(self, tokens: int) -> None:
-        """Counts a commit."""
+        """Adds the tokens of a commit."""
         self.count += tokens
 
     def missed_commits(self) -> None:
-        """This peer was not at all commits until its reference."""
+        """Notes that this peer has missed commits that led to its reference."""
         self.complete = False
 
     def learn(self, from_others: int, *, alone: bool) -> None:
-        """Takes over what others say of the reference's round (0: nothing); who is alone keeps what it has."""
+        """Completes the count from others' reports for the reference's round (0: none), or as it is if alone."""
         if not self.complete and (from_others or alone):
             self.count, self.complete = max(self.count, from_others), True

@@ -1,8 +1,8 @@
-"""Remembers which signed records this process has verified.
+"""A cache of the signed records that this process has verified.
 
-The same bytes come again and again: from each node that is asked, at each look, and once more when the answer is read.
-Only what follows from the bytes alone is remembered: the signature, the schema, the writer. Whatever depends on the
-clock, or on the key and the expiration under which the bytes were found, is checked each time by who asks.
+The same bytes arrive many times: from each node that is queried, at each poll, and once more when the answer is read.
+Only what follows from the bytes alone is cached: the signature, the schema, the writer. The caller checks each time
+what depends on the clock, or on the key and the expiration under which the bytes were found.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Message = TypeVar("Message")
 
 
 class VerifiedRecords(Generic[Message]):
-    """The least recently used go first, by the memory that they take.
+    """An LRU cache, limited by the memory of its messages.
 
     Args:
         max_bytes: of all messages together.
-        num_bytes: estimates what a decoded message takes.
+        num_bytes: estimates the memory of a decoded message.
     """
 
     def __init__(self, max_bytes: int, num_bytes: Callable[[Message], int]) -> None:
@@ -33,10 +33,10 @@ class VerifiedRecords(Generic[Message]):
     def open(
         self, sealed: bytes, kind: str, run_id: str, verify: Callable[[], tuple[str, Message]]
     ) -> tuple[str, Message]:
-        """The writer and the message of a sealed record: remembered if these very bytes were verified before.
+        """Returns the writer and the message of a sealed record, from the cache if the same bytes were verified before.
 
         Raises:
-            ProtocolError: what `verify` raises, which is called otherwise. Nothing is remembered of what was refused.
+            ProtocolError: from `verify`, which is called on a cache miss. A refused record is not cached.
         """
         # Neither a kind nor a run id contains a zero byte.
         key = blake3(b"\0".join((kind.encode(), run_id.encode(), sealed))).digest()

@@ -1,4 +1,4 @@
-"""Which peer trains which expert: adoption when a holder dies, giving way, rotation, and what is handed over.
+"""Which peer trains which expert: adoption when a holder dies, rebalancing, rotation, and the moments handed over.
 
-Begin with `assignment.reassign`: what every peer holds after a commit.
+Begin with `assignment.reassign`: what each peer holds after a commit.
 """

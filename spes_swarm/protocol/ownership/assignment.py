@@ -1,23 +1,23 @@
-"""Who trains which expert: deterministic rules on the table of leases, without any I/O.
+"""Which peer trains which expert: deterministic rules on the table of leases, without I/O.
 
-A peer that joins chooses from the leases in the DHT (`choose_experts`, `settle`). From then on the table is made of
-the signed statements of a round's group (`reassign`): every member computes the same outcome at the commit and takes
-its own line of it, so nobody has to ask, and no two peers decide differently. In this order:
+A joining peer chooses from the leases in the DHT (`choose_experts`, `settle`). From then on the table consists of the
+signed statements of a round's group (`reassign`): every member computes the same outcome at the commit and takes its
+own row of it, without negotiation, and no two peers decide differently. In this order:
 
-1. who holds more than it has room for, than one member may (`Rules.most_each`), or than the replication target wants,
-   gives up what is held most;
-2. who has room adopts what is held least, of that what has gone untrained for longest;
-3. where an expert has two holders more than another one has (of many: a quarter more), one of them moves: this covers
-   orphans when nobody has room, resolves doubles after a partition, and evens out the replicas when peers arrive;
-4. when the swarm lacks room for all experts, every few rounds the ones that have waited for longest take the places
-   of others, so that no expert waits for longer than a full turn.
+1. a peer that holds more experts than it has room for, than one member may hold (`Rules.most_each`), or than the
+   replication target needs, gives up those with the most holders;
+2. a peer with room adopts the experts with the fewest holders, of these the longest untrained first;
+3. if one expert has two holders more than another (and a quarter more, if there are many), one of them moves: this
+   covers orphans when no peer has room, resolves duplicates after a partition, and evens out replicas when peers join;
+4. if the swarm lacks room for all experts, every few rounds those that have waited longest replace others, so that no
+   expert waits for more than a full turn.
 
-The limit on one member never costs an expert its last holder: a member keeps or adopts what nobody else has room for,
-and whoever comes with room later takes it over.
+The limit on one member never costs an expert its last holder: a member keeps or adopts experts that no other peer has
+room for, until a peer with room takes them over.
 
-Experts of absent peers stay reserved until their leases expire. Where a user has named experts (`Holding.fixed`), the
-member adopts no others, and gives up only what is beyond the limit. Such a claim costs nothing and may be a lie, so it
-counts where others choose what to adopt, but no holder gives up an expert or moves because of it.
+Experts of absent peers stay reserved until their leases expire. If a user has named experts (`Holding.fixed`), the
+member adopts no others and gives up only those beyond the limit. Such a claim costs nothing and may be a lie, so it
+counts when others choose what to adopt, but no holder gives up an expert or moves because of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LeaseTable = Mapping[str, Collection[int]]
 
 
 def priority(peer_id: str, expert: int) -> bytes:
-    """Rendezvous hash of a peer and an expert; of several peers the smallest has the best claim."""
+    """Rendezvous hash of a peer and an expert; the peer with the smallest has the best claim."""
     return blake3(f"{peer_id}|{expert}".encode()).digest()
 
 
@@ -50,10 +50,10 @@ def coverage(leases: LeaseTable, num_experts: int) -> list[int]:
 def choose_experts(
     leases: LeaseTable, me: str, num_experts: int, want: int, rules: Rules | None = None
 ) -> tuple[int, ...]:
-    """The `want` experts that the others hold least; ties go by rendezvous hash.
+    """Chooses the `want` experts with the fewest other holders; ties are broken by rendezvous hash.
 
-    With a replication target only those are taken that have fewer holders, but at least one. Beyond the limit on one
-    member only those are taken that nobody else holds.
+    With a replication target only experts with fewer holders are chosen, but at least one. Beyond the limit on one
+    member only experts that no other peer holds are chosen.
     """
     rules = rules or Rules()
     others = coverage({peer: experts for peer, experts in leases.items() if peer != me}, num_experts)
@@ -70,7 +70,7 @@ def choose_experts(
 def reserving(leases: LeaseTable, num_experts: int, rules: Rules) -> set[int]:
     """Experts that these leases keep for their holders while they are absent.
 
-    A lease is a claim like any other: it reserves no more than one member may hold, those with the best claim.
+    A lease is a claim like any other: it reserves no more than one member may hold, the experts with the smallest hash.
     """
     limit = rules.limit(num_experts)
     reserved: set[int] = set()
@@ -86,7 +86,7 @@ def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
     """What `me` should hold after several peers chose at the same time.
 
     An expert that others hold too is given up for one without a holder, unless this peer has the best claim to it.
-    Repeated by all peers until nothing changes, it covers every expert that there is room for.
+    Repeated by all peers until nothing changes, this covers every expert that there is room for.
     """
     mine = sorted(leases[me])
     counts = coverage(leases, num_experts)
@@ -103,7 +103,7 @@ def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One peer's line in the table."""
+    """One peer's row in the table."""
 
     experts: tuple[int, ...]
     room: int  # the most experts that it can hold
@@ -112,11 +112,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a run's configuration says about ownership."""
+    """The ownership settings of a run."""
 
-    replicas: int | None = None  # holders per expert that are enough; None: peers hold as many as they have room for
-    rotate_every_rounds: int = 10  # how long an expert is trained when others wait for the place
-    most_each: int | None = None  # experts that one member holds while others can hold the rest; None: no limit
+    replicas: int | None = None  # target number of holders per expert; None: peers hold all they have room for
+    rotate_every_rounds: int = 10  # how long an expert is trained while others wait for its place
+    most_each: int | None = None  # the most that one member holds while others can hold the rest; None: no limit
 
     def limit(self, num_experts: int) -> int:
         """The most experts of `num_experts` that one member holds while others can hold the rest."""
@@ -124,11 +124,11 @@ class Rules:
 
 
 def reserved_experts(held: Iterable[int], views: Collection[Collection[int]]) -> set[int]:
-    """Experts that nobody in the group holds, but on which at least half of its members see an unexpired lease.
+    """Experts that no member of the group holds, but on which at least half of the members see an unexpired lease.
 
     Args:
-        held: what the members hold, those that are leaving included: their leases end with this round.
-        views: for each member the experts on which it sees others' leases.
+        held: experts of the members, including those that are leaving: their leases end with this round.
+        views: for each member, the experts on which it sees others' leases.
     """
     seen = Counter(expert for view in views for expert in view)
     return {expert for expert, count in seen.items() if 2 * count >= len(views)} - set(held)
@@ -143,21 +143,21 @@ def reassign(
     reserved: Collection[int] = (),
     rules: Rules | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """What every peer of the table holds from now on; see the head of this file.
+    """What each peer of the table holds from now on; see the top of this file.
 
-    Between rotations a second call with the outcome of the first one changes nothing.
+    Between rotations, a second call with the outcome of the first changes nothing.
 
     Args:
         table: the members of the group that has just committed, without those that are leaving.
         num_experts: E; experts are 0 to E - 1.
         round_number: the round that was committed.
         trained_in: for each expert, the round in which it was last trained.
-        reserved: experts that nobody in the table holds, but an absent peer has an unexpired lease on.
+        reserved: experts that no peer in the table holds, but on which an absent peer has an unexpired lease.
         rules: of the run; None: the defaults.
     """
     moves = _Moves(table, num_experts, round_number, trained_in, reserved, rules or Rules())
     moves.shed_room()
-    # With a replication target, one rule may make another one apply. This terminates: the number of replicas up to the
+    # With a replication target, one rule may trigger another. This terminates: the number of replicas up to the
     # target only grows, and the number beyond it only shrinks or spreads.
     rules_in_order = (moves.shed_replicas, moves.fill, moves.make_way, moves.even_out, moves.occupy_idle)
     while True:
@@ -166,7 +166,7 @@ def reassign(
         while any(rule() for rule in rules_in_order):
             pass
         moves.give_back(shed)
-        # An expert that was adopted may free its old holder to give up others. This terminates: the number of experts
+        # An adoption may allow the old holder to give up other experts. This terminates: the number of experts
         # beyond the limit never grows, and while it stays the same, more experts are held after each pass.
         if moves.beyond_limit >= beyond and moves.holdings <= holdings:
             break
@@ -176,7 +176,7 @@ def reassign(
 
 
 class _Moves:
-    """The table while `reassign` works on it; experts that are reserved do not take part."""
+    """The working table of `reassign`; reserved experts are left out."""
 
     def __init__(
         self,
@@ -192,13 +192,13 @@ class _Moves:
         self._rules = rules
         self.held = {peer: set(holding.experts) for peer, holding in table.items()}
         self._limit = rules.limit(num_experts)
-        # Of those whose experts no user has named; what they have room for beyond the limit is a last resort.
+        # Only of peers whose experts no user has named. Their room beyond the limit is a last resort.
         self._whole_room = {
             peer: min(holding.room, num_experts) for peer, holding in table.items() if not holding.fixed
         }
         self._room = {peer: min(room, self._limit) for peer, room in self._whole_room.items()}
-        self._count = [0] * num_experts  # holders of each expert, for those who choose what to adopt
-        # Of those, the ones whose experts no user has named: they alone are a reason to give an expert up.
+        self._count = [0] * num_experts  # holders of each expert, used to choose what to adopt
+        # Of those, the peers whose experts no user has named: only they are a reason to give up an expert.
         self._movable: list[set[str]] = [set() for _ in range(num_experts)]
         for peer, experts in self.held.items():
             for expert in experts:
@@ -211,16 +211,16 @@ class _Moves:
 
     @cached_property
     def _turn(self) -> dict[str, int]:
-        """Whose turn it is when several peers could do something: another order in each round, so it is fair."""
+        """The place of each peer in the order that breaks ties; it differs in each round, for fairness."""
         order = sorted(self.held, key=lambda peer: blake3(f"{self._round}|{peer}".encode()).digest())
         return {peer: place for place, peer in enumerate(order)}
 
     def _need(self, expert: int) -> tuple[int, int, int]:
-        """Order in which experts are served: fewest holders, then longest untrained."""
+        """Sort key of the experts to adopt: fewest holders, then longest untrained."""
         return self._count[expert], self._trained_in[expert], expert
 
     def _spare(self, expert: int) -> tuple[int, int, int, int]:
-        """Order in which a member keeps experts: the last one is given up first."""
+        """Sort key of the experts to keep: the last one is given up first."""
         return len(self._movable[expert]), *self._need(expert)
 
     def _free(self, peer: str) -> int:
@@ -239,7 +239,7 @@ class _Moves:
         self._count[expert] -= 1
 
     def shed_room(self) -> None:
-        """Who holds more than it has room for gives up what is held most."""
+        """A peer that holds more than it has room for gives up the experts with the most holders."""
         for peer in sorted(peer for peer, room in self._whole_room.items() if len(self.held[peer]) > room):
             while len(self.held[peer]) > self._whole_room[peer]:
                 self._drop(peer, max(self.held[peer], key=self._spare))
@@ -248,18 +248,18 @@ class _Moves:
 
     @property
     def beyond_limit(self) -> int:
-        """Experts that members hold beyond the limit, all together."""
+        """Number of experts held beyond the limit, over all members."""
         return sum(max(0, len(experts) - self._limit) for experts in self.held.values())
 
     @property
     def holdings(self) -> int:
-        """Experts that members hold, all together."""
+        """Number of experts held, over all members."""
         return sum(map(len, self.held.values()))
 
     def shed_beyond_limit(self) -> dict[int, list[str]]:
-        """Who holds more than the limit offers what is held most to the others; returns which experts, and by whom.
+        """Members beyond the limit offer their experts with the most holders; returns expert -> offering peers.
 
-        Those whose users have named their experts begin, so that the others keep what both hold.
+        Members whose users have named experts go first, so that the others keep those that both hold.
         """
         shed: dict[int, list[str]] = {}
         for peer in sorted(self.held, key=lambda peer: (peer in self._room, self._turn[peer])):
@@ -270,10 +270,10 @@ class _Moves:
         return shed
 
     def give_back(self, shed: Mapping[int, list[str]]) -> None:
-        """What nobody took returns to who held it, to one member if several did."""
+        """Returns each expert that no peer took to a member that offered it."""
         for expert, peers in sorted(shed.items()):
             movable = [peer for peer in peers if peer in self._room]
-            # A claim of named experts does not relieve anybody else of an expert.
+            # A claim of named experts does not relieve another holder of an expert.
             if self._movable[expert] or not (movable or not self._count[expert]):
                 continue
             peer = min(movable or peers, key=lambda peer: (len(self.held[peer]), self._turn[peer]))
@@ -281,17 +281,17 @@ class _Moves:
             self._gained.discard((peer, expert))
 
     def adopt_beyond_limit(self) -> None:
-        """An expert that the limit would leave without a holder goes to the member with the most room beyond it."""
+        """An expert that the limit would leave without a holder goes to the member with the most room."""
         for *_, expert in sorted(self._need(expert) for expert in self._experts if not self._count[expert]):
             free = [peer for peer, room in self._whole_room.items() if len(self.held[peer]) < room]
             if not free:
                 return
             self._take(min(free, key=lambda p: (len(self.held[p]) - self._whole_room[p], self._turn[p])), expert)
 
-    # These rules return whether they have changed anything.
+    # These rules return True if they have changed anything.
 
     def shed_replicas(self) -> bool:
-        """Who holds something beyond the target, and something else, gives it up."""
+        """Surplus holders of an expert beyond the target give it up, if they hold another one."""
         enough = self._rules.replicas
         if enough is None:
             return False
@@ -299,7 +299,7 @@ class _Moves:
         for expert in self._experts:
             surplus = len(self._movable[expert]) - enough
             if surplus > 0:
-                # Those with the most to do go first; nobody is left without an expert to train.
+                # The holders with the most experts go first; no peer is left without one.
                 able = sorted(
                     (peer for peer in self._movable[expert] if len(self.held[peer]) > 1),
                     key=lambda peer: (-len(self.held[peer]), self._turn[peer]),
@@ -310,7 +310,7 @@ class _Moves:
         return changed
 
     def fill(self) -> bool:
-        """Who has room adopts what is held least, the peer with the most room first."""
+        """Peers with room adopt the experts with the fewest holders; the peer with the most room goes first."""
         free = [(-self._free(peer), self._turn[peer], peer) for peer in self._room if self._free(peer) > 0]
         if not free:
             return False
@@ -321,7 +321,7 @@ class _Moves:
         while free and queue:
             *_, expert = heapq.heappop(queue)
             if self._rules.replicas is not None and self._count[expert] >= self._rules.replicas:
-                break  # and so have all that follow
+                break  # all that follow have enough holders, too
             passed = []
             while free and expert in self.held[free[0][-1]]:
                 passed.append(heapq.heappop(free))
@@ -337,9 +337,9 @@ class _Moves:
         return changed
 
     def make_way(self) -> bool:
-        """Where only holders of an expert that has too few have room left, others adopt it and leave theirs to them.
+        """If only the holders of an expert that has too few have room left, others adopt it and pass theirs on to them.
 
-        Only a replication target leaves room unused. A search for augmenting paths, as in bipartite matching.
+        Only a replication target leaves room unused. This searches for augmenting paths, as in bipartite matching.
         """
         enough = self._rules.replicas
         if enough is None or not any(self._free(peer) > 0 for peer in self._room):
@@ -357,8 +357,8 @@ class _Moves:
         return changed
 
     def _way_for(self, expert: int, hopeless: set[int]) -> list[tuple[str, int | None, int]]:
-        """Moves (peer, what it gives up, what it takes) that give an expert one more holder; adds to `hopeless`."""
-        came_by: dict[int, tuple[str, int]] = {}  # an expert -> the peer that would give it up, and what for
+        """Moves (peer, expert given up, expert taken) that give `expert` one more holder; or adds to `hopeless`."""
+        came_by: dict[int, tuple[str, int]] = {}  # expert -> the peer that would give it up, and for which one
         waiting = sorted(self._room, key=self._turn.__getitem__)
         queue = deque([expert])
         seen = {expert}
@@ -383,15 +383,16 @@ class _Moves:
     def _too_many(self, expert: int) -> int:
         """How many holders another expert must have for one of them to move to this one.
 
-        One of twelve more or less is not worth a peer's fresh start: without the quarter, a swarm of 256 peers with a
-        dozen replicas made 2.5 moves a round (scripts/simulate.py), with it hardly any.
+        With many replicas, one holder more or less is not worth a peer starting over on another expert: without the
+        quarter, a swarm of 256 peers with a dozen replicas made 2.5 moves per round (scripts/simulate.py), with it
+        hardly any.
         """
         count, target = self._count[expert], self._rules.replicas
         tolerated = 0 if target is not None and count < target else count // 4
         return count + 2 + tolerated
 
     def even_out(self) -> bool:
-        """Where an expert has too many holders compared with another one, one of them moves, until it has not."""
+        """Moves holders from one expert to another until none has too many compared with another."""
         changed = False
         again = True
         while again:
@@ -407,9 +408,9 @@ class _Moves:
         return changed
 
     def _move_to(self, expert: int, most: list[int]) -> None:
-        """Moves a holder of the first of `most`, which stays sorted by the number of holders.
+        """Moves a holder of the first of `most` to `expert`; `most` stays sorted by the number of holders.
 
-        That one has more holders than `expert`, so at least one of them does not hold `expert`.
+        The first has more holders than `expert`, so at least one of them does not hold `expert`.
         """
         held_most = most[0]
         count = len(self._movable[held_most])
@@ -417,14 +418,14 @@ class _Moves:
         peer = min(able, key=self._turn.__getitem__)
         self._drop(peer, held_most)
         self._take(peer, expert)
-        # Its place is now after the last one that has as many as it had.
+        # It now belongs after the last one with as many holders as it had.
         last = 0
         while last + 1 < len(most) and len(self._movable[most[last + 1]]) == count:
             last += 1
         most[0], most[last] = most[last], most[0]
 
     def occupy_idle(self) -> bool:
-        """Who has room and nothing to do trains what is held least, even beyond the target."""
+        """Peers with room but no expert adopt the one with the fewest holders, even beyond the target."""
         idle = sorted((p for p in self._room if self._free(p) > 0 and not self.held[p]), key=self._turn.__getitem__)
         if not self._experts:
             return False
@@ -433,9 +434,9 @@ class _Moves:
         return bool(idle)
 
     def rotate(self) -> None:
-        """What has no holder takes the places of others, what has waited for longest first.
+        """Experts without a holder replace others, those that have waited longest first.
 
-        A rotation moves somebody anyway; experts that are also held by name do not miss the member that leaves.
+        A rotation moves a member in any case, so it prefers experts that have other holders, even if only by name.
         """
         if self._round % self._rules.rotate_every_rounds:
             return

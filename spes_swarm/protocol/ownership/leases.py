@@ -1,4 +1,4 @@
-"""This peer's experts, and what it knows of the others': the lease table between DHT, rounds and trainer."""
+"""This peer's experts and the others' leases: the lease table between DHT, rounds and trainer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Reassignment:
     """What the commit of a round changes for this peer."""
 
     held: tuple[int, ...]
-    gained: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with those that give the expert up, if any
-    lost: dict[int, tuple[str, ...]] = field(default_factory=dict)  # with those that take the expert over, if any
+    gained: dict[int, tuple[str, ...]] = field(default_factory=dict)  # expert -> peers that give it up, if any
+    lost: dict[int, tuple[str, ...]] = field(default_factory=dict)  # expert -> peers that take it over, if any
 
 
 class Leases:
     """The experts of one peer.
 
     Attributes:
-        held: what this peer trains now.
+        held: the experts that this peer trains now.
     """
 
     def __init__(self, me: str, num_experts: int, rules: Rules, lease_s: float = math.inf) -> None:
@@ -37,15 +37,15 @@ class Leases:
         self._num_experts = num_experts
         self._rules = rules
         self._others: dict[str, list[int]] = {}
-        self._seen: dict[str, tuple[float, float]] = {}  # of each lease: its expiration, and when it was first seen
+        self._seen: dict[str, tuple[float, float]] = {}  # peer -> its lease's expiration, and when first seen
         self.held: tuple[int, ...] = ()
         self.room = 0
         self.fixed = False
 
     def update(self, records: Mapping[str, Lease]) -> None:
-        """Takes in freshly read leases, as far as they count.
+        """Takes in freshly read leases, except stale ones.
 
-        One that has not been renewed within its lifetime has ended, however late it claims to expire.
+        A lease that has not been renewed within its lifetime is stale, however late it claims to expire.
         """
         now = time.monotonic()
         self._seen = {
@@ -59,12 +59,12 @@ class Leases:
         }
 
     def choose(self, want: int) -> tuple[int, ...]:
-        """Takes as many experts as wanted, those that the others need most."""
+        """Takes up to `want` experts, those with the fewest other holders; returns them."""
         self.held = ownership.choose_experts(self._others, self._me, self._num_experts, want, self._rules)
         return self.held
 
     def settle(self) -> bool:
-        """Gives way where others chose the same at the same time. Returns True if unchanged."""
+        """Gives up experts that others with a better claim chose at the same time. Returns True if unchanged."""
         before, self.held = (
             self.held,
             ownership.settle({**self._others, self._me: self.held}, self._me, self._num_experts),
@@ -77,7 +77,7 @@ class Leases:
         return bitmap(ownership.reserving(self._others, self._num_experts, self._rules), self._num_experts)
 
     def after_commit(self, group: Group, plan: Plan) -> Reassignment:
-        """Applies ownership.reassign to the group that has committed, and takes this peer's line of the outcome."""
+        """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
         before = {member.peer_id: set(member.statement.held) for member in group.members}
         after = {peer: set(held) for peer, held in reassign_group(group, plan, self._num_experts, self._rules).items()}
         new = after.get(self._me, set())
@@ -91,13 +91,13 @@ class Leases:
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
     """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
     statements = {member.peer_id: member.statement for member in group.members}
-    # Most members see the same leases.
+    # Most members see the same leases: each distinct bitmap is unpacked once.
     views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
     reserved = ownership.reserved_experts(
         {expert for statement in statements.values() for expert in statement.held},
         [views[statement.leased] for statement in statements.values()],
     )
-    # A block without a plan has the same version everywhere; what one member claims otherwise does not count.
+    # A block without a plan has the same version everywhere: if a member states another one, the block has a plan.
     versions = list(group.members[0].statement.versions[1:])
     for index, block_plan in plan.blocks.items():
         if index > 0:

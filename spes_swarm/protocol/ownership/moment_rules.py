@@ -1,15 +1,15 @@
-"""Which AdamW moments a peer accepts from another one, and how they lie in shared memory.
+"""Which AdamW moments a peer accepts from another one, and their layout in shared memory.
 
-Moments are the one thing that a peer takes from a single other one, without a vote. What it takes must therefore be
-possible: with decays b1 and b2, b1^2 < b2, no sequence of gradients makes |m| larger than
+Moments are the only state that a peer takes from a single other peer, without a vote. They must therefore be possible:
+with decays b1 and b2, b1^2 < b2, no sequence of gradients makes |m| larger than
 (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)) * sqrt(v) (Cauchy-Schwarz on the two moving averages), so no forged pair can
-make AdamW take steps larger than it could have taken by itself.
+make AdamW take larger steps than genuine gradients could.
 
-Nor may v be so large that the adopter's expert stands still. Every gradient is clipped to a norm of max_grad_norm over
-all that a peer trains, so the squares of one expert's entries add up to at most max_grad_norm^2 in each step, and so do
-their moving averages v. An adopted v keeps within this bound, too, since both sides clip alike. Clipping cannot be
-switched off, but a run may set max_grad_norm so high that nothing is ever clipped; then only the first bound says
-anything.
+Nor may v be so large that the adopted expert stops moving. Every gradient is clipped to a norm of max_grad_norm over
+all parameters that a peer trains, so the squares of one expert's entries sum to at most max_grad_norm^2 in each step,
+and so do their moving averages v. An adopted v stays within this bound, too, since both sides clip alike. Clipping
+cannot be switched off, but a run may set max_grad_norm so high that nothing is ever clipped; then only the first bound
+has an effect.
 
 Shapes: N elements of one expert's block.
 """
@@ -29,38 +29,38 @@ from spes_swarm.protocol.consensus.layout import Layout
 
 _ROUNDING = 1.01  # moments are running sums in fp32
 _EPSILON = float(np.finfo(np.float32).eps)
-_TINY = 1e-12  # and squares of tiny gradients underflow
+_TINY = 1e-12  # squares of tiny gradients underflow
 
 
 def moments_digest(moments_2N: FloatArray) -> str:
-    """Names the moments of one expert in the metrics."""
+    """Hex BLAKE3 digest of one expert's moments, for the metrics."""
     return blake3(moments_2N.astype("<f4", copy=False).view(np.uint8).data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class MomentLimits:
-    """What gradients can bring about; see the head of this file."""
+    """Bounds on the moments that gradients can produce; see the top of this file."""
 
-    ratio: float  # largest |m| / sqrt(v); infinite where the decays do not bound it
-    second: float  # largest sum of one expert's v; infinite where gradients are as good as unclipped
+    ratio: float  # largest |m| / sqrt(v); infinite if the decays do not bound it
+    second: float  # largest sum of one expert's v; infinite if gradients are effectively unclipped
 
     @classmethod
     def of(cls, max_grad_norm: float, beta1: float, beta2: float) -> MomentLimits:
-        """The limits of AdamW with these decays, where gradients are clipped to that norm."""
+        """The limits for AdamW with these decays and gradients clipped to `max_grad_norm`."""
         return cls(largest_ratio(beta1, beta2), largest_second(max_grad_norm, beta2))
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
-    """The largest |m| / sqrt(v) that gradients can bring about."""
+    """The largest |m| / sqrt(v) that gradients can produce."""
     if beta1 * beta1 >= beta2:
         return math.inf
     return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 * beta1 / beta2))
 
 
 def largest_second(max_grad_norm: float, beta2: float) -> float:
-    """The largest sum of one expert's second moments that clipped gradients can bring about, rounding included.
+    """The largest sum of one expert's second moments that clipped gradients can produce, rounding included.
 
-    In each step a moving average in fp32 is rounded three times, and forgets 1 - beta2 of the error so far.
+    In each step a moving average in fp32 is rounded three times and forgets 1 - beta2 of the accumulated error.
     """
     return max_grad_norm * max_grad_norm * (_ROUNDING + 3 * _EPSILON / (1 - beta2))
 
@@ -69,11 +69,11 @@ def check_moments(moments_2N: FloatArray, limits: MomentLimits) -> None:
     """Checks first moments (the first half) and second moments that another peer sent.
 
     Raises:
-        ProtocolError: (`moments`) no training could have led to them.
+        ProtocolError: (`moments`) no training could have produced them.
     """
     first_N, second_N = np.split(moments_2N, 2)
     if not np.isfinite(moments_2N).all() or (second_N < 0).any():
-        raise ProtocolError("moments", "not finite, or a negative second moment")
+        raise ProtocolError("moments", "moments are not finite, or a second moment is negative")
     if float(second_N.sum(dtype=np.float64)) > limits.second:
         raise ProtocolError("moments", "second moments that are impossible with gradients clipped to max_grad_norm")
     ratio = limits.ratio
@@ -82,7 +82,7 @@ def check_moments(moments_2N: FloatArray, limits: MomentLimits) -> None:
 
 
 def slices(values: FloatArray, experts: Sequence[int], layout: Layout) -> dict[int, FloatArray]:
-    """Cuts shared memory into the moments (2N,) of each expert."""
+    """Slices shared memory into the moments (2N,) of each expert."""
     cut: dict[int, FloatArray] = {}
     start = 0
     for expert in experts:
@@ -93,5 +93,5 @@ def slices(values: FloatArray, experts: Sequence[int], layout: Layout) -> dict[i
 
 
 def num_moments(experts: Sequence[int], layout: Layout) -> int:
-    """Size of the memory that `slices` cuts."""
+    """Number of elements that `slices` needs for these experts."""
     return sum(2 * layout.expert_block(expert).size for expert in experts)

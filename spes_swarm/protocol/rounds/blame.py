@@ -1,6 +1,6 @@
-"""Who is named after a round, and for what: clipped contributions, and parts that nobody could get.
+"""The faults that are reported after a round: clipped contributions and missing parts.
 
-A fault is for people to read and for the monitor to count; nothing is decided by it.
+Faults are for people to read and for the monitor to count; no decision depends on them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from spes_swarm.base.wording import plural
 from spes_swarm.protocol.rounds.plan import Part, Plan
 
 # A difference more than this many times as long as its writer's tokens explain is reported. An honest member whose work
-# was left out of a round brings that of two to the next. One that has done more steps than others is scaled down, and
-# not accused.
+# was left out of a round brings the work of two to the next. One that has done more steps than others is scaled down,
+# but not reported.
 MATERIAL_EXCESS = 2.0
-# What clipping leaves of a deviation from the common direction: less than this is reported; honest members' factors are
-# 0.99 and more on average.
+# A member is reported if clipping leaves less than this share of its deviation from the common direction. Honest
+# members keep 0.99 or more on average.
 MATERIAL_DEVIATION = 0.75
-# Newcomers move too far until their optimisers have moments. Beyond this, even a newcomer is named.
+# Newcomers move too far until their optimisers have moments. Beyond this, even a newcomer is reported.
 GROSS_EXCESS = 4.0
 GROSS_DEVIATION = 0.25
 
@@ -29,9 +29,9 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
 
     Args:
         plan: of the round.
-        deviations_left: what was left of each member's deviations in the parts reduced here, on average over these, and
-            but for newcomers over this round and those before.
-        new: members that have not been part of many commits.
+        deviations_left: share of each member's deviation that clipping left, averaged over the parts reduced here and,
+            except for newcomers, over this round and earlier ones.
+        new: members that have taken part in few commits.
     """
     faults: list[tuple[int, ProtocolError]] = []
     for member, claim in enumerate(plan.claims):
@@ -46,7 +46,7 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
                 f"{stated.limit_rms:.3g}: scaled by {scale:.2g}"
             )
         if claim.absurd:
-            reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median's tokens")
+            reasons.append(f"it claims {claim.tokens_ratio:.3g} times the median number of tokens")
         if left < (GROSS_DEVIATION if is_new else MATERIAL_DEVIATION):
             reasons.append(f"{1 - left:.0%} of its deviation from the common direction was clipped")
         if reasons:
@@ -55,15 +55,15 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
 
 
 def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> list[tuple[int, ProtocolError]]:
-    """One fault (`missing`) for each member whose parts did not come.
+    """One fault (`missing`) for each member that is responsible for missing parts.
 
-    That is their reducer. One that has said that it is through can only have had nothing to average: then, if there is
-    a single contributor, it is the contributor.
+    This is the reducer of a part. But a reducer that has ended its stream in order had nothing to average: then it is
+    the contributor, if there is only one.
 
     Args:
         plan: of the round.
-        me: who misses them.
-        parts: that did not come.
+        me: the member that lacks the parts.
+        parts: the missing parts.
         finished: reducers that have ended their streams in order.
     """
     counts: Counter[tuple[int, bool]] = Counter()
@@ -75,7 +75,7 @@ def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[i
             counts[part.reducer, False] += 1
     does = {True: "trains", False: "reduces"}
     return [
-        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not come"))
+        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not arrive"))
         for (member, trains), count in sorted(counts.items())
         if member != me
     ]

@@ -2,20 +2,20 @@
 
 Honest members that train the same model at the same rate move it about equally far: with AdamW the root mean squares
 (RMS) of their differences lie within a few per cent of each other for the shared layers, within 20 % for experts. So a
-statement carries the RMS of its writer's differences, and the plan derives from all of them a limit for each.
-Whoever exceeds it is scaled down to it.
+statement carries the RMS of its writer's differences, and the plan derives from all of them a limit for each. A
+difference beyond its limit is scaled down to it.
 
-More tokens make a longer difference. Within a round the length grows at most in proportion to the steps, so another
-member's RMS, times the ratio of tokens where that is above `clip`, predicts how far a member may have got. Tokens are a
-claim, too: they are believed up to twice the group's lower median, or up to what most of the other members vouch for
-because earlier commits have borne it out (see track_record.py). A round that is called early finds most members after
-a step or two, and would cut short whoever has done more; so what the rounds before have usually come to is
-never too long.
+More tokens make a longer difference. Within a round its length grows at most in proportion to the steps, so another
+member's RMS, times the ratio of tokens or `clip`, whichever is larger, predicts how far a member may have moved. Token
+counts are claims, too: they are believed up to twice the group's lower median, or up to what most of the other members
+vouch for because earlier commits have borne it out (see track_record.py). A round that is called early finds most
+members after a step or two, and would clip members that have done more. So a difference of the length that is usual in
+earlier rounds is never too long.
 
-Lower medians throughout: with two members the larger claim is not its own measure.
+Lower medians are used throughout: with two members, the larger claim is not its own measure.
 
-What arrives is held to what was stated. `Agreement` bounds what no length shows: a contribution that points
-elsewhere than the others'.
+Contributions must match what was stated. `Agreement` bounds what no length shows: a contribution that points in another
+direction than the others'.
 
 Shapes: M members that contribute to a part, N elements of it.
 """
@@ -34,42 +34,42 @@ from spes_swarm.base.arrays import FloatArray
 
 # No member weighs more than this many times the median, unless earlier commits bear it out.
 MAX_WEIGHT_RATIO = 2.0
-# RMS of one part over that of its block: 2.1 at most was measured in parts of 1,100 values. Rows of a large embedding
-# that no token has touched make it larger for all other parts.
+# Bound on the RMS of one part over that of its block. At most 2.1 was measured, in parts of 1,100 values. Rows of a
+# large embedding that no token has touched make it larger for all other parts.
 MAX_PART_RATIO = 8.0
-# Energy for each value of the parts that one reducer sees, over that of the block.
+# Bound on the energy per value in the parts that one reducer sees, over that in the block.
 MAX_SHARE_RATIO = 4.0
-# For what codecs round.
+# Allows for the rounding of codecs.
 TOLERANCE = 1.02
-# A member of the other side of a split may be this many rounds away from the swarm's base.
+# A member from the other side of a partition may be this many rounds away from the swarm's base.
 MAX_ROUNDS_APART = 8
-# A contribution may lie this many times as far from the direction of all as the median one does.
+# A contribution may deviate this many times as far from the common direction as the median one.
 MAX_DEVIATION = 1.5
-# Deviations below this share of the block's median RMS are never shortened, however well the others agree: rows of an
-# embedding that only one member's tokens have touched are not agreed on by anybody.
+# Deviations below this share of the block's median RMS are never shortened, however well the others agree: on embedding
+# rows that only one member's tokens have touched, no other member agrees with it.
 FREE_DEVIATION = 0.5
-# A round whose contributions have this share of the usual length is a usual one: what is missing is chance.
+# Contributions with at least this share of the usual length count as usual: the shortfall is chance.
 USUAL_SHARE = 0.8
-# Fewer contributions have no majority.
+# Fewer contributions than this have no majority.
 MIN_TO_AGREE = 3
 _WEISZFELD_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What the bounds need to know of one member."""
+    """The inputs to the bounds from one member."""
 
     tokens: float
-    shared_rms: float  # of its difference of the shared block
-    expert_rms: Mapping[int, float]  # and of each held expert
-    usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert: what rounds have come to that it was part of
+    shared_rms: float  # of its difference for the shared block
+    expert_rms: Mapping[int, float]  # and for each held expert
+    usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert: in the rounds that it took part in
 
 
 def believed_tokens(claimed: Sequence[int], earned: Sequence[float]) -> list[float]:
-    """Tokens as they count for weights and limits, by member.
+    """The tokens that count for weights and limits, by member.
 
     Args:
-        claimed: what each member says that it has trained on.
+        claimed: the tokens that each member claims to have trained on.
         earned: the multiple of the median that each member is granted, at least MAX_WEIGHT_RATIO.
     """
     positive = [tokens for tokens in claimed if tokens > 0]
@@ -80,20 +80,20 @@ def believed_tokens(claimed: Sequence[int], earned: Sequence[float]) -> list[flo
 def limits(
     stated: Sequence[Stated], contributors: Collection[int], expert: int | None, clip: float
 ) -> dict[int, float]:
-    """The largest RMS of a block's difference that counts whole, by contributor.
+    """The largest RMS of a block's difference that counts in full, by contributor.
 
     Args:
         stated: of all members, with believed tokens.
-        contributors: those of the block.
-        expert: whose block it is, None for the shared one.
-        clip: how many times as long as the lower median a difference may be, for as many tokens; 0 for no limits.
+        contributors: of the block.
+        expert: of the block; None for the shared block.
+        clip: how many times as long as the lower median a difference may be, for equal tokens; 0 for no limits.
     """
     if clip == 0:
         return dict.fromkeys(contributors, math.inf)
     own = {i: _block_rms(stated[i], expert) for i in contributors}
     if expert is not None and len(contributors) < MIN_TO_AGREE:
         # One or two holders have no majority of their own: all members' experts are the measure.
-        # Of each the largest, because experts that no token was routed to hardly move.
+        # The largest RMS of each member counts, because experts that no token was routed to hardly move.
         measure = {i: max(s.expert_rms.values()) for i, s in enumerate(stated) if s.expert_rms}
     else:
         measure = own
@@ -108,15 +108,15 @@ def limits(
 
 
 def usual_rms(stated: Sequence[Stated], expert: int | None) -> float:
-    """How long differences of a block usually are, as most members remember them; 0 if nobody remembers any."""
+    """The usual RMS of a block's differences: lower median of what members remember; 0 if none remembers any."""
     remembered = [rms for s in stated if (rms := s.usual_rms[0 if expert is None else 1]) > 0]
     return median_low(remembered) if remembered else 0.0
 
 
 def median_rms(stated: Sequence[Stated]) -> tuple[float, float]:
-    """How long the members' differences are, of the shared block and of experts: lower medians, 0 where there are none.
+    """Lower medians of the members' RMS, for the shared block and for experts; 0 if there are none.
 
-    A member that alone holds most experts is still one voice.
+    Each member counts once, with the largest RMS of its experts, even if it alone holds most experts.
     """
     shared = [s.shared_rms for s in stated if s.tokens > 0 and s.shared_rms > 0]
     experts = [max(s.expert_rms.values()) for s in stated if s.tokens > 0 and any(s.expert_rms.values())]
@@ -128,18 +128,18 @@ def _block_rms(stated: Stated, expert: int | None) -> float:
 
 
 def scale(stated_rms: float, limit: float) -> float:
-    """What a contribution is multiplied by."""
+    """The factor that a contribution is multiplied by."""
     return min(1.0, limit / stated_rms) if stated_rms > 0 else 1.0
 
 
 @dataclass(slots=True)
 class EnergyBudget:
-    """Sum of squares that one member may use up in the parts of a block that pass through one pair of hands.
+    """The sum of squares that one member may use up in the parts of a block that one reducer handles.
 
     Args:
         rms: allowed for the block as a whole.
-        block_elements: of the block.
-        elements: of the parts in question.
+        block_elements: size of the block.
+        elements: total size of these parts.
     """
 
     rms: float
@@ -152,7 +152,7 @@ class EnergyBudget:
         return energy <= (TOLERANCE * self.rms) ** 2 * min(MAX_PART_RATIO**2 * elements, self.block_elements)
 
     def spend(self, energy: float) -> bool:
-        """Uses some up; returns False, and uses up nothing, if there is not enough."""
+        """Uses up `energy`; returns False, and uses up nothing, if not enough is left."""
         allowed = (TOLERANCE * self.rms) ** 2 * min(self.block_elements, MAX_SHARE_RATIO * self.elements)
         if not self.used + energy <= allowed:
             return False
@@ -162,16 +162,16 @@ class EnergyBudget:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The mean of several contributions, in which none pulls further aside than most do.
+    """The mean of several contributions, in which none deviates much further from the common direction than most.
 
     Centred clipping (Karimireddy, He and Jaggi 2021, "Learning from History for Byzantine Robust Optimization") around
-    the geometric median. What a contribution does along the median's direction is left as it is, so a fast member's
-    longer difference counts whole; what it does beside it is shortened to MAX_DEVIATION times the median deviation. A
-    contribution of pure noise then does no more harm than the noise that every honest one brings along.
+    the geometric median. The component along the median's direction is kept, so a fast member's longer difference
+    counts in full; the deviation from it is shortened to MAX_DEVIATION times the median deviation. A contribution of
+    pure noise then does no more harm than the noise in every honest one.
 
     Attributes:
-        coefficients_M: the result is this combination of the contributions.
-        factors_M: what is left of each member's deviation, 1 where nothing was shortened.
+        coefficients_M: the result is the linear combination of the contributions with these coefficients.
+        factors_M: the share of each member's deviation that is left; 1 if nothing was shortened.
     """
 
     coefficients_M: NDArray[np.float64]
@@ -183,14 +183,14 @@ class Agreement:
     ) -> Agreement:
         """Weighs the contributions of one part.
 
-        Only inner products are needed, so the cost is that of a small matrix product, whatever N is.
+        Only inner products of contributions are needed, so the cost is that of one M x N by N x M matrix product.
 
         Args:
             differences_MN: finite.
             weights_M: positive.
             free_rms: RMS of a deviation that is never shortened.
-            stretch: how many times as long as the median one contributions usually are, at least 1. Where most have
-                only begun when a round is called, whoever has not deviates from them by more than they do.
+            stretch: ratio of the usual length of contributions to that in this round, at least 1. If most members have
+                only begun when a round is called, one that is further along deviates from them by more than they do.
         """
         num_members, num_elements = differences_MN.shape
         weights = np.asarray(weights_M, dtype=np.float64)
@@ -210,9 +210,9 @@ class Agreement:
         length_M = np.maximum(1.0, along_M)
         allowed = MAX_DEVIATION * median_low((deviation_M / length_M).tolist())
         allowed = max(allowed, free_rms / peak * math.sqrt(num_elements))
-        # Who pulls aside has not done more of the same, whatever its length along the centre says: what exceeds
-        # `stretch` of it is shortened by the same factor f, and the deviation may be `allowed` for each unit of what is
-        # left: f * deviation = allowed * (stretch + (length - stretch) * f). Where it is within bounds, f is 1.
+        # A member that deviates has not done more of the same work, whatever its length along the centre: its length
+        # beyond `stretch` is shortened by the same factor f, and the deviation may be `allowed` per unit of the length
+        # that is left: f * deviation = allowed * (stretch + (length - stretch) * f). Within bounds, f is 1.
         length_M = np.maximum(stretch, along_M)
         beyond_M = deviation_M - allowed * (length_M - stretch)
         factors_M = ones_M.copy()
@@ -235,8 +235,8 @@ def _distances_squared(
 def _geometric_median(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:
     """The point with the least sum of distances, as a combination of the contributions (Weiszfeld's algorithm).
 
-    Every member has one voice whatever it weighs, and more than half of them decide where it lies. It begins at the
-    mean of the directions, so that a contribution of any length is soon far from it.
+    Every member has one vote whatever its weight, and more than half of them decide where the median lies. Iteration
+    begins at the mean of the directions, so that no contribution dominates by its length.
     """
     num_members = len(gram_MM)
     length_M = np.sqrt(np.diag(gram_MM))

@@ -1,4 +1,4 @@
-"""The messages of a round and of a transfer, as they travel on a stream; wire.py moves them."""
+"""The messages of a round and of a transfer, as sent on a stream; network/link/wire.py reads and writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FrameKind(IntEnum):
     HELLO = 0  # opens a stream; the payload is a msgpack map
     DATA = 1  # values of one part or chunk
     KEEPALIVE = 2  # "I am alive and waiting for others"
-    END = 3  # nothing more will come
+    END = 3  # nothing more follows
     ERROR = 4  # the payload says why the stream ends
 
 
@@ -30,5 +30,5 @@ class Frame:
     payload: bytes = b""
 
     def error_text(self) -> str:
-        """What an ERROR frame says, cut to a length that can be logged."""
+        """The text of an ERROR frame, truncated for the log."""
         return self.payload[:MAX_ERROR_BYTES].decode(errors="replace")

@@ -1,13 +1,13 @@
 """The plan of a round: who sends what to whom, as a pure function of the members' statements.
 
-Every member computes it on its own and gets the same plan, so nothing about it has to be agreed on. Blocks are cut into
-parts; each part has one reducer, which gathers the contributors' differences, averages them and hands out the result.
+Every member computes the same plan on its own, so nothing is negotiated. Blocks are cut into parts; each part has one
+reducer, which gathers the contributors' differences, averages them and sends out the result.
 
-Which base a block's differences refer to is decided by plurality: the (version, digest) that most members report. Who
-reports another one is sent full values. What it contributes depends on how it came to its base (see lineage.py). A
-member that is late has a base that the swarm has left behind: its difference to that old base is its work. A member
-from the other side of a partition has trained on with others: it contributes full values, so that what its side has
-done since the split counts with the weight of its tokens.
+The base that a block's differences refer to is decided by plurality: the (version, digest) that most members report. A
+member that reports another one is sent full values. What it contributes depends on its lineage (see lineage.py). A late
+member has a base that the swarm has moved on from: its difference to that old base is its work. A member from the other
+side of a partition has continued training with others: it contributes full values, so that the work of its side since
+the split counts with the weight of its tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from spes_swarm.protocol.rounds.clipping import (
 from spes_swarm.protocol.rounds.statement import Group, Member
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, granted_ratios
 
-# A part is never cut below this, or headers would outweigh the payload.
+# Blocks are not cut into smaller parts than this, or headers would outweigh the payload.
 MIN_PART_ELEMENTS = 1024
-# With fewer parts than this for each possible reducer of a block, shares of the reducing could not be even.
+# With fewer parts than this per possible reducer of a block, the shares of the reducing would be uneven.
 PARTS_PER_MEMBER = 16
-# Nor is its bandwidth believed beyond this many times the median: one claim must not attract all the reducing.
+# A member's bandwidth counts up to this many times the median: one claim must not attract all the reducing.
 MAX_BANDWIDTH_RATIO = 8.0
-# Times the median's tokens that nobody can have trained on: steps differ by as much in a round that is called early.
+# A claim above this many times the median tokens is absurd; honest ones reach it at most in a round called early.
 _ABSURD_RATIO = 1e4
 
 
@@ -52,50 +52,50 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's part in a block's average."""
+    """One member's contribution to a block's average."""
 
     member: int
     weight: float
     form: Form
-    # RMS of the difference over the whole block: as stated, and the largest that counts whole; see clipping.py. What is
-    # stated is the difference to the member's own base: it says nothing of full values.
+    # RMS of the difference over the whole block: as stated, and the largest that counts in full; see clipping.py. The
+    # stated RMS is that of the difference to the member's own base: it does not apply to full values.
     stated_rms: float = math.inf
     limit_rms: float = math.inf
 
     @property
     def scale(self) -> float:
-        """What the reducer multiplies a difference by."""
+        """The factor by which the reducer multiplies a difference."""
         return scale(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else 1.0
 
     @property
     def bound_rms(self) -> float:
-        """How long the difference is that goes into the average."""
+        """Upper bound on the RMS of the difference that goes into the average."""
         return min(self.stated_rms, self.limit_rms) if self.form is Form.DELTA else self.limit_rms
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """What happens to one block."""
+    """The plan for one block."""
 
     block: int
     base_version: int
     base_digest: bytes
     in_base: frozenset[int]  # members that hold the base
     contributions: tuple[Contribution, ...]
-    median_rms: float = 0.0  # the lower median of how long the contributions are
+    median_rms: float = 0.0  # lower median of the differences' bound_rms
     usual_rms: float = 0.0  # see clipping.usual_rms
 
     @property
     def stretch(self) -> float:
-        """How many times as long as here contributions usually are, at least 1; see clipping.USUAL_SHARE."""
+        """Ratio of the usual length of contributions to that in this round, at least 1; see clipping.USUAL_SHARE."""
         return max(1.0, USUAL_SHARE * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
 
     def receives(self, member: int) -> bool:
-        """Returns True if a member wants this block's results: when it changes, or when the member has another base."""
+        """Returns True if a member wants this block's results: the block changes, or the member has another base."""
         return bool(self.contributions) or member not in self.in_base
 
     def result_form(self, member: int) -> Form:
-        """How the result reaches a member."""
+        """The form in which a member gets the result."""
         return Form.DELTA if member in self.in_base else Form.FULL
 
     def new_version(self, round_number: int) -> int:
@@ -119,20 +119,20 @@ class Claim:
     """How a member's statement compares with the others'."""
 
     tokens_ratio: float  # claimed tokens over the lower median
-    absurd: bool  # more tokens than anybody could have earned to be believed
-    excess: float  # how far its longest difference exceeds its limit, if the tokens were true; at most 1: within bounds
-    clipped: tuple[int, float] | None  # the block where it is scaled down most, and by what; None where nowhere
+    absurd: bool  # more tokens than any member can have trained on
+    excess: float  # its longest difference over its limit, if the tokens were true; at most 1: within bounds
+    clipped: tuple[int, float] | None  # the block where it is scaled down most, and the factor; None if nowhere
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a round."""
+    """The plan for all blocks of a round."""
 
     round: int
     num_members: int
     blocks: dict[int, BlockPlan]  # only the blocks that have parts
     parts: tuple[Part, ...]
-    claims: tuple[Claim, ...] = ()  # of each member
+    claims: tuple[Claim, ...] = ()  # one per member
     median_rms: tuple[float, float] = (0.0, 0.0)  # see clipping.median_rms
 
     def block_of(self, part: Part) -> BlockPlan:
@@ -162,20 +162,20 @@ def make_plan(
     """Derives the plan from the members' statements.
 
     Args:
-        group: that holds the round.
+        group: the members of the round.
         layout: of the model.
         max_part_elements: of the run's configuration.
         clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
-        warmup_rounds: in which the learning rate rises, so that lengths grow with the square of the steps.
+        warmup_rounds: rounds in which the learning rate rises, so differences grow with the square of the steps.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
     bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
     block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
-    load = [0.0] * len(members)  # bytes that a member's reducing makes it send, over its bandwidth
+    load = [0.0] * len(members)  # elements that each member reduces, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
     bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
-    # Experts first: their reducers are given (their holders), the shared parts then level the loads.
+    # Experts first: their reducers are fixed (their holders); the shared parts then level the loads.
     pieces: dict[int, list[tuple[int, int, int]]] = {}
     for block_plan in sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK):
         block = layout.blocks[block_plan.block]
@@ -203,7 +203,7 @@ def make_plan(
 
 
 class _Bounds:
-    """What one member may weigh and move, from all members' statements."""
+    """How much one member may weigh and move, from all members' statements."""
 
     def __init__(self, members: Sequence[Member], clip: float, growth: int) -> None:
         statements = [member.statement for member in members]
@@ -211,7 +211,7 @@ class _Bounds:
         positive = [tokens for tokens in claimed if tokens > 0]
         self._median_tokens = median_low(positive) if positive else 1
         self._clip = clip
-        self._growth = growth  # power of the steps with which differences grow at most
+        self._growth = growth  # differences grow at most with this power of the steps
         self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
         self.tokens = believed_tokens(claimed, self.ratios)
         self._claimed = claimed
@@ -222,7 +222,7 @@ class _Bounds:
         ]
 
     def stated_rms(self, member: int, block: int) -> float:
-        """What a member says of its difference."""
+        """The RMS that a member states of its difference."""
         shared, experts = self._rms[member]
         return shared if block == SHARED_BLOCK else experts[block - 1]
 
@@ -235,7 +235,7 @@ class _Bounds:
         return usual_rms(self.stated, None if block == SHARED_BLOCK else block - 1)
 
     def claim(self, member: int, made: Sequence[tuple[int, Contribution]], shared: BlockPlan | None) -> Claim:
-        """A member's claims, measured against the others'."""
+        """A member's claims, compared with the others'."""
         ratio = self._claimed[member] / self._median_tokens
         believed = self.tokens[member] / self._median_tokens
         more = max(1.0, min(ratio, MAX_EARNED_RATIO) ** self._growth / max(believed, 1.0))
@@ -248,7 +248,7 @@ class _Bounds:
             if contribution.scale < (clipped[1] if clipped else 1.0):
                 clipped = block, contribution.scale
         absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
-        # A late member brings the work of several rounds: it is scaled down like everybody, but not named.
+        # A late member brings the work of several rounds: it is scaled down like any other, but not reported.
         late = shared is not None and member not in shared.in_base
         return Claim(ratio, absurd, excess, None if late else clipped)
 
@@ -259,13 +259,13 @@ def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:
 
 
 def common_lineage(members: Sequence[Member], among: Collection[int] | None = None) -> Lineage:
-    """The lineage that most members (or most of those at the indices `among`) have; of several the one further on."""
+    """The lineage of most members (or of most at the indices `among`); ties go to the one with the newest head."""
     by_head: defaultdict[tuple[int, bytes], list[Lineage]] = defaultdict(list)
     for i in sorted(among) if among is not None else range(len(members)):
         lineage = members[i].statement.lineage
         by_head[lineage.head].append(lineage)
     head = max(by_head, key=lambda head: (len(by_head[head]), head))
-    # What lies behind the same head is the same for all who are honest; of those who are not, most agree with nobody.
+    # Honest members with the same head have the same history; most of the dishonest ones agree with no other.
     behind = Counter(lineage.to_lists()[1] for lineage in by_head[head])
     most = max(behind, key=lambda marks: (behind[marks], marks))
     return next(lineage for lineage in by_head[head] if lineage.to_lists()[1] == most)
@@ -274,7 +274,7 @@ def common_lineage(members: Sequence[Member], among: Collection[int] | None = No
 def _plan_block(
     members: Sequence[Member], lineages: Sequence[Lineage], block: int, bounds: _Bounds
 ) -> BlockPlan | None:
-    """The plan of one block, None where there is nothing to do."""
+    """The plan of one block; None if there is nothing to do."""
     holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
     for i, member in enumerate(members):
         holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
@@ -286,7 +286,7 @@ def _plan_block(
     version, digest = max(holders_of_base, key=preference)
     in_base = frozenset(holders_of_base[version, digest])
     weights = _weights(members, block, bounds)
-    # Only members with another base make it necessary to look at lineages, and there are few of them.
+    # Lineages matter only for members with another base, and there are few of these.
     others = [i for i, _ in weights if i not in in_base]
     base_lineage = common_lineage(members, in_base) if others else None
 
@@ -313,7 +313,7 @@ def _plan_block(
 
 
 def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:
-    """Who contributes to a block, with what weight: tokens for shared, tokens routed to the expert for its holders."""
+    """Contributors to a block and their weights: all tokens for shared, tokens routed to the expert for its holders."""
     if block == SHARED_BLOCK:
         return [(i, tokens) for i, tokens in enumerate(bounds.tokens) if tokens > 0]
     expert = block - 1

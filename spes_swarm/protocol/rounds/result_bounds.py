@@ -1,9 +1,9 @@
-"""Results that cannot be the mean of what the plan says goes into them: a pure function of plan and results.
+"""Finds results that cannot be the mean of the planned contributions: a pure function of plan and results.
 
-A weighted mean is never longer than the weighted mean of the lengths that go into it (triangle inequality), and these
-stand in the plan. A reducer encodes a result once for all, and nobody may change it without falling out of step, so
-what is too long is dropped: its parts stay at the old reference. Every member that was sent the same results drops the
-same ones.
+The norm of a weighted mean is at most the weighted mean of the norms (triangle inequality), and these follow from the
+plan. A reducer encodes each result once for all members, and a member that scaled it would diverge from the others. So
+a result that is too long is dropped, and its part stays at the old reference. All members that received the same
+results drop the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spes_swarm.protocol.rounds.plan import BlockPlan, Form, Plan
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """Parts of one block with which a reducer has gone too far."""
+    """Parts of one block for which a reducer sent results that are too long."""
 
     reducer: int
     block: int
@@ -38,15 +38,15 @@ def mean_bound_rms(block_plan: BlockPlan, included: frozenset[int]) -> float:
 
 
 def excessive_results(plan: Plan, me: int, results: Mapping[int, tuple[frozenset[int], float]]) -> list[Excess]:
-    """The results to drop, of all other reducers.
+    """Finds the results of other reducers that must be dropped.
 
     Args:
         plan: of the round.
-        me: whose results these are.
-        results: of each part, who is included, and the sum of squares of its difference to the plan's base.
+        me: the member that received the results.
+        results: for each part, the included members, and the sum of squares of its difference to the plan's base.
 
     Returns:
-        Nothing of blocks of which this member does not hold the base: it cannot know how far away that is.
+        The parts to drop. Blocks whose base this member does not hold are skipped: it cannot compute the difference.
     """
     of_reducer: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for part in plan.parts:

@@ -31,25 +31,25 @@ from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What is accepted of other members."""
+    """Limits on what is accepted from other members."""
 
     max_update_rms: float  # largest root mean square of a part's difference
-    bounded: bool = True  # contributions and results are held to the plan's limits, too
+    bounded: bool = True  # contributions and results must meet the plan's limits, too
 
     @classmethod
     def of(cls, clip: float, max_update_rms: float) -> Bounds:
-        """Those of a run's settings `round.clip` and `round.max_update_rms`."""
+        """The bounds from a run's settings `round.clip` and `round.max_update_rms`."""
         return cls(max_update_rms, bounded=clip > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome of one part, as it travels."""
+    """The encoded result of one part."""
 
     form: Form
     data: bytes
     included: frozenset[int]  # members whose contribution is in it
-    energy: float = 0.0  # sum of squares of its difference to the base, where this peer holds that
+    energy: float = 0.0  # sum of squares of its difference to the base, if this peer holds the base
 
 
 @dataclass(slots=True)
@@ -88,9 +88,9 @@ class RoundState:
     """One round as one member sees it.
 
     Args:
-        contribution_N: this member's live weights (only shared and held blocks are read); at commit it becomes what
-            the live weights of those blocks have to be.
-        tracks: what this peer has seen of the others.
+        contribution_N: this member's live weights (only shared and held blocks are read); the commit sets
+            those blocks to the new live weights.
+        tracks: this peer's record of the others.
 
     Attributes:
         on_reduced: called when a part has been reduced here.
@@ -115,11 +115,11 @@ class RoundState:
         self.codec = codec
         self._bounds = bounds
         self.results: dict[int, Result] = {}
-        self.dropped: set[int] = set()  # parts whose results have come, and were refused
+        self.dropped: set[int] = set()  # parts whose results have arrived and were refused
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
         self.on_reduced: Callable[[], None] = lambda: None
-        self.ended: set[int] = set()  # reducers that have said that they are through
-        self.finished = False  # no more results will come from reducers
+        self.ended: set[int] = set()  # reducers that have ended their streams in order
+        self.finished = False  # no more results will arrive from reducers
         self.committed = False
         self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
         self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
@@ -127,20 +127,20 @@ class RoundState:
         self.payload_bytes_received = 0
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self._tracks = tracks or TrackRecords()
-        self._block_sizes: Counter[int] = Counter()  # elements of each block, and of those the ones reduced here
+        self._block_sizes: Counter[int] = Counter()  # elements of each block, and how many of them are reduced here
         self._reduced_sizes: Counter[int] = Counter()
         for part in plan.parts:
             self._block_sizes[part.block] += part.size
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
-        self._deviations: dict[int, list[float]] = {}  # what was left of each member's in the parts reduced here
+        self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
                 contributions = plan.block_of(part).contributions
                 self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
         self.num_to_reduce = len(self._accumulators)
-        self.refused: set[int] = set()  # members that have sent something unacceptable
+        self.refused: set[int] = set()  # members whose contributions were refused
         self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
         for index in list(self._accumulators):
             own = self._contribution(plan.parts[index], me)
@@ -149,7 +149,7 @@ class RoundState:
             self._complete_if_ready(index)
 
     def _add_own(self, part: Part, contribution: Contribution) -> None:
-        # Held to the same measure as everybody's: with a NaN of its own, a reducer would hand out unusable results.
+        # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
         difference_N = self.own_difference(part)
         try:
             self._check_norm(difference_N)
@@ -169,7 +169,7 @@ class RoundState:
         return any(part.reducer == self.me and self.plan.block_of(part).receives(member) for part in self.plan.parts)
 
     def served(self, member: int) -> None:
-        """Notes that a member has been sent all that it can get here, or is gone."""
+        """Notes that a member has been sent all results that it can get here, or is gone."""
         self.unserved.discard(member)
 
     # What this member sends.
@@ -196,24 +196,25 @@ class RoundState:
         """Takes in a contribution.
 
         Raises:
-            ProtocolError: it is not what the plan says, or its values are not acceptable; nothing has changed.
+            ProtocolError: it does not match the plan, or its values are not acceptable. Nothing has changed, except
+                that a wrong form, weight or value makes the part complete without this member.
         """
         accumulator = self._accumulators.get(frame.part)
         if accumulator is None:
             if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
-                return  # completed without this member: it came too late
+                return  # completed without this member: it arrived too late
             raise ProtocolError("part", f"part {frame.part} is not reduced here")
         part = self.plan.parts[frame.part]
         contribution = self._contribution(part, member)
         if contribution is None:
             raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
         if member not in accumulator.outstanding:
-            raise ProtocolError("duplicate", f"part {frame.part} came twice, or after it was given up")
+            raise ProtocolError("duplicate", f"part {frame.part} arrived twice, or after it was given up")
         try:
             if frame.form != contribution.form:
                 raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
             if frame.weight != contribution.weight:
-                raise ProtocolError("weight", f"weight {frame.weight}, stated {contribution.weight}")
+                raise ProtocolError("weight", f"weight {frame.weight}, expected {contribution.weight}")
             if contribution.form is Form.FULL:
                 difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
             else:
@@ -222,7 +223,7 @@ class RoundState:
             if contribution.form is Form.DELTA:
                 self._check_stated(part, contribution, difference_N)
         except ProtocolError:
-            # The member's word for this part is spent: the part completes without it.
+            # The member has no second attempt: the part completes without it.
             self.refused.add(member)
             accumulator.outstanding.discard(member)
             self._complete_if_ready(frame.part)
@@ -232,10 +233,10 @@ class RoundState:
         self._complete_if_ready(frame.part)
 
     def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
-        """Full values' difference to the base, at most as long as rounds apart from it explain.
+        """Scales down full values' difference to the base to the length that the number of rounds apart can explain.
 
-        Nothing was stated about it, so it is measured part by part. Who has committed with this peer since cannot be
-        further apart than that.
+        Its RMS was not stated, so it is measured part by part. A member cannot be further apart than the rounds since
+        its last commit with this peer.
         """
         if not self._bounds.bounded or not math.isfinite(contribution.limit_rms):
             return difference_N
@@ -248,7 +249,7 @@ class RoundState:
         return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
     def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
-        """What was stated decides how a member is scaled: more than that must not come."""
+        """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
         if not self._bounds.bounded:
             return
         key = contribution.member, part.block
@@ -258,25 +259,23 @@ class RoundState:
             self._budgets[key] = budget
         energy = _energy(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
-            raise ProtocolError(
-                "norm", f"part {part.index} is longer than the RMS {contribution.stated_rms:.3g} stated"
-            )
+            raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
     def _budget(self, block: int, rms: float) -> EnergyBudget:
         return EnergyBudget(rms, self._block_sizes[block], self._reduced_sizes[block])
 
     def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
         base_N = self.reference.values_N[part.start : part.start + part.size]
-        with np.errstate(over="ignore"):  # an infinite difference fails the check of its norm
+        with np.errstate(over="ignore"):  # an infinite difference fails _check_norm
             return EXACT.decode(payload, part.size) - base_N
 
     def _check_norm(self, difference_N: FloatArray) -> None:
         rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
         if not rms <= self._bounds.max_update_rms:
-            raise ProtocolError("norm", f"RMS {rms:.3g} of a difference exceeds {self._bounds.max_update_rms:.3g}")
+            raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self._bounds.max_update_rms:.3g}")
 
     def give_up(self, member: int) -> int:
-        """Stops waiting for a contributor; returns for how many parts it was still awaited."""
+        """Stops waiting for a contributor; returns the number of parts that it still owed."""
         awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
         for index in awaited:
             self._accumulators[index].outstanding.discard(member)
@@ -284,7 +283,7 @@ class RoundState:
         return len(awaited)
 
     def awaited_contributors(self) -> set[int]:
-        """Contributors that still owe something to this reducer."""
+        """Contributors that still owe parts to this reducer."""
         return set().union(*(a.outstanding for a in self._accumulators.values())) if self._accumulators else set()
 
     def _complete_if_ready(self, index: int) -> None:
@@ -298,14 +297,14 @@ class RoundState:
             energy = _energy(self.codec.decode(encoded, part.size))
             self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
         elif not self.plan.block_of(part).contributions:
-            # Nobody trained this block; members with another base still need its values.
+            # No member trained this block; those with another base still need its values.
             values_N = self.reference.values_N[part.start : part.start + part.size]
             self.results[index] = Result(Form.FULL, EXACT.encode(values_N), frozenset())
         self.reduced.append(index)
         self.on_reduced()
 
     def _mean(self, part: Part, accumulator: _Accumulator) -> FloatArray:
-        """The weighted mean, in which nobody pulls further aside than most do; see clipping.Agreement."""
+        """The weighted mean, with deviations from the common direction clipped; see clipping.Agreement."""
         members = list(accumulator.differences)
         weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
         coefficients = weights / weights.sum()
@@ -333,11 +332,11 @@ class RoundState:
         return blame.clipped(self.plan, left | known, new)
 
     def deviations_left(self) -> dict[int, float]:
-        """What was left of each member's deviations in the parts reduced here, on average."""
+        """The share of each member's deviation that clipping left, averaged over the parts reduced here."""
         return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
 
     def record_commit(self, tracks: TrackRecords) -> None:
-        """Adds this round's commit to what is known of its members."""
+        """Adds this round's commit to the track records of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
         aside = {member for member, left in self.deviations_left().items() if left < blame.MATERIAL_DEVIATION}
         honoured = {
@@ -354,7 +353,7 @@ class RoundState:
     # Results.
 
     def result_frame(self, index: int, member: int) -> Frame | None:
-        """The message that brings a result to a member, None if it is not held here in a form of use to it."""
+        """The message that carries a result to a member; None if it is not held here in a usable form."""
         result = self.results.get(index)
         if result is None:
             return None
@@ -378,7 +377,7 @@ class RoundState:
         """Takes in a result.
 
         Raises:
-            ProtocolError: it does not fit the plan or its values are not acceptable; nothing has changed.
+            ProtocolError: it does not match the plan, or its values are not acceptable; nothing has changed.
         """
         part = self.wanted.get(frame.part)
         if part is None:
@@ -404,13 +403,13 @@ class RoundState:
         self.payload_bytes_received += len(frame.payload)
 
     def missing(self) -> list[int]:
-        """Wanted parts whose results are not here."""
+        """Wanted parts whose results have not arrived."""
         return [index for index in self.wanted if index not in self.results]
 
     # Commit.
 
     def refuse_excessive(self) -> list[tuple[int, ProtocolError]]:
-        """Drops results that are longer than what goes into them, as if they had not come; says whose they were."""
+        """Drops results longer than their contributions can explain, as if missing; returns (reducer, fault) pairs."""
         if not self._bounds.bounded:
             return []
         known = {index: (result.included, result.energy) for index, result in self.results.items()}
@@ -425,7 +424,7 @@ class RoundState:
         return errors
 
     def commit(self) -> CommitReport:
-        """Moves the reference, and what the live weights have to be, to the outcome of the round."""
+        """Applies the outcome of the round to the reference, and to `contribution_N` as the new live weights."""
         held = self.group.members[self.me].statement.held
         trained = {block.index for block in self.reference.layout.trained_blocks(held)}
         incomplete: set[int] = set()
@@ -446,7 +445,7 @@ class RoundState:
         versions: list[tuple[int, int]] = []
         for index in sorted(changed):
             block_plan = self.plan.blocks[index]
-            # A block that could not be healed whole keeps its old version: it is behind, not a fork.
+            # A block that could not be healed in full keeps its old version: it is late, not a fork.
             healed = self.me in block_plan.in_base or index not in incomplete
             old_version = self.reference.versions[index]
             versions.append((index, block_plan.new_version(self.plan.round) if healed else old_version))
@@ -464,17 +463,17 @@ class RoundState:
     def _update_target(
         self, part: Part, contributions: tuple[Contribution, ...], result: Result, new_N: FloatArray
     ) -> None:
-        """Sets what the live weights of a trained part have to be after the commit."""
+        """Sets the live weights that a trained part must have after the commit."""
         where = slice(part.start, part.start + part.size)
         in_base = self.me in self.plan.block_of(part).in_base
         contributed = any(c.member == self.me for c in contributions)
         whole = len(contributions) == 1 and contributions[0].scale == 1 and self.me in result.included
         if part.block != 0 and in_base and contributed and whole:
-            # The only holder keeps its live weights: what the codec lost stays in its next difference. What was cut off
-            # must not come back in it, and make that one too long again.
+            # The only holder keeps its live weights: the codec's rounding error stays in its next difference. If its
+            # work was scaled down, they are replaced: the excess would make its next difference too long again.
             return
         if contributed and self.me not in result.included:
-            # The reducer went on without this member's work: carry it over to the new reference.
+            # The reducer left out this member's work: carry it over to the new reference.
             self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])
         else:
             self.contribution_N[where] = new_N

@@ -38,14 +38,14 @@ class Statement(SignedModel):
     held: list[Annotated[int, Field(ge=0)]]  # experts trained by this member, ascending
     tokens: _Count  # tokens trained on since the member's last commit
     routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
-    # Root mean square of its differences to its own reference: of the shared block, then of each held expert. Everybody
-    # derives from them how long a difference may be; see clipping.py.
+    # Root mean square of its differences to its own reference: of the shared block, then of each held expert. They
+    # determine how large a difference may be; see clipping.py.
     rms: list[_Length]
-    # How long differences of the shared block, and of experts, usually are in the rounds that it remembers; 0 if none.
+    # Usual RMS of differences in the rounds that it remembers, of the shared block and of experts; 0 if none.
     usual_rms: Annotated[list[_Length], Field(min_length=2, max_length=2)]
-    # Members whose tokens this one has seen borne out by earlier commits; see vouchers.py.
+    # Ratios of tokens that other members have earned in earlier commits; see vouchers.py.
     vouched: Annotated[bytes, Field(max_length=MAX_VOUCHED * VOUCHER_BYTES)]
-    # Upload speed; its share of the reducing follows it.
+    # Upload speed; determines its share of the reducing.
     bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
     versions: list[_Round]  # for each block, the round of its last change
@@ -53,9 +53,9 @@ class Statement(SignedModel):
     # Which commits led to this member's reference (see lineage.py): rounds, ascending, and a mark for each of them.
     commits: Annotated[list[_Round], Field(max_length=MAX_COMMITS)]
     marks: Annotated[bytes, Field(max_length=MAX_COMMITS * MARK_BYTES)]
-    # For ownership.py, which decides with the group's statements what everybody holds after the commit.
+    # For ownership/assignment.py, which derives from the group's statements what each member holds after the commit.
     room: Annotated[int, Field(ge=0, le=_MAX_EXPERTS)]  # the most experts that this member can hold
-    fixed: bool  # its user has named its experts: they are not to be changed
+    fixed: bool  # its user has named its experts: it adopts no others
     leaving: bool  # this is its last round
     leased: bytes  # bitmap of the experts on which it sees others' unexpired leases
 
@@ -108,7 +108,7 @@ class Group:
 
     @property
     def id(self) -> bytes:
-        """Digest of the signed statements: names the group in every message of its exchange."""
+        """Digest of the signed statements: identifies the group in every message of its exchange."""
         hasher = blake3(f"{self.run_id}|{self.round}".encode())
         for data in self.sealed:
             hasher.update(blake3(data).digest())
@@ -128,7 +128,7 @@ def open_statement(data: bytes, run_id: str, round_number: int, num_blocks: int)
     """Verifies a signed statement for a given round.
 
     Raises:
-        ProtocolError: bad signature or schema, (`round`) other round, (`shape`) other number of blocks.
+        ProtocolError: the signature or schema is invalid; (`round`) another round; (`shape`) another number of blocks.
     """
     peer_id, statement = unseal(data, KIND, run_id, Statement)
     if statement.round != round_number:

@@ -1,4 +1,4 @@
-"""This peer's statement for a round, from what it has done and what it knows of the others.
+"""Builds this peer's statement for a round from its work and its records of the others.
 
 Shape: N elements of the flat vector.
 """
@@ -43,7 +43,7 @@ def make_statement(
     bandwidth_mbps: float,
     reachable: bool,
 ) -> Statement:
-    """The statement, not yet signed."""
+    """Builds the statement, not yet signed."""
     commits, marks = lineage.to_lists()
     return Statement(
         round=work.round,
@@ -69,7 +69,7 @@ def make_statement(
 def difference_rms(reference: Reference, contribution_N: FloatArray, held: Sequence[int]) -> list[float]:
     """Root mean square of the differences of the shared block and of each held expert, in this order.
 
-    Values that are not finite give 0: what cannot be contributed has not moved.
+    A block with NaN or infinite values gives 0: it cannot be contributed, so it counts as unmoved.
     """
     base_N, blocks = reference.values_N, reference.layout.trained_blocks(held)
     return [_rms(contribution_N[block.start : block.stop], base_N[block.start : block.stop]) for block in blocks]

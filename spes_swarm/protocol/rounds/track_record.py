@@ -1,6 +1,6 @@
-"""What this peer has seen of the others in the commits that it shared with them.
+"""This peer's record of the others in the commits that it shared with them.
 
-The record is kept in memory only: a peer that restarts starts with an empty one.
+The record is kept in memory only: a peer that restarts begins with an empty one.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
 
-# Commits in which a larger ratio must have been claimed and borne out before it doubles.
+# Consecutive commits in which a larger ratio must have been claimed and borne out before the earned ratio doubles.
 SPAN = 16
 # A newcomer's optimiser has no moments: with AdamW its first round moved it 2.8 times as far as the others, its second
 # one 2.2 times.
 NUM_FIRST_COMMITS = 5
 _MAX_DOUBLINGS = 3  # to MAX_EARNED_RATIO
-_FORGET_ROUNDS = 256  # after which a peer that has been in none of them is as unknown as a new one
-# What a round comes to is remembered for some rounds, less each time: one that is called early says little.
+_FORGET_ROUNDS = 256  # a peer that took part in none of so many rounds is forgotten
+# The remembered RMS decays by at most this factor per round: a round that is called early says little about it.
 _FADING = 0.8
 
 
@@ -25,12 +25,12 @@ class TrackRecords:
     """Counts the others' commits and remembers what they claimed."""
 
     def __init__(self) -> None:
-        self.usual_rms = (0.0, 0.0)  # how long differences of the shared block and of experts have been
-        self._commits: dict[str, int] = {}  # that this peer has been part of together with each other one
+        self.usual_rms = (0.0, 0.0)  # usual RMS of differences of the shared block and of experts
+        self._commits: dict[str, int] = {}  # shared with each peer
         self._last_commit: dict[str, int] = {}
-        self._claimed: dict[str, list[float]] = {}  # ratios above the cap, of the last commits without a break
-        self._borne_out: dict[str, int] = {}  # of how many commits
-        self._agreement: dict[str, float] = {}  # what was left of its deviations, newer rounds counting more
+        self._claimed: dict[str, list[float]] = {}  # ratios above the cap, in consecutive commits
+        self._borne_out: dict[str, int] = {}  # number of these commits
+        self._agreement: dict[str, float] = {}  # share of its deviations left, newer rounds weighing more
 
     def committed(
         self,
@@ -39,13 +39,13 @@ class TrackRecords:
         in_order: Collection[str],
         median_rms: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """Takes a commit into account.
+        """Records a commit.
 
         Args:
             round_number: of the commit.
-            ratios: of each member, the tokens that it claims over the group's lower median.
-            in_order: the members whose contributions are in the results and bear their claims out.
-            median_rms: lower medians of the lengths that went into it: of the shared block, and of experts.
+            ratios: for each member, its claimed tokens over the group's lower median.
+            in_order: the members whose contributions are in the results and bear out their claims.
+            median_rms: lower medians of the stated RMS, of the shared block and of experts.
         """
         shared, expert = (max(_FADING * usual, now) for usual, now in zip(self.usual_rms, median_rms, strict=True))
         self.usual_rms = shared, expert
@@ -65,36 +65,36 @@ class TrackRecords:
             self._agreement.pop(peer_id, None)
 
     def agreement(self, peer_id: str, left: float) -> float:
-        """What is usually left of a peer's deviations: half of it this round's, the rest from rounds before.
+        """The usual share of a peer's deviations that clipping leaves: half this round's, half from earlier rounds.
 
-        One round with few parts says little: honest steps on little text deviate far now and then.
+        One round with few parts says little: honest steps on little text occasionally deviate far.
 
         Args:
             peer_id: the peer.
-            left: of this round; not remembered before `note_agreement`.
+            left: the share in this round; only `note_agreement` stores it.
         """
         return (self._agreement.get(peer_id, 1.0) + left) / 2
 
     def note_agreement(self, peer_id: str, left: float) -> None:
-        """Takes a commit's value into account."""
+        """Records the share of a commit."""
         self._agreement[peer_id] = self.agreement(peer_id, left)
 
     def is_new(self, peer_id: str) -> bool:
-        """Returns True if a peer may still be finding its pace."""
+        """Returns True if this peer has shared fewer than NUM_FIRST_COMMITS commits with a peer."""
         return self._commits.get(peer_id, 0) < NUM_FIRST_COMMITS
 
     def rounds_since(self, peer_id: str, round_number: int) -> int | None:
-        """How many rounds before this one the last commit with a peer was; None if there was none."""
+        """Number of rounds from the last commit with a peer to this round; None if there was none."""
         last = self._last_commit.get(peer_id)
         return round_number - last if last is not None else None
 
     def earned(self, peer_id: str) -> float:
-        """The ratio that a peer's commits have borne out: it doubles with every SPAN of them."""
+        """The ratio that a peer has earned: doubled for every SPAN commits, at most its smallest recent claim."""
         doublings = min(self._borne_out.get(peer_id, 0) // SPAN, _MAX_DOUBLINGS)
         if doublings == 0:
             return MAX_WEIGHT_RATIO
         return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *self._claimed[peer_id])
 
     def to_vouchers(self) -> bytes:
-        """For this peer's next statement."""
+        """The vouchers for this peer's next statement."""
         return vouchers({peer_id: self.earned(peer_id) for peer_id in self._borne_out})

@@ -1,9 +1,9 @@
-"""What members say for each other: that a peer really trains on more tokens than most.
+"""Vouchers: members confirm that a peer really trains on more tokens than most.
 
-One claim of absurd tokens must not decide an average, so nobody weighs more than twice the median at once. A peer that
-is faster earns a larger ratio by commits in which it has claimed it and its contributions were as they should be. Every
-member keeps count of this for itself (see track_record.py) and vouches for such peers in its statement; what more than
-half of the other members vouch for is granted.
+One absurd token count must not decide an average, so no member initially weighs more than twice the median. A faster
+peer earns a larger ratio by commits in which it claimed that ratio and its contributions were in order. Every member
+counts these commits for itself (see track_record.py) and vouches for such peers in its statement. A ratio is granted if
+more than half of the other members vouch for it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from blake3 import blake3
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 
 _MARK_BYTES = 8
-VOUCHER_BYTES = _MARK_BYTES + 1  # the beginning of a digest of the peer id, and the ratio
+VOUCHER_BYTES = _MARK_BYTES + 1  # the first bytes of a digest of the peer id, then the ratio
 MAX_VOUCHED = 32  # peers that one statement can vouch for: 288 bytes
 MAX_EARNED_RATIO = 16.0
 
 
 def vouchers(earned: Mapping[str, float]) -> bytes:
-    """What a statement says of the peers that have earned a ratio: of those with the largest, if there are many."""
+    """Encodes earned ratios for a statement; if there are too many, only the largest."""
     ratios = {peer_id: int(ratio) for peer_id, ratio in earned.items() if int(ratio) > MAX_WEIGHT_RATIO}
     chosen = sorted(ratios, key=lambda peer_id: (-ratios[peer_id], peer_id))[:MAX_VOUCHED]
     return b"".join(_mark(peer_id) + bytes([ratios[peer_id]]) for peer_id in chosen)
 
 
 def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float]:
-    """The multiple of the median that each member's tokens may come to.
+    """The multiple of the median up to which each member's tokens count.
 
     Args:
         peer_ids: of the members.
-        vouched: what each member's statement vouches for.
+        vouched: the `vouched` field of each member's statement.
     """
     index_of = {_mark(peer_id): i for i, peer_id in enumerate(peer_ids)}
     votes: list[list[float]] = [[] for _ in peer_ids]
@@ -41,7 +41,7 @@ def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[fl
         for start in range(0, len(data), VOUCHER_BYTES):
             named = index_of.get(data[start : start + _MARK_BYTES])
             if named is not None and named != voter:
-                ratios[named] = data[start + _MARK_BYTES]  # said twice, the last counts
+                ratios[named] = data[start + _MARK_BYTES]  # if a peer is named twice, the last entry counts
         for named, ratio in ratios.items():
             votes[named].append(float(ratio))
     needed = (len(peer_ids) - 1) // 2 + 1  # more than half of the other members
@@ -49,7 +49,7 @@ def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[fl
 
 
 def _granted(ratios: list[float], needed: int) -> float:
-    """What at least `needed` members vouch for, in descending ratios."""
+    """The largest ratio that at least `needed` members vouch for; `ratios` are in descending order."""
     if len(ratios) < needed:
         return MAX_WEIGHT_RATIO
     return min(max(ratios[needed - 1], MAX_WEIGHT_RATIO), MAX_EARNED_RATIO)

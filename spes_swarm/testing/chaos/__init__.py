@@ -1,4 +1,4 @@
 """Seeded faults on a swarm of real processes (`scripts/chaos.py`).
 
-Begin with `schedule` (what happens when), then `swarm` (what is done to whom, and what must hold).
+Start with `schedule` (which faults, and when), then `swarm` (how they are injected, and what must hold).
 """

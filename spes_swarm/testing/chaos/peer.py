@@ -1,4 +1,4 @@
-"""A started peer, followed for hours through its metrics."""
+"""A started peer, which can be followed for hours through its metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 from spes_swarm.testing.chaos.report import Attempt
 from spes_swarm.testing.local_peer import Event, LocalPeer
 
-# What only a member that lies can be named for; that a connection was lost may happen to anybody.
+# Only a lying member can be named for these; a lost connection can happen to any peer.
 _LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weight"})
 _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
@@ -21,17 +21,17 @@ def accuses(fault: Event) -> bool:
 
 
 class ChaosPeer:
-    """One start of a peer, and what it has told so far.
+    """One start of a peer, and what it has reported so far.
 
     Attributes:
         rounds: the `round` events by number.
-        commits: when it committed each of them (Unix time).
-        groups: when the newest group of a round formed.
-        accusations: faults since they were last looked at that name a liar or a laggard; all peers here are honest.
+        commits: Unix time of its commit of each of them.
+        groups: Unix time at which the newest group of each round formed.
+        accusations: faults since the last check that name a liar or a laggard; all peers here are honest.
         steps: local steps since its last commit.
-        told_to_end: nobody may be surprised when it ends.
-        over: it has ended, and all that it wrote was read.
-        side: which half of a cut it is in, "" for none.
+        told_to_end: its end is expected.
+        over: it has ended, and all of its metrics have been read.
+        side: its side during a cut; "" for none.
     """
 
     def __init__(self, name: str, process: LocalPeer, host: int | None) -> None:
@@ -55,17 +55,17 @@ class ChaosPeer:
 
     @property
     def directory(self) -> Path:
-        """Its output directory, which outlives it."""
+        """Its output directory, which outlives the process."""
         return self.process.output_dir
 
     @property
     def alive(self) -> bool:
-        """True if its main process is there."""
+        """True if its main process runs."""
         return self.process.process.poll() is None
 
     @property
     def exit_code(self) -> int | None:
-        """Of its main process; negative for a signal."""
+        """Exit code of its main process; negative for a signal."""
         return self.process.process.poll()
 
     @property
@@ -75,15 +75,15 @@ class ChaosPeer:
 
     @property
     def round(self) -> int:
-        """The round that it has committed, as its steps tell before the report does."""
+        """The newest round that it has committed; its steps show a commit before the round's event does."""
         return max(self.last_round, self._steps_of)
 
     def committed_before(self, at: float) -> int:
-        """The newest round that it had committed at a time, as far as it has reported."""
+        """The newest round that it had committed at a time, according to its reports so far."""
         return max((number for number, committed in self.commits.items() if committed <= at), default=0)
 
     def read(self) -> list[Event]:
-        """Takes in what it has written since the last call; returns the rounds among it."""
+        """Reads the events since the last call; returns the `round` events among them."""
         rounds = []
         for event in self.process.new_events():
             match event["event"]:
@@ -91,12 +91,12 @@ class ChaosPeer:
                     self.steps = self.steps + 1 if event["round"] == self._steps_of else 1
                     self._steps_of = event["round"]
                 case "group":
-                    self.groups.pop(event["round"], None)  # an earlier attempt; the newest comes last
+                    self.groups.pop(event["round"], None)  # an earlier attempt; the newest goes last
                     self.groups[event["round"]] = event["time"]
                 case "round":
                     number = event["round"]
                     self.rounds[number] = event
-                    # The event is written when the traffic is known, which may be seconds after the commit.
+                    # The event is written once the traffic is known, possibly seconds after the commit.
                     grouped = self.groups.get(number)
                     self.commits[number] = event["time"] if grouped is None else grouped + event["exchange_seconds"]
                     rounds.append(event)
@@ -109,7 +109,7 @@ class ChaosPeer:
         return rounds
 
     def attempts(self) -> list[Attempt]:
-        """Its attempts at rounds that came to a group, committed or not."""
+        """Its attempts at rounds that formed a group, committed or not."""
         attempts = []
         # An attempt without a commit ends where the next one begins.
         ends = [*list(self.groups.values())[1:], float("inf")]
@@ -123,10 +123,10 @@ class ChaosPeer:
         return attempts
 
     def processes(self) -> list[psutil.Process]:
-        """Main process, network process and p2pd, as far as they have been started: looking for them takes long."""
+        """Main process, network process and p2pd, as far as they have started; cached, as finding them is slow."""
         if len(self._processes) < _NUM_PROCESSES and self.alive:
             tree = self.process.tree()
-            # A child has its parent's name until it becomes p2pd.
+            # A child has its parent's name until it executes p2pd.
             if len(tree) == _NUM_PROCESSES and _name(tree[-1]) == "p2pd":
                 self._processes = tree
             return tree
@@ -138,7 +138,7 @@ class ChaosPeer:
         return len(self.processes()) >= _NUM_PROCESSES
 
     def signal(self, number: int) -> None:
-        """To all of its processes."""
+        """Sends a signal to all of its processes."""
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -148,7 +148,7 @@ class ChaosPeer:
         return (self.process.text().strip().splitlines() or [""])[-1]
 
     def state(self) -> str:
-        """What there is to know about it, for the record of a problem."""
+        """A description of its state, for the record of a problem."""
         lines = [
             f"{self.name}: round {self.last_round}, {self.steps} steps since; exit code {self.exit_code}",
             f"groups: {dict(list(self.groups.items())[-5:])}",

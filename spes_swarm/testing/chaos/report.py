@@ -1,6 +1,6 @@
-"""What chaos experiments cost: seconds lost per fault, digests compared, and the tables of it. Pure.
+"""Results of chaos experiments: seconds lost per fault, comparison of digests, and tables. Pure.
 
-The swarm's pace is measured in the same run: intervals between commits that no fault touched, by the number of peers,
+The swarm's pace is measured in the same run, from intervals between commits without a fault, by the number of peers,
 since these share the machine's cores.
 """
 
@@ -18,7 +18,7 @@ from spes_swarm.testing.chaos.schedule import Fault, Kind, Phase, Role
 
 
 class Commit(NamedTuple):
-    """A round, as the first of the survivors to commit it saw it."""
+    """A round, as seen by the first survivor that committed it."""
 
     round: int
     at: float  # Unix time
@@ -26,23 +26,23 @@ class Commit(NamedTuple):
 
 
 class Pace:
-    """How long an undisturbed round takes."""
+    """The duration of undisturbed rounds."""
 
     def __init__(self) -> None:
         self.samples: dict[int, list[float]] = defaultdict(list)  # peers in the group -> seconds
 
     def add(self, peers: int, seconds: float) -> None:
-        """Takes in an interval between two commits that no fault touched."""
+        """Adds an interval between two commits without a fault in between."""
         self.samples[peers].append(seconds)
 
     def interval(self, peers: int) -> float:
-        """Median seconds of a round of so many peers.
+        """Median seconds of a round with this many peers.
 
-        Of a number that was not measured, it is the least that can be concluded from the nearest one that was: peers
-        share the cores, so that fewer of them are quicker in proportion at best, and more of them are not quicker.
+        If that number was not measured, this is the lower bound that follows from the nearest one: peers share the
+        cores, so fewer peers are at best proportionally faster, and more peers are not faster.
 
         Raises:
-            ValueError: nothing was measured.
+            ValueError: no round was measured.
         """
         if not self.samples:
             raise ValueError("no undisturbed round was measured")
@@ -51,7 +51,7 @@ class Pace:
 
 
 def seconds_lost(commits: Sequence[Commit], pace: Pace) -> float:
-    """By how much longer than usual the rounds after the first of `commits` took together; never negative."""
+    """Excess duration over undisturbed rounds of all rounds after the first of `commits`; never negative."""
     if len(commits) < 2:
         return 0.0
     usual = sum(pace.interval(commit.peers) for commit in commits[1:])
@@ -61,13 +61,13 @@ def seconds_lost(commits: Sequence[Commit], pace: Pace) -> float:
 class Attempt(NamedTuple):
     """One peer's attempt at a round, in Unix times."""
 
-    started: float  # it went to the rendezvous
-    grouped: float  # the group formed, and the exchange began
+    started: float  # start of the rendezvous
+    grouped: float  # the group has formed, and the exchange begins
     ended: float  # commit
 
 
 def phase_at(at: float, attempts: Iterable[Attempt]) -> Phase:
-    """In which phase of a round the peers were at that moment: the furthest one, as they are not all in the same."""
+    """The phase of a round at a time; if the peers are in different phases, the latest one."""
     phases = {Phase.TRAINING}
     for attempt in attempts:
         if attempt.grouped <= at < attempt.ended:
@@ -78,27 +78,27 @@ def phase_at(at: float, attempts: Iterable[Attempt]) -> Phase:
 
 
 class Report(NamedTuple):
-    """What a peer says that it committed."""
+    """A commit as reported by a peer."""
 
-    peer: str  # with its number of starts: what came before a kill is somebody else's word
+    peer: str  # with its number of starts: reports before and after a kill count as two peers
     round: int
     digest: str
-    side: str  # during a cut, the half that it is in; "" otherwise
+    side: str  # its side during a cut; "" otherwise
 
 
 @dataclass(frozen=True)
 class DigestComparison:
-    """All digests of all rounds that two or more peers committed on the same side of a cut."""
+    """Comparison of the digests of all rounds that two or more peers committed on the same side of a cut."""
 
     rounds: int
     reports: int
-    differing: dict[int, dict[str, str]]  # rounds with more than one digest: what each peer said
-    unhealed: tuple[int, ...]  # of these: two peers differed again in the next round that both of them committed
-    open: tuple[int, ...]  # of these: two peers committed no further round together, as one of them ended
+    differing: dict[int, dict[str, str]]  # rounds with more than one digest: each peer's
+    unhealed: tuple[int, ...]  # of these: two peers still differed in the next round that both committed
+    open: tuple[int, ...]  # of these: two peers committed no later round together, as one of them ended
 
 
 def compare_digests(reports: Iterable[Report]) -> DigestComparison:
-    """Compares whatever can be compared."""
+    """Compares the digests of all rounds with at least two reports."""
     by_round: dict[tuple[int, str], dict[str, str]] = defaultdict(dict)
     by_peer: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
     for report in reports:
@@ -126,12 +126,12 @@ def compare_digests(reports: Iterable[Report]) -> DigestComparison:
     )
 
 
-# Kinds of problems, as they are listed in tables.
+# Kinds of problems with their names in tables.
 PROBLEMS = {
     "hang": "hangs",
-    "crash": "crashes of peers that nobody touched",
-    "end": "victims that did not end as they should",
-    "accusation": "honest peers named for a lie, or for being slow",
+    "crash": "crashes of undisturbed peers",
+    "end": "victims that did not end properly",
+    "accusation": "honest peers accused of lying or of being slow",
     "orphan": "orphan processes",
     "socket": "leftover socket directories",
 }
@@ -146,16 +146,16 @@ class Problem(NamedTuple):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of one fault."""
+    """The outcome of one fault."""
 
     fault: Fault
     victims: list[str]
     at: float = 0.0  # Unix time
-    round: int = 0  # the last one that a survivor had committed
-    struck_in: Phase = Phase.TRAINING  # in which phase the others really were
-    commits: list[Commit] = field(default_factory=list)  # from that round to the first with everybody in it
-    together_s: float | None = None  # until a round with everybody in it was committed; None: never
-    exit_code: int | None = None  # of a victim that was to end
+    round: int = 0  # the last one committed by a survivor before the fault
+    struck_in: Phase = Phase.TRAINING  # the actual phase of the other peers
+    commits: list[Commit] = field(default_factory=list)  # from that round to the first with all peers
+    together_s: float | None = None  # until a round with all peers was committed; None: never
+    exit_code: int | None = None  # of a victim that was meant to end
     last_words: str = ""
     problems: list[Problem] = field(default_factory=list)
 
@@ -171,7 +171,7 @@ class Totals:
     median_rounds_lost: float
 
     def failures(self) -> list[str]:
-        """The acceptance criteria that are not met."""
+        """The acceptance criteria that the experiment fails."""
         failures = [f"{count} {PROBLEMS[kind]}" for kind, count in self.problems.items() if count]
         if self.digests.unhealed:
             failures.append(f"digests of rounds {self.digests.unhealed} still differed at the next commit")
@@ -183,12 +183,12 @@ class Totals:
 
 
 def rounds_lost(outcome: Outcome, pace: Pace) -> float:
-    """Seconds lost as a multiple of an undisturbed round of the peers that were there."""
+    """Seconds lost as a multiple of an undisturbed round of the peers that ran."""
     return seconds_lost(outcome.commits, pace) / pace.interval(outcome.fault.running)
 
 
 def totals(outcomes: Sequence[Outcome], reports: Sequence[Report], pace: Pace) -> Totals:
-    """Adds up an experiment."""
+    """Computes the figures of a whole experiment."""
     problems = [problem.kind for outcome in outcomes for problem in outcome.problems]
     lost = [rounds_lost(outcome, pace) for outcome in outcomes if outcome.commits]
     return Totals(
@@ -203,8 +203,8 @@ def totals(outcomes: Sequence[Outcome], reports: Sequence[Report], pace: Pace) -
 def fault_table(outcomes: Sequence[Outcome], pace: Pace) -> str:
     """One line for each kind of fault, in Markdown.
 
-    What is late is the first commit after the fault; what is lost is the excess of all rounds until one with everybody
-    in it, which includes what the victim's return costs.
+    "late" is the delay of the first commit after the fault. "lost" is the excess duration of all rounds up to the first
+    with all peers, which includes the cost of the victim's return.
     """
     header = ["fault", "count", "next commit late, s", "lost, s", "lost, rounds", "whole again after, s"]
     rows = []
@@ -253,7 +253,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def describe(outcome: Outcome, pace: Pace) -> str:
-    """A line about a fault, and one for each problem."""
+    """One line about a fault, and one for each of its problems."""
     fault = outcome.fault
     line = f"{fault.number:3}. round {outcome.round}, {plural(fault.running, 'peer')}: {fault.kind}"
     line += f" {fault.seconds:.1f} s" if fault.seconds else ""
@@ -273,7 +273,7 @@ def describe(outcome: Outcome, pace: Pace) -> str:
 
 
 def to_json(outcome: Outcome, pace: Pace) -> dict[str, Any]:
-    """An outcome with what is derived from it."""
+    """An outcome with its derived figures, as JSON values."""
     fault = outcome.fault
     return {
         "number": fault.number,

@@ -1,7 +1,7 @@
-"""A seeded schedule of faults for a swarm. Pure; swarm.py does them to real processes.
+"""A seeded schedule of faults for a swarm. Pure; swarm.py injects them into real processes.
 
-A fault says what happens (`Kind`), in which phase of a round (`Phase`) and to whom (`Role`). Whoever has that role at
-that moment is the victim, so the schedule knows how many peers run at any time, but not which.
+A fault has a kind (`Kind`), a phase of a round (`Phase`) and the role of its victim (`Role`). The victim is the peer
+that has that role at that time, so the schedule determines how many peers run at any time, but not which.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-MIN_PEERS = 2  # so many are left running, whatever happens to the others
-STOP_S = (1.0, 15.0)  # shorter than a call's timeout, up to longer than a progress record lives
+MIN_PEERS = 2  # always left running undisturbed
+STOP_S = (1.0, 15.0)  # from less than a call's timeout to more than the lifetime of a progress record
 CUT_S = (3.0, 20.0)
 
 
 class Kind(StrEnum):
-    """What happens."""
+    """The kind of a fault."""
 
     KILL = "kill"  # SIGKILL of the main process, as the kernel's OOM killer does
     KILL_NETWORK = "kill-network"  # SIGKILL of its network process
     KILL_DAEMON = "kill-daemon"  # SIGKILL of its p2pd
     STOP = "stop"  # SIGSTOP of the whole tree, and SIGCONT after a while
     LEAVE = "leave"  # SIGTERM
-    JOIN = "join"  # a peer that was never there
-    RETURN = "return"  # a peer that was killed or has left starts again from its output directory
+    JOIN = "join"  # a new peer starts
+    RETURN = "return"  # a peer that was killed or has left restarts from its output directory
     CUT = "cut"  # the network between two halves of the swarm fails for a while
 
 
 class Phase(StrEnum):
-    """When it happens."""
+    """The phase in which a fault happens."""
 
     TRAINING = "training"
     RENDEZVOUS = "rendezvous"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """To whom it happens."""
+    """The role of the victim."""
 
     ANY = "any"
     LEADER = "leader"  # of the next rendezvous
@@ -49,7 +49,7 @@ class Role(StrEnum):
 STARTING = frozenset({Kind.JOIN, Kind.RETURN})
 ENDING = frozenset({Kind.KILL, Kind.KILL_NETWORK, Kind.KILL_DAEMON, Kind.LEAVE})
 
-# Returns are as likely as ends together, so that the number of peers wanders between its limits.
+# Returns are about as likely as all ends together, so that the number of peers varies between its limits.
 _WEIGHTS = {
     Kind.KILL: 4,
     Kind.KILL_NETWORK: 2,
@@ -70,19 +70,19 @@ class Fault:
     kind: Kind
     phase: Phase
     role: Role
-    newcomer: Kind | None  # for Phase.TRANSFER: how the newcomer comes
-    running: int  # peers that run before it (before the newcomer comes)
+    newcomer: Kind | None  # for Phase.TRANSFER: how the newcomer starts
+    running: int  # peers that run before it (and before the newcomer starts)
     moment: float  # for Phase.TRAINING: when, as a fraction of an undisturbed round
-    seconds: float  # how long a stop or a cut lasts; 0 for the others
-    seed: int  # for the choices that depend on who is there
+    seconds: float  # how long a stop or a cut lasts; 0 for other kinds
+    seed: int  # for the choices that depend on which peers run
 
 
 def draw_schedule(
     seed: int, num_faults: int, num_peers: int, max_peers: int, kinds: Collection[Kind] = tuple(Kind)
 ) -> list[Fault]:
-    """Draws the faults that happen to a swarm of at first `num_peers`; equal arguments give equal schedules.
+    """Draws the faults for a swarm that starts with `num_peers` peers; equal arguments give equal schedules.
 
-    After each fault at least `MIN_PEERS` peers run undisturbed, and never more than `max_peers` are there.
+    After each fault at least `MIN_PEERS` peers run undisturbed, and at most `max_peers` run.
 
     Raises:
         ValueError: the limits contradict each other, or none of `kinds` is possible at some point.
@@ -130,11 +130,11 @@ def _is_possible(kind: Kind, running: int, gone: int, max_peers: int) -> bool:
         return running < max_peers
     if kind is Kind.RETURN:
         return running < max_peers and gone > 0
-    return running > MIN_PEERS  # also for a stop: until it is over, the others are alone
+    return running > MIN_PEERS  # also for a stop, during which the others are on their own
 
 
 def split_in_two(names: Sequence[str], seed: int) -> tuple[list[str], list[str]]:
-    """The two sides of a cut; the first is never the smaller one."""
+    """Splits peers into the two sides of a cut; the first is never the smaller one."""
     rng = random.Random(seed)
     shuffled = rng.sample(sorted(names), len(names))
     smaller = rng.randint(1, len(shuffled) // 2)

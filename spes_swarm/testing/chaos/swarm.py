@@ -1,7 +1,7 @@
-"""A swarm of local peers to which faults happen.
+"""A swarm of local peers into which faults are injected.
 
 Before a fault all peers have committed a round together, and an undisturbed one after it, which gives the pace. After
-it, all that still run must commit a further round, and then one with everybody in it.
+the fault, all peers that still run must commit another round, and then one in a group of all peers.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from spes_swarm.testing.local_network import LocalNetwork
 from spes_swarm.testing.local_peer import LocalPeer, LocalPeerError
 
 _POLL_S = 0.05
-_AIM_S = 0.005  # while a moment is waited for
-_START_S = 120.0  # for the first peers to begin
-_END_S = 30.0  # for a peer that lost a process, or was told to leave, to end
+_AIM_S = 0.005  # while waiting for the time of a fault
+_START_S = 120.0  # for the first peers to start training
+_END_S = 30.0  # for a peer that lost a process or got SIGTERM to end
 _CALM_ROUNDS = 3  # before the first fault
 _SYNCING = "fetching the swarm's reference"
 
 
 class HangError(SwarmError):
-    """What was waited for did not happen in time."""
+    """An expected event did not happen in time."""
 
 
 class ChaosSwarm:
-    """Starts peers, strikes them and watches the others; a context manager that ends all of them.
+    """Starts peers, injects faults and watches the other peers; a context manager that ends all of them.
 
     Args:
-        directory: of the peers' output directories.
+        directory: parent of the peers' output directories.
         run: the `run` section of the configuration.
-        hang_s: what takes longer than this is a hang.
-        network: where the peers live, None for 127.0.0.1. Needed for cuts.
+        hang_s: a wait longer than this is a hang.
+        network: of the peers; None for 127.0.0.1. Needed for cuts.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class ChaosSwarm:
         self._network = network
         self._config = directory / "run.yaml"
         self._config.write_text(yaml.safe_dump({"run": dict(run)}), encoding="utf-8")
-        self._peers: list[ChaosPeer] = []  # all that were ever started
+        self._peers: list[ChaosPeer] = []  # all started so far
         self._gone: list[Path] = []  # output directories of peers that have ended
-        self._processes: set[psutil.Process] = set()  # all that were ever seen
-        self._killed: set[int] = set()  # network processes since the last start, which left their sockets behind
-        self._resume: list[tuple[float, ChaosPeer]] = []  # when stopped peers go on
+        self._processes: set[psutil.Process] = set()  # all seen so far
+        self._killed: set[int] = set()  # network processes killed since the last start, which left their sockets behind
+        self._resume: list[tuple[float, ChaosPeer]] = []  # when stopped peers are continued
         self._is_cut = False
         self._healed_at = 0.0
         self._problems: list[Problem] = []
-        # Sockets lie in the temporary directory. One of our own shows what is left over; their paths must be short.
+        # Sockets are in the temporary directory. A private one, with a short path, shows which are left over.
         self._temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         self._own_temporary = os.environ.get("TMPDIR")
 
@@ -86,7 +86,7 @@ class ChaosSwarm:
         return self
 
     def __exit__(self, *details: object) -> None:
-        """Ends all that was started, at once."""
+        """Kills all peers."""
         for peer in self._peers:
             if peer.alive:
                 peer.process.__exit__()
@@ -96,18 +96,18 @@ class ChaosSwarm:
         else:
             os.environ["TMPDIR"] = self._own_temporary
 
-    # Who is there.
+    # Starting peers.
 
     def running(self) -> list[ChaosPeer]:
-        """Peers that take part, or will in a moment."""
+        """Peers that take part, or are about to."""
         return [peer for peer in self._peers if peer.alive and not peer.told_to_end and not peer.stopped]
 
     def found(self, num_peers: int) -> None:
         """Starts the first peers and measures their pace.
 
         Raises:
-            HangError: they did not begin; start.txt in the directory has more.
-            LocalPeerError: the first one did not even tell its address.
+            HangError: they did not begin to train; start.txt in the directory has details.
+            LocalPeerError: the first one did not announce its address.
         """
         together = ["--wait-for-peers", str(num_peers)]
         first = self._start(self._directory / "peer0", "--config", str(self._config), *together)
@@ -128,7 +128,7 @@ class ChaosSwarm:
             used = {peer.host for peer in self._peers if peer.alive}
             host = next(number for number in range(self._network.num_hosts) if number not in used)
             address, launch = self._network.address(host), ForkServer(self._network.namespace(host))
-        self._killed.clear()  # the newcomer removes what they left behind
+        self._killed.clear()  # the newcomer removes their sockets
         starts = sum(peer.directory == directory for peer in self._peers)
         name = f"{directory.name}#{starts + 1}" if starts else directory.name
         common = ["--host-maddrs", f"/ip4/{address}/tcp/0", "--num-threads", "1"]
@@ -141,9 +141,9 @@ class ChaosSwarm:
         return peer.process.address(host=host)
 
     def _newcomer(self, kind: Kind, rng: random.Random) -> ChaosPeer:
-        """Starts a peer that was there before, or a new one, through one of those that run.
+        """Starts a new peer, or restarts one that has ended, through one that runs.
 
-        Half of those that come back are not told any address, if one that they knew when they ended is still good.
+        Half of the restarted peers get no address, provided that one which they knew before is still valid.
         """
         through = self._address_of(rng.choice(self.running()))
         if kind is Kind.RETURN and self._gone:
@@ -155,7 +155,7 @@ class ChaosSwarm:
             directory = self._directory / f"peer{len({peer.directory for peer in self._peers})}"
         return self._start(directory, "--initial-peers", through)
 
-    # Following them.
+    # Following peers.
 
     def _poll(self) -> None:
         for due, peer in list(self._resume):
@@ -168,11 +168,11 @@ class ChaosSwarm:
                 self._follow(peer)
 
     def _follow(self, peer: ChaosPeer) -> None:
-        peer.over = not peer.alive  # looked at before its last lines are read
+        peer.over = not peer.alive  # checked before reading, so that its last lines are not missed
         for event in peer.read():
             side = peer.side
             if side and event["peers"] > sum(other.side == side for other in self._peers):
-                side = ""  # a group across the cut: from just before it, or from after it
+                side = ""  # a group across the cut: formed just before it, or after it
                 if not self._is_cut and peer.commits[event["round"]] > self._healed_at:
                     peer.side = ""
             self.reports.append(Report(peer.name, event["round"], event["digest"], side))
@@ -194,7 +194,7 @@ class ChaosSwarm:
         """Follows all peers until a condition holds.
 
         Raises:
-            HangError: it does not hold in time.
+            HangError: the condition does not hold in time.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -219,7 +219,7 @@ class ChaosSwarm:
         return number
 
     def _calm_round(self, number: int) -> int:
-        """Waits for a round of all peers after `number`, and measures it if it is the very next one; returns it."""
+        """Waits for a round of all peers after `number`, measures it if it is the next one, and returns it."""
         following = self._await_together(number, self._hang_s)
         commits = _timeline(self.running(), number, following)
         if len(commits) == 2 and commits[0].peers == commits[1].peers:
@@ -229,7 +229,7 @@ class ChaosSwarm:
     # Faults.
 
     def strike(self, fault: Fault) -> Outcome:
-        """Does one fault and waits until the swarm is whole again; what goes wrong is in the outcome."""
+        """Injects one fault and waits until the swarm is whole again; problems are in the outcome."""
         outcome = Outcome(fault=fault, victims=[])
         self.outcomes.append(outcome)
         try:
@@ -256,13 +256,13 @@ class ChaosSwarm:
         survivors = [peer for peer in old if peer not in victims]
 
         def last_before() -> int:
-            # Asked again and again, as a commit is reported seconds later.
+            # Re-evaluated on each poll, as a commit may be reported seconds later.
             return max(peer.committed_before(outcome.at) for peer in survivors)
 
         self._wait(
             lambda: all(peer.over or peer.last_round > last_before() for peer in survivors),
             self._hang_s,
-            "not all survivors committed a further round",
+            "not all survivors committed another round",
         )
         self._await_fate(fault, outcome, victims)
         number = self._await_together(last_before(), self._hang_s)
@@ -276,7 +276,7 @@ class ChaosSwarm:
             outcome.struck_in = Phase.TRANSFER
 
     def _await_phase(self, fault: Fault, peers: list[ChaosPeer], newcomer: ChaosPeer | None) -> None:
-        """Waits for the moment to strike."""
+        """Waits for the time of a fault."""
         if fault.phase is Phase.TRANSFER:
             assert newcomer is not None
             self._wait(
@@ -288,7 +288,7 @@ class ChaosSwarm:
         elif fault.phase is Phase.EXCHANGE:
             self._wait(self._next_group(peers), self._hang_s, "no group", _AIM_S)
         elif fault.phase is Phase.RENDEZVOUS:
-            # It lasts a tenth of a second, and begins about when all together have done their steps.
+            # It lasts a tenth of a second, and begins about when all peers together have done their steps.
             due = len(peers) * self._inner_steps - 1
             self._wait(lambda: sum(peer.steps for peer in peers) < due / 2, self._hang_s, "no steps", _AIM_S)
             grouped = self._next_group(peers)
@@ -298,20 +298,20 @@ class ChaosSwarm:
         else:
             interval_s = self.pace.interval(len(peers))
             at = max(max(peer.commits.values(), default=0.0) for peer in peers) + fault.moment * interval_s
-            while at < time.time():  # that moment of this round is over: in the next
+            while at < time.time():  # too late for this round: in the next one
                 at += interval_s
-            self._wait(lambda: time.time() >= at, self._hang_s, "no moment to strike", _AIM_S)
+            self._wait(lambda: time.time() >= at, self._hang_s, "no time for the fault", _AIM_S)
 
     @staticmethod
     def _next_group(peers: list[ChaosPeer]) -> Callable[[], bool]:
-        """Returns True if a group has formed for a round for which there was none when this was called."""
+        """Returns a condition: a group has formed for a round that had none at the time of this call."""
         known = max((number for peer in peers for number in peer.groups), default=0)
         return lambda: any(max(peer.groups, default=0) > known for peer in peers)
 
     def _do(
         self, fault: Fault, outcome: Outcome, peers: list[ChaosPeer], newcomer: ChaosPeer | None, rng: random.Random
     ) -> list[ChaosPeer]:
-        """Does it, and notes when; returns to whom. In a cut these are the peers of the smaller side."""
+        """Injects a fault and records when; returns the victims. For a cut these are the peers of the smaller side."""
         if fault.kind in STARTING:
             started = self._newcomer(fault.kind, rng)
             outcome.at = time.time()
@@ -328,7 +328,7 @@ class ChaosSwarm:
             case _:
                 victim = rng.choice(peers)
         if not victim.is_complete:
-            raise HangError(f"{victim.name} has lost a process before")
+            raise HangError(f"{victim.name} has lost a process already")
         main, network, daemon = victim.processes()
         victim.told_to_end = fault.kind in ENDING
         victim.stopped = fault.kind is Kind.STOP
@@ -351,12 +351,12 @@ class ChaosSwarm:
 
     @staticmethod
     def _leader(peers: list[ChaosPeer]) -> ChaosPeer:
-        """Who leads the next rendezvous, if all of them come."""
+        """The leader of the next rendezvous, if all peers come."""
         number = 1 + max(peer.round for peer in peers)
         return min(peers, key=lambda peer: rank(peer.run_id, number, peer.peer_id))
 
     def _await_fate(self, fault: Fault, outcome: Outcome, victims: list[ChaosPeer]) -> None:
-        """Waits until what a fault does to its victim is over."""
+        """Waits until the effect of a fault on its victims is over."""
         if fault.kind is Kind.STOP:
             self._wait(lambda: not self._resume, fault.seconds + 1.0, "no SIGCONT")
         elif fault.kind is Kind.CUT:
@@ -371,7 +371,7 @@ class ChaosSwarm:
             self._check_end(fault.kind, victim)
 
     def _check_end(self, kind: Kind, victim: ChaosPeer) -> None:
-        """Notes what is wrong with the end of a victim, and ends it if it has not ended."""
+        """Records a problem with the end of a victim; kills it if it still runs."""
         code, words = victim.exit_code, victim.last_words()
         if code is None:
             self._problems.append(Problem("end", f"{victim.name} did not end within {_END_S:.0f} s of {kind}"))
@@ -408,16 +408,16 @@ class ChaosSwarm:
             self._network.heal()
             self._is_cut, self._healed_at = False, time.time()
 
-    # When something went wrong.
+    # Problems.
 
     def _restore(self, num_peers: int) -> None:
-        """Brings the swarm back to the number that the schedule counts with, after a crash or a hang."""
+        """Brings the swarm back to the number of peers in the schedule, after a crash or a hang."""
         for _ in range(num_peers - len(self.running())):
             self._newcomer(Kind.RETURN, random.Random(0))
             self._await_together(max(peer.last_round for peer in self.running()), self._hang_s)
 
     def _end_stuck(self) -> None:
-        """Ends the peers that are not in step with most, so that the experiment can go on without them."""
+        """Kills the peers that are not in step with most others, so that the experiment can continue."""
         for _, peer in self._resume:
             peer.signal(signal.SIGCONT)
             peer.stopped = False
@@ -429,14 +429,14 @@ class ChaosSwarm:
                 self._end_at_once(peer)
 
     def _record(self, name: str, peers: list[ChaosPeer]) -> None:
-        """Keeps what there is to know about peers in the moment of a problem."""
+        """Writes the state of peers at the time of a problem to a file."""
         text = "\n\n".join([f"{time.time():.3f}", *(peer.state() for peer in peers)])
         (self._directory / f"{name}.txt").write_text(text, encoding="utf-8")
 
     # The end.
 
     def end(self) -> Totals:
-        """Everybody leaves in order; returns what the experiment came to."""
+        """Ends all peers with SIGTERM; returns the result of the experiment."""
         leaving = self.running()
         for peer in leaving:
             peer.told_to_end = True
@@ -456,17 +456,17 @@ class ChaosSwarm:
         return totals(self.outcomes, self.reports, self.pace)
 
     def _is_excused(self, sockets: Path) -> bool:
-        """Returns True if they belong to a peer that was killed after the last start: the next one will remove them."""
+        """Returns True if they belong to a peer killed after the last start: the next start would remove them."""
         return int(sockets.name.split("-")[1]) in self._killed
 
 
 def _in_step_with(one: ChaosPeer, peers: list[ChaosPeer]) -> list[ChaosPeer]:
-    """Those whose last round is that of `one`, give or take one; `one` is among them unless it has committed none."""
+    """Peers whose last round is within one of that of `one`; it is among them unless it has committed none."""
     return [peer for peer in peers if peer.rounds and abs(peer.last_round - one.last_round) <= 1]
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Returns True if it runs: one that only waits for its parent to take note has ended."""
+    """Returns True if a process runs; a zombie has ended."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

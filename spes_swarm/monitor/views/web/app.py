@@ -1,4 +1,4 @@
-"""The addresses of the monitor and what each answers."""
+"""The HTTP routes of the monitor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PROMETHEUS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def build_app(source: StateSource, feed: Feed, *, loopback_only: bool) -> Guard:
-    """The ASGI application: the page, its event stream, and what scripts and Prometheus ask for."""
+    """Builds the ASGI application: the page, its event stream, and the routes for scripts and Prometheus."""
     assets = load_assets()
 
     async def page(request: Request) -> Response:
@@ -36,7 +36,7 @@ def build_app(source: StateSource, feed: Feed, *, loopback_only: bool) -> Guard:
             raise HTTPException(404)
         return found.response(request)
 
-    # What can be large is written in a thread: the event loop is also that of the swarm's network.
+    # Responses that can be large are serialised in a thread: the event loop also serves the swarm's network.
 
     async def state(request: Request) -> Response:
         now = source.state()
@@ -55,7 +55,7 @@ def build_app(source: StateSource, feed: Feed, *, loopback_only: bool) -> Guard:
         return Response(text, headers={"Content-Type": _PROMETHEUS})
 
     async def healthz(request: Request) -> Response:
-        # Healthy is the monitor, whatever it sees: an empty swarm is no reason to restart it.
+        # This is the health of the monitor, not of the swarm: an empty swarm is no reason to restart the monitor.
         now = source.state()
         return _json({"status": "ok", "round": now.round, "peers": len(now.peers)})
 
@@ -84,7 +84,7 @@ def _json(value: Any, content_type: str = "application/json") -> Response:
 def _round(request: Request, name: str) -> int:
     text = request.query_params.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise HTTPException(400, f"{name} must be a round")
+        raise HTTPException(400, f"{name} must be a round number")
     return int(text)
 
 

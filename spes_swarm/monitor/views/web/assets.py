@@ -1,4 +1,4 @@
-"""The files of the page: read once from the package, served from memory, so that no path is ever looked up on disk."""
+"""The page's files, read once from the package and served from memory: no request path is ever looked up on disk."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Asset:
 
     body: bytes
     content_type: str
-    etag: str  # quoted, from the content: a newer version of the package is seen at once
+    etag: str  # quoted hash of the content: browsers notice a new version at once
 
     def response(self, request: Request) -> Response:
-        """The file, or 304 when the browser has it."""
+        """The file, or 304 if the browser has it."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
         known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
         if self.etag in known:

@@ -1,16 +1,16 @@
-"""What differs between two states of the monitor, small enough to be sent twice a second.
+"""The change between two states of the monitor, small enough to send twice a second.
 
-With a thousand peers a state is some 400 KB, of which little changes from one to the next. A change names:
+With a thousand peers a state has some 400 KB, of which little changes from one to the next. A change has these keys:
 
     time       of the new state
-    head       fields of the state other than `peers` and `experts` that differ, whole
-    peers      for each changed or new peer its id and the fields that differ (all of them when it is new)
-    gone       ids of peers that are there no more
-    experts    entries that differ, whole
+    head       fields of the state, other than `peers` and `experts`, that differ, in full
+    peers      for each changed or new peer, its id and the fields that differ (all of them if it is new)
+    gone       ids of peers that have disappeared
+    experts    entries that differ, in full
     history    new or corrected points
 
-What is equal is left out. `age_s` grows all the time, so it counts as changed only when the moment that it speaks of
-has moved to another second; whoever applies a change lets the ages of the others grow by the clock.
+Equal parts are omitted. `age_s` grows constantly, so it counts as changed only if the time of the record (the time of
+the state minus `age_s`) has moved to another second; the receiver advances the other ages by its clock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from spes_swarm.monitor.state import HistoryPoint
 
 Json = dict[str, Any]
 
-_RECHECKED_POINTS: Final = 32  # how far back a point may still be corrected (an evaluation that comes late)
+_RECHECKED_POINTS: Final = 32  # the newest old points, which may still be corrected (such as by a late evaluation)
 
 
 def difference(old: Json, new: Json) -> Json | None:
-    """The change from `old` to `new`; None when only a whole state can say it (another run, another expert map)."""
+    """The change from `old` to `new`; None if a whole state has to be sent (another run or number of experts)."""
     if _identity(old) != _identity(new) or len(old["experts"]) != len(new["experts"]):
         return None
     change: Json = {"time": new["time"]}
@@ -46,7 +46,7 @@ def difference(old: Json, new: Json) -> Json | None:
 
 
 def new_points(old: Sequence[HistoryPoint], new: Sequence[HistoryPoint]) -> list[HistoryPoint] | None:
-    """Points of the history that `old` lacks or has otherwise; None when the history began anew."""
+    """Points of `new` that `old` lacks or that differ in it; None if `new` does not continue `old`."""
     if len(new) < len(old) or (old and new[0].round != old[0].round):
         return None
     start = max(0, len(old) - _RECHECKED_POINTS)

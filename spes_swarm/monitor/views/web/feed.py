@@ -1,8 +1,8 @@
-"""The event streams: one reader of the source, many browsers, none of which can hold up another.
+"""Event streams: one reader of the source serves many browsers, and no browser can delay another.
 
-The source is read once per change, whoever watches; if nobody does, it is not read at all. A browser that does not keep
-up is not sent a backlog, but the whole state when it is ready again. With a thousand peers, writing a state as JSON is
-a tenth of a second of work: it is done in a thread, because the event loop is also that of the swarm's network.
+The source is read once per change, however many browsers there are, and not at all if there are none. A browser that
+falls behind is not sent its backlog, but the whole state once it is ready again. With a thousand peers, converting a
+state to JSON takes a tenth of a second; a thread does it, because the event loop also serves the swarm's network.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spes_swarm.monitor.state import HistoryPoint, StateSource
 from spes_swarm.monitor.views.web.changes import Json, difference, new_points
 
 MAX_STREAMS: Final = 64
-BEAT_S: Final = 5.0  # a sign of life at least this often; the page gives up on a stream that is silent for four
-_MAX_BACKLOG: Final = 8  # changes kept for a slow browser before they are replaced by one whole state
+BEAT_S: Final = 5.0  # a heartbeat at least this often; the page drops a stream that misses four
+_MAX_BACKLOG: Final = 8  # changes queued for a slow browser before one whole state replaces them
 _CHANGE_PAUSE_S: Final = 0.5
 _PAUSE_PER_PEER_S: Final = 0.001  # a thousand peers: every 1.5 s
 
 
 class Subscription:
-    """What one browser has yet to be sent."""
+    """The events queued for one browser."""
 
     def __init__(self) -> None:
         self.lagging = False
@@ -35,7 +35,7 @@ class Subscription:
         self._closed = False
 
     def offer(self, event: bytes) -> None:
-        """Adds an event; when there are too many, all are dropped, and `lagging` asks for a whole state."""
+        """Queues an event; if there are too many, drops all of them and requests a whole state with `lagging`."""
         if len(self._backlog) >= _MAX_BACKLOG:
             self._backlog.clear()
             self.lagging = True
@@ -44,12 +44,12 @@ class Subscription:
         self._ready.set()
 
     def close(self) -> None:
-        """Ends the stream after what it holds."""
+        """Ends the stream after the queued events."""
         self._closed = True
         self._ready.set()
 
     async def take(self, timeout_s: float) -> bytes | None:
-        """All that is there, at once; empty after `timeout_s` with nothing, None when the stream is over."""
+        """Returns all queued events at once; empty if none come within `timeout_s`, None if the stream has ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ready.wait()
@@ -65,13 +65,13 @@ class Subscription:
 
 
 class Feed:
-    """Follows a source and tells subscribers what changes."""
+    """Follows a source and sends its changes to the subscribers."""
 
     def __init__(self, source: StateSource) -> None:
         self._source = source
-        self._state: Json | None = None  # as last told; None while nobody listens
+        self._state: Json | None = None  # as last published; None without subscribers
         self._history: Sequence[HistoryPoint] = ()
-        self._whole: bytes | None = None  # the event that tells all of `_state`, once somebody has needed it
+        self._whole: bytes | None = None  # the event with all of `_state`, encoded on first use
         self._subscriptions: set[Subscription] = set()
 
     async def run(self) -> None:
@@ -80,7 +80,7 @@ class Feed:
         try:
             while True:
                 await waiting
-                # Waits for the next change before it reads this one: what happens during the pause is not missed.
+                # Wait for the next change before reading this one, so that none during the pause is missed.
                 waiting = asyncio.create_task(self._source.wait_for_change(BEAT_S))
                 await asyncio.sleep(0)
                 if self._subscriptions:
@@ -93,7 +93,7 @@ class Feed:
             waiting.cancel()
 
     def subscribe(self) -> Subscription | None:
-        """A new stream, which begins with the whole state; None when there are too many."""
+        """Opens a stream that begins with the whole state; None if there are too many."""
         if len(self._subscriptions) >= MAX_STREAMS:
             return None
         if self._state is None:
@@ -104,11 +104,11 @@ class Feed:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        """Forgets a stream."""
+        """Removes a stream."""
         self._subscriptions.discard(subscription)
 
     def whole(self, subscription: Subscription) -> bytes:
-        """What brings a browser that lagged behind up to date."""
+        """The event that brings a lagging browser up to date; clears `lagging`."""
         subscription.lagging = False
         return self._whole_event()
 
@@ -139,24 +139,24 @@ class Feed:
         elif len(change) > 1:
             event = event_bytes("change", change)
         else:
-            return  # only the time has passed, which the beat says as well
+            return  # only the time differs; heartbeats show that the monitor is alive
         for subscription in self._subscriptions:
             subscription.offer(event)
 
 
 def event_bytes(name: str, value: Any) -> bytes:
-    """One server-sent event. JSON escapes line ends, so a value is always one line."""
+    """Encodes one server-sent event. JSON escapes newlines, so the data is always one line."""
     return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'), allow_nan=False)}\n\n".encode()
 
 
 class EventStream:
-    """The ASGI endpoint of the streams."""
+    """The ASGI endpoint of the event streams."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One stream, until the browser or the monitor goes."""
+        """Serves one stream until the browser disconnects or the monitor ends."""
         subscription = self._feed.subscribe()
         if subscription is None:
             busy = PlainTextResponse("too many open pages: close some\n", 503, {"Retry-After": "10"})

@@ -1,9 +1,9 @@
-"""Who may ask the monitor what: methods, hosts, origins, and the headers that keep browsers honest.
+"""Access rules of the web server: methods, hosts, origins, and security headers.
 
-The page and its data are public to whoever reaches the port, but a *web site* that somebody on this machine visits must
-not be able to read them through that person's browser. Three things see to it: no CORS header is ever sent; requests
-that a browser marks as coming from elsewhere are refused; and on loopback the Host header must name loopback, because
-a site can point its own name at 127.0.0.1 (DNS rebinding), and would then be the same origin.
+The page and its data are public to any client that reaches the port, but a *web site* that a user of this machine
+visits must not be able to read them through that user's browser. Three rules prevent it. No CORS header is ever sent.
+Requests that a browser marks as cross-site are refused. On loopback the Host header must name loopback, because a site
+can point its own name at 127.0.0.1 (DNS rebinding), and would then be the same origin.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-# No inline script or style, nothing from elsewhere, and (trusted types) no way to turn a string into markup at all.
+# No inline scripts or styles, nothing from other origins, and (trusted types) no way to turn a string into markup.
 CONTENT_SECURITY_POLICY: Final = "; ".join(
     (
         "default-src 'none'",
@@ -42,14 +42,14 @@ SECURITY_HEADERS: Final = {
 
 
 class Guard:
-    """Middleware around everything, errors included."""
+    """Middleware around the whole application, error responses included."""
 
     def __init__(self, app: ASGIApp, *, loopback_only: bool) -> None:
         self._app = app
         self._loopback_only = loopback_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuses, or hands on; either way the answer carries the headers."""
+        """Refuses or passes on a request; the response carries the security headers either way."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -67,20 +67,20 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Response | None:
         if scope["method"] not in ("GET", "HEAD"):
-            return PlainTextResponse("only GET and HEAD\n", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse("only GET and HEAD are allowed\n", 405, {"Allow": "GET, HEAD"})
         headers = Headers(scope=scope)
         hosts = headers.getlist("host")
         if len(hosts) != 1:
-            return PlainTextResponse("one Host header is needed\n", 400)
+            return PlainTextResponse("exactly one Host header is required\n", 400)
         if self._loopback_only and not names_loopback(hosts[0]):
-            return PlainTextResponse("this monitor answers to localhost only\n", 421)
+            return PlainTextResponse("this monitor serves localhost only\n", 421)
         if not _same_origin(headers, hosts[0]):
-            return PlainTextResponse("not for other origins\n", 403)
+            return PlainTextResponse("requests from other origins are refused\n", 403)
         return None
 
 
 def names_loopback(authority: str) -> bool:
-    """Returns True if a Host header names this machine's loopback; any port, since tunnels (ssh -L) change it."""
+    """Returns True if a Host header names loopback, with any port, since tunnels (ssh -L) change it."""
     name, port = authority, ""
     if authority.startswith("["):
         name, _, rest = authority[1:].partition("]")
@@ -108,5 +108,5 @@ def _same_origin(headers: Headers, host: str) -> bool:
     site = headers.get("sec-fetch-site", "none")  # absent: an old browser, or no browser
     if site in ("same-origin", "none"):
         return True
-    # A link from elsewhere may open the page in a tab of its own; nothing may embed or fetch it.
+    # A link on another site may open the page in a tab, but no site may embed or fetch it.
     return headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"

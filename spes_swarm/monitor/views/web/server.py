@@ -1,4 +1,4 @@
-"""Serves the page and the interfaces until cancelled; the monitor's other work goes on in the same event loop."""
+"""The web server of the page and its API, in the same event loop as the rest of the monitor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from spes_swarm.monitor.views.web.app import build_app
 from spes_swarm.monitor.views.web.feed import Feed
 
 MAX_CONNECTIONS: Final = 256
-PATIENCE_S: Final = 20.0  # for a request to come, and for a browser to read what it was sent
+PATIENCE_S: Final = 20.0  # for a request to arrive, and for a browser to read a response
 _GOODBYE_S: Final = 2
 
 
 async def serve(source: StateSource, listener: socket.socket, *, announce: Callable[[str], None] | None = None) -> None:
-    """Serves `source` on a socket of `listen` until cancelled, and closes it; `announce` is told the page's address."""
+    """Serves `source` on a socket of `listen` until cancelled, then closes it; calls `announce` with the page's URL."""
     address, bound_port = listener.getsockname()[:2]
     feed = Feed(source)
     app = build_app(source, feed, loopback_only=ipaddress.ip_address(address.partition("%")[0]).is_loopback)
@@ -55,11 +55,11 @@ async def serve(source: StateSource, listener: socket.socket, *, announce: Calla
         listener.close()
     for task in (serving, following):
         if not task.cancelled():
-            task.result()  # raises what ended it
+            task.result()  # raises the error that ended it
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to the command that runs it: Ctrl-C is not the web server's to handle."""
+    """Leaves signals, such as Ctrl-C, to the command that runs it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -67,10 +67,10 @@ class _Server(uvicorn.Server):
 
 
 class _PatientProtocol(H11Protocol):
-    """An HTTP connection that ends when the other side neither asks nor reads.
+    """An HTTP connection that is aborted if the client sends no request or does not read the response.
 
-    uvicorn limits only the pause between requests; a peer that opens connections and says nothing, or asks and never
-    reads, would hold its descriptors for ever, and the monitor needs some for the swarm.
+    uvicorn limits only the pause between requests. A client that opens connections and sends nothing, or never reads a
+    response, would hold file descriptors forever, and the monitor needs some for the swarm.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,10 +114,10 @@ class _PatientProtocol(H11Protocol):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Takes the address `host`:`port` (0: any free one) for `serve`.
+    """Binds the address `host`:`port` (0: any free port) for `serve`.
 
     Raises:
-        UserError: the address cannot be used; one line says why.
+        UserError: the address cannot be used; the message says why.
     """
     where = f"{host}:{port}"
     if not 0 <= port <= 65535:
@@ -126,7 +126,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UserError(f"{where}: no such host") from error
-    # Where a name has both, IPv4: browsers try both, tunnels and scripts often only that.
+    # IPv4 if a name has both: browsers try both, tunnels and scripts often only IPv4.
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:

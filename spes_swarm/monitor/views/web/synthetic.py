@@ -1,6 +1,6 @@
-"""A made-up swarm: what the page is developed, tested and photographed with when there is no real one.
+"""A synthetic swarm for development, tests and screenshots of the page without a real one.
 
-It is deterministic and has no clock: `advance` moves it. Nothing here is a measurement of anything.
+It is deterministic and has no clock: `advance` moves its time. None of its figures are measurements.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class _Volunteer:
     tokens: float = 0.0
     seen: float = 0.0
     dead: bool = False
-    digest: str | None = None  # another than the swarm's
+    digest: str | None = None  # if it differs from the swarm's
     joined_round: int = field(default=0)
 
 
 class SyntheticSwarm:
-    """Some volunteers, their rounds and their loss."""
+    """Some volunteers with their rounds and losses."""
 
     def __init__(
         self, *, num_peers: int = 4, num_experts: int = 8, seed: int = 0, start: float = 1_795_000_000.0
@@ -66,7 +66,7 @@ class SyntheticSwarm:
             self.join(NAMES[index] if index < len(NAMES) else f"volunteer-{index:04d}")
 
     def join(self, name: str) -> str:
-        """A newcomer; returns its peer id."""
+        """Adds a newcomer; returns its peer id."""
         peer_id = "Qm" + "".join(self._random.choices(_BASE58, k=44))
         start = len(self._volunteers) * self._experts_each
         experts = tuple(sorted({(start + i) % self._num_experts for i in range(self._experts_each)}))
@@ -76,16 +76,16 @@ class SyntheticSwarm:
         return peer_id
 
     def kill(self, peer_id: str) -> None:
-        """From now on this peer says nothing: late soon, gone later."""
+        """Silences a peer: it is soon late, then gone."""
         self._find(peer_id).dead = True
         self._faults.append(Fault(time=self.time, peer_id=self._alive()[0].peer_id, kind="stalled"))
 
     def corrupt(self, peer_id: str) -> None:
-        """This peer's reference differs from now on."""
+        """Makes a peer's reference differ from now on."""
         self._find(peer_id).digest = _digest(f"corrupt {peer_id}")
 
     def advance(self, seconds: float) -> None:
-        """Moves the clock; commits the rounds that are due."""
+        """Advances the time and commits the rounds that are due."""
         self.time += seconds
         for one in self._alive():
             one.seen = self.time - self._random.random() * min(2.0, seconds)
@@ -98,7 +98,7 @@ class SyntheticSwarm:
             self._commit()
 
     def state(self) -> SwarmState:
-        """What a monitor would know."""
+        """The state that a monitor would show."""
         alive, digest = self._alive(), _digest(f"round {self._round}") if self._round else None
         peers = tuple(sorted((self._peer(one) for one in self._volunteers), key=lambda peer: peer.peer_id))
         last = self._history[-1] if self._history else None

@@ -1,11 +1,11 @@
-// One chart: uPlot in our colours, with a readout of its own, and the keyboard.
+// One chart: uPlot with the page's colours, its own readout, and keyboard control.
 
 import { make, setHidden, setText } from "./dom.js";
 
 const { uPlot } = globalThis;
-const POINTS_UP_TO = 60; // with so few rounds each is marked
+const POINTS_UP_TO = 60; // with at most this many rounds, each point is marked
 
-/** A CSS variable as the colour that it is now; canvases know no variables. */
+/** The current colour of a CSS variable; canvases do not support variables. */
 function colour(name) {
   const probe = make("span");
   probe.style.color = `var(${name})`;
@@ -19,7 +19,7 @@ function faded(rgb, alpha) {
   return `rgba(${rgb.match(/[\d.]+/g).slice(0, 3).join(", ")}, ${alpha})`;
 }
 
-/** A label of an axis: without the zeros that a figure in a text would end with. */
+/** An axis label without trailing zeros. */
 function tickText(text) {
   return text.replace(/(\.\d*?)0+(?!\d)/, "$1").replace(/\.(?!\d)/, "");
 }
@@ -46,7 +46,7 @@ export class Chart {
     this._empty = make("p", { class: "empty", hidden: true }, spec.empty ?? "No rounds yet.");
     const title = make("h3", {}, spec.title);
     const caption = make("figcaption", {}, title, ...this._readings.map((reading) => reading.item), this._where);
-    const help = `${spec.title}: chart. Arrow keys move, plus and minus zoom, zero shows everything.`;
+    const help = `${spec.title}: chart. Arrow keys move, plus and minus zoom, zero resets.`;
     this._frame = make("div", { class: "frame", tabindex: "0", role: "group", "aria-label": help }, this._canvas, this._empty);
     this.element = make("figure", { class: `card chart ${spec.className ?? ""}` }, caption, this._frame, this._spoken);
     this._frame.addEventListener("keydown", (event) => this._key(event));
@@ -54,7 +54,7 @@ export class Chart {
     new ResizeObserver(() => this._resize()).observe(this._canvas);
   }
 
-  /** New data: x and one column for each series. */
+  /** Sets the data: x and one column for each series. */
   setData(data) {
     this._data = data;
     setHidden(this._empty, data[0].length > 0);
@@ -66,14 +66,14 @@ export class Chart {
     this._read();
   }
 
-  /** Shows what the view says is to be shown. */
+  /** Shows the visible part of the view. */
   follow() {
     if (this._plot === null) return;
     const { min, max } = this._view.limits();
     this._plot.setScale("x", { min, max });
   }
 
-  /** Draws anew from nothing: colours or the meaning of x have changed. */
+  /** Rebuilds the plot after the colours or the meaning of x have changed. */
   rebuild() {
     this._plot?.destroy();
     this._plot = null;
@@ -163,7 +163,7 @@ export class Chart {
     if (width > 10 && (width !== this._plot.width || height !== this._plot.height)) this._plot.setSize({ width, height });
   }
 
-  /** The values under the cursor, or the newest. */
+  /** Shows the values under the cursor, or the newest. */
   _read() {
     const under = this._plot?.cursor.idx;
     const hovering = under != null && this._plot.cursor.left >= 0;
@@ -185,7 +185,7 @@ export class Chart {
     this._view.zoomTo(from, to);
   }
 
-  /** A finger shows values as a mouse does; scrolling up and down stays the browser's. */
+  /** A finger shows values as a mouse does; vertical scrolling is left to the browser. */
   _touch(over) {
     const show = (event) => {
       if (event.pointerType !== "touch") return;

@@ -1,4 +1,4 @@
-// The charts of a run, what they show against what, and the same as a table.
+// The charts of a run with their axes, and the same values as a table.
 
 import { Chart } from "./chart.js";
 import { byId, fillList, make, setText } from "./dom.js";
@@ -9,7 +9,7 @@ const CHARTS = [
   {
     title: "Loss",
     className: "big",
-    empty: "No rounds yet. The first point comes when the swarm has committed a round.",
+    empty: "No rounds yet. The first point appears once the swarm has committed a round.",
     series: [
       { label: "training", field: "train_loss", colour: "--curve-train", format: format.loss, fill: true, gaps: "span" },
       { label: "evaluation", field: "eval_loss", colour: "--curve-eval", format: format.loss, gaps: "span" },
@@ -25,7 +25,7 @@ const CHARTS = [
     title: "Sync time",
     fromZero: true,
     tight: true,
-    series: [{ label: "median of a round", field: "round_seconds", colour: "--curve-sync", format: format.duration, fill: true }],
+    series: [{ label: "median over peers", field: "round_seconds", colour: "--curve-sync", format: format.duration, fill: true }],
   },
   {
     title: "Sent in a round",
@@ -36,7 +36,7 @@ const CHARTS = [
   },
 ];
 
-/** What part of the run is shown; shared by all charts. */
+/** The visible part of the run, shared by all charts. */
 class View {
   constructor(changed) {
     this.axis = "round";
@@ -76,7 +76,7 @@ class View {
     this.zoomTo(centre - (centre - min) * factor, centre + (max - centre) * factor);
   }
 
-  /** Moves the part that is shown so that it has `x`. */
+  /** Moves the visible part so that it contains `x`. */
   pan(x) {
     const { min, max } = this.limits();
     const shift = x < min ? x - min : x - max;
@@ -120,7 +120,7 @@ export class Curves {
     this.update();
   }
 
-  /** Draws what the history says. */
+  /** Draws the history. */
   update() {
     const { points } = this._store;
     const xs = points.map((point) => point[this._view.axis]);

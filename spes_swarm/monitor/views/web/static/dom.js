@@ -1,6 +1,6 @@
-// The few ways in which this page touches the document. Text goes in as text: there is no HTML from data anywhere.
+// All DOM operations of this page. Text is inserted as text: data never becomes HTML.
 
-/** The element with this id; it is in index.html. */
+/** The element of index.html with this id. */
 export function byId(id) {
   return document.getElementById(id);
 }
@@ -15,12 +15,12 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Sets the text when it differs: what is equal costs no layout. */
+/** Sets the text if it differs: equal text costs no layout. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Sets an attribute when it differs; null removes it. */
+/** Sets an attribute if it differs; null removes it. */
 export function setAttribute(element, name, value) {
   if (value == null) {
     if (element.hasAttribute(name)) element.removeAttribute(name);
@@ -33,7 +33,7 @@ export function setHidden(element, hidden) {
   if (element.hidden !== hidden) element.hidden = hidden;
 }
 
-/** Makes the children of `parent` as many as `items`, and fills each; elements are kept, so focus and hover stay. */
+/** Gives `parent` one child per item and fills each; elements are reused, so focus and hover are kept. */
 export function fillList(parent, items, create, fill) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   items.forEach((item, index) => {

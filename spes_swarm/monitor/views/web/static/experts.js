@@ -1,13 +1,13 @@
-// The expert map: a tile for each expert, large when there are few and a coloured dot when there are a thousand.
+// The expert map: a tile for each expert, large if there are few, a coloured dot if there are a thousand.
 
 import { byId, fillList, make, setAttribute, setText } from "./dom.js";
 import * as format from "./format.js";
 
 const NAMES_SHOWN = 6;
-// How many experts fit in which size of tile.
+// Up to how many experts each tile size is used.
 const SIZES = [[16, "large"], [64, "medium"], [256, "small"], [Infinity, "tiny"]];
 const LEGENDS = {
-  holders: [["none", "nobody"], ["reserved", "reserved"], ["one", "one peer"], ["two", "two"], ["more", "three or more"]],
+  holders: [["none", "no holder"], ["reserved", "reserved"], ["one", "one peer"], ["two", "two"], ["more", "three or more"]],
   age: [["fresh", "last round"], ["recent", "up to 5 rounds"], ["old", "up to 20"], ["ancient", "older"], ["never", "never"]],
 };
 
@@ -36,7 +36,7 @@ export class ExpertMap extends EventTarget {
     this._drawLegend();
   }
 
-  /** Makes the tiles anew if their number changed, and draws all. */
+  /** Recreates the tiles if their number has changed, and draws all. */
   rebuild() {
     const { experts } = this._store;
     if (this._tiles.length !== experts.length) {
@@ -57,7 +57,7 @@ export class ExpertMap extends EventTarget {
     this.drawDetail();
   }
 
-  /** Marks an expert as chosen, or none, and says so. */
+  /** Marks an expert (or none) as chosen, and emits a `choose` event. */
   choose(expert) {
     for (const number of [this._chosen, expert]) {
       if (number !== null) setAttribute(this._tiles[number].element, "aria-selected", number === expert);
@@ -73,12 +73,12 @@ export class ExpertMap extends EventTarget {
     const expert = this._looked ?? this._chosen;
     const entry = expert === null ? undefined : experts[expert];
     if (entry === undefined) {
-      setText(byId("map-detail"), experts.length ? "Choose an expert to see only its holders among the peers." : "");
+      setText(byId("map-detail"), experts.length ? "Select an expert to show only its holders among the peers." : "");
       return;
     }
     const names = entry.holders.map((id) => (peers.has(id) ? format.peerName(peers.get(id)) : id.slice(-8)));
     const more = names.length > NAMES_SHOWN ? ` and ${names.length - NAMES_SHOWN} more` : "";
-    const held = names.length ? `held by ${names.slice(0, NAMES_SHOWN).join(", ")}${more}` : "held by nobody";
+    const held = names.length ? `held by ${names.slice(0, NAMES_SHOWN).join(", ")}${more}` : "no holder";
     const reserved = entry.reserved.length ? ` · reserved for ${format.plural(entry.reserved.length, "peer")} that left` : "";
     setText(byId("map-detail"), `Expert ${expert}: ${held}${reserved} · ${_ageText(entry.age_rounds)}`);
   }
@@ -110,7 +110,7 @@ export class ExpertMap extends EventTarget {
       ? _ageShade(entry.age_rounds)
       : holders === 0 ? (entry.reserved.length ? "reserved" : "none") : ["one", "two", "more"][Math.min(holders, 3) - 1];
     setAttribute(tile.element, "data-shade", shade);
-    const held = holders ? format.plural(holders, "holder") : "nobody";
+    const held = holders ? format.plural(holders, "holder") : "no holder";
     setAttribute(tile.element, "aria-label", `Expert ${number}: ${held}, ${_ageText(entry.age_rounds)}`);
     if (tile.holders) {
       setText(tile.holders, held);
@@ -153,7 +153,7 @@ export class ExpertMap extends EventTarget {
     this.choose(expert === this._chosen ? null : expert);
   }
 
-  /** Arrow keys move through the map as it is laid out now. */
+  /** Arrow keys move through the map in its current layout. */
   _key(event, expert) {
     const last = this._tiles.length - 1;
     const top = this._tiles[0].element.offsetTop;

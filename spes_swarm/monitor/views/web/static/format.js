@@ -23,7 +23,7 @@ export function loss(value) {
   return value == null ? NONE : value.toFixed(3);
 }
 
-/** A loss with its standard error, where that is known: 1.246 ± 0.031. */
+/** A loss with its standard error, if that is known: 1.246 ± 0.031. */
 export function lossWithError(value, error) {
   return value == null || error == null ? loss(value) : `${loss(value)} ± ${loss(error)}`;
 }
@@ -50,7 +50,7 @@ export function duration(seconds) {
   return `${Math.floor(s / 86400)} d`;
 }
 
-/** Whole seconds: it changes once a second, not at every update. */
+/** Whole seconds, so that it changes once a second, not at every update. */
 export function age(seconds) {
   if (seconds == null) return NONE;
   const s = Math.max(0, Math.floor(seconds));
@@ -80,7 +80,7 @@ export function ranges(numbers) {
   return parts.length ? parts.join(", ") : NONE;
 }
 
-/** What a person calls a peer. */
+/** The displayed name of a peer. */
 export function peerName(peer) {
   return peer.name || peer.short_id;
 }

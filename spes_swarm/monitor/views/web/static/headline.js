@@ -1,4 +1,4 @@
-// The figures at the top, the link to the monitor, and what the page says when there is nobody.
+// The figures at the top, the state of the connection to the monitor, and the banner.
 
 import { byId, setAttribute, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -11,13 +11,13 @@ export class Headline {
     this._link = { status: "connecting", since: Date.now() };
   }
 
-  /** Shows whether the monitor is there. */
+  /** Shows the state of the connection to the monitor. */
   setLink(link) {
     this._link = link;
     this._drawLink();
   }
 
-  /** Draws what a new state says. */
+  /** Draws a new state. */
   draw() {
     const { head, points, peers } = this._store;
     if (head === null) return;
@@ -40,7 +40,7 @@ export class Headline {
     document.title = `round ${head.round}${lossText} · ${run.name || "spes_swarm"}`;
   }
 
-  /** What grows or shrinks by the clock alone. */
+  /** Updates what changes with the clock alone. */
   tick() {
     const head = this._store.head;
     if (head === null) return;
@@ -66,7 +66,7 @@ export class Headline {
     setText(byId("rate-note"), busy ? `${format.count(head.tokens_per_second / busy)} per training peer` : "");
     const steps = head.round * head.run.inner_steps;
     const total = head.run.total_steps;
-    const done = steps > total ? `schedule over at step ${format.whole(total)}` : `step ${format.whole(steps)} of ${format.whole(total)}`;
+    const done = steps > total ? `schedule ended at step ${format.whole(total)}` : `step ${format.whole(steps)} of ${format.whole(total)}`;
     setText(byId("tokens-note"), done);
   }
 
@@ -83,27 +83,27 @@ export class Headline {
     let message = "";
     if (status === "gone") {
       message = head === null
-        ? "The monitor does not answer. Trying again …"
-        : `The monitor has not answered since ${at}. What you see is from then. Trying again …`;
+        ? "The monitor does not answer. Retrying …"
+        : `The monitor has not answered since ${at}. The page shows the state at that time. Retrying …`;
     } else if (status === "busy") {
-      message = "The monitor serves as many open pages as it can. Trying again …";
+      message = "The monitor has too many open pages. Close some, or wait: retrying …";
     } else if (head?.status === "no_peers") {
       const silent = head.silent_s;
       message = silent === null
-        ? "No peers. Nobody has been heard of in this run yet; they appear here when they come."
-        : `No peers. The last sign of anybody was ${format.duration(silent)} ago. They appear here when they come back.`;
+        ? "No peers. None has been seen in this run yet; they appear here once they join."
+        : `No peers. The last one was seen ${format.duration(silent)} ago. They appear here once they return.`;
     }
     setText(byId("banner"), message);
     setHidden(byId("banner"), message === "");
   }
 }
 
-/** How far a loss may be from that on all held-out text. */
+/** The standard error of a loss, as text. */
 function _error(stderr) {
   return stderr == null ? "" : `± ${format.loss(stderr)}`;
 }
 
-/** How a loss moved lately. */
+/** How a loss has changed over the last rounds. */
 function _trend(points, field) {
   const told = (point) => point[field] !== null;
   const newest = points.findLast(told);

@@ -1,4 +1,4 @@
-// Puts the page together: one store, kept up by one stream, drawn by the parts.
+// Assembles the page: one stream updates one store, which the parts draw.
 
 import { Curves } from "./curves.js";
 import { ExpertMap } from "./experts.js";

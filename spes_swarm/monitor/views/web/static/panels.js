@@ -6,10 +6,10 @@ import * as format from "./format.js";
 const FAULTS_SHOWN = 50;
 const COPIED_MS = 2_500;
 
-/** What a newcomer has to know about the data, after the sentence about machines. */
+/** The sentence about the data for newcomers, after that about machines. */
 function dataNote(data, command) {
   if (!data) return "";
-  return ` The run trains on ${data}${command.includes(" --data ") ? ": put the path of yours after --data" : ""}.`;
+  return ` The run trains on ${data}${command.includes(" --data ") ? ": give the path of your copy with --data" : ""}.`;
 }
 
 export class Panels {
@@ -26,7 +26,7 @@ export class Panels {
     this._drawJoin();
   }
 
-  /** The times of faults grow. */
+  /** The ages of faults grow with the clock. */
   tick() {
     if (this._store.head !== null) this._drawFaults();
   }
@@ -40,11 +40,11 @@ export class Panels {
     const { digest, agree, differ } = this._store.head.consensus;
     const verdict = byId("verdict");
     setAttribute(verdict, "data-verdict", digest === null ? "none" : differ.length ? "differ" : "agree");
-    let text = "Nobody has committed a round yet.";
+    let text = "No round has been committed yet.";
     if (digest !== null && differ.length) text = `${format.plural(differ.length, "peer")} ${differ.length === 1 ? "differs" : "differ"}`;
-    else if (digest !== null) text = agree === 1 ? "One peer, so nobody to differ" : `All ${format.whole(agree)} digests are the same`;
+    else if (digest !== null) text = agree === 1 ? "Only one peer: nothing to compare" : `All ${format.whole(agree)} digests agree`;
     setText(verdict, text);
-    setText(byId("verdict-note"), digest === null ? "" : `${digest.slice(0, 16)}… is held by ${format.plural(agree, "peer")} at the newest round.`);
+    setText(byId("verdict-note"), digest === null ? "" : `${format.plural(agree, "peer")} at the swarm's round: ${digest.slice(0, 16)}…`);
     fillList(byId("differ"), differ, () => make("li"), (item, id) => setText(item, this._name(id)));
   }
 
@@ -56,7 +56,7 @@ export class Panels {
     const create = () => make("li", {}, make("span", { class: "kind" }), make("span", { class: "who" }), make("time", { class: "muted" }));
     fillList(byId("faults"), faults, create, ({ children: [kind, who, when] }, fault) => {
       setText(kind, fault.kind.replaceAll("_", " "));
-      setText(who, `told by ${this._name(fault.peer_id)}`);
+      setText(who, `reported by ${this._name(fault.peer_id)}`);
       setText(when, `${format.age(now - fault.time)} ago`);
       setAttribute(when, "title", format.dateTime(fault.time));
     });
@@ -65,7 +65,7 @@ export class Panels {
   _drawRefused() {
     const kinds = Object.entries(this._store.head.refused).filter(([, number]) => number > 0);
     const list = kinds.map(([kind, number]) => `${kind.replaceAll("_", " ")} ${format.whole(number)}`).join(", ");
-    setText(byId("refused"), list ? `Records refused: ${list}` : "No record was refused.");
+    setText(byId("refused"), list ? `Records refused: ${list}` : "No records refused.");
   }
 
   _drawJoin() {
@@ -75,8 +75,8 @@ export class Panels {
     setText(
       byId("join-note"),
       command === null
-        ? "Nobody is there who could take a newcomer in."
-        : `On any Linux machine with spes_swarm; a GPU is welcome, but not needed.${dataNote(this._store.head.run.data, command)}`,
+        ? "No peer can be joined right now."
+        : `On any Linux machine with spes_swarm; a GPU helps but is not required.${dataNote(this._store.head.run.data, command)}`,
     );
   }
 
@@ -86,13 +86,13 @@ export class Panels {
     try {
       await navigator.clipboard.writeText(code.textContent);
     } catch {
-      // Browsers give the clipboard only to https and localhost; the old way works elsewhere.
+      // Browsers allow clipboard access only on https and localhost; the old way works elsewhere.
       getSelection().selectAllChildren(code);
       copied = document.execCommand("copy");
     }
     const button = byId("join-copy");
     setText(button, copied ? "Copied" : "Selected: press Ctrl-C");
-    setText(byId("join-copied"), copied ? "The command is in the clipboard." : "The command is selected.");
+    setText(byId("join-copied"), copied ? "Command copied to the clipboard." : "Command selected.");
     setTimeout(() => {
       setText(button, "Copy");
       setText(byId("join-copied"), "");

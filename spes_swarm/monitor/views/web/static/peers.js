@@ -1,14 +1,14 @@
-// The table of peers: sorted, filtered, and only as many rows in the document as can be seen.
+// The table of peers: sorted and filtered, with only the visible rows in the document.
 
 import { byId, make, setAttribute, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
 
-const SPARE_ROWS = 6; // above and below what is seen, so that scrolling does not flash
-const STATE_ORDER = ["late", "leaving", "joining", "syncing", "waiting", "training"]; // who needs a look comes first
+const SPARE_ROWS = 6; // above and below the visible ones, so that scrolling does not flicker
+const STATE_ORDER = ["late", "leaving", "joining", "syncing", "waiting", "training"]; // those that need attention come first
 const byNumber = (field) => (peer) => peer[field] ?? null;
 
-// `key` is what sorting compares; null comes last either way. `down`: the first click sorts descending. `brief` is the
-// title beside the value on a phone.
+// `key`: what sorting compares; null comes last in both directions. `down`: the first click sorts descending. `brief`:
+// the title beside the value on a phone.
 const COLUMNS = [
   { id: "name", title: "Peer", key: (peer) => format.peerName(peer).toLowerCase() },
   { id: "state", title: "State", key: (peer) => STATE_ORDER.indexOf(peer.state) },
@@ -45,7 +45,7 @@ export class PeerTable extends EventTarget {
     });
     byId("expert-filter").addEventListener("click", () => {
       this.dispatchEvent(new Event("unchoose"));
-      byId("peer-filter").focus(); // the chip that had the focus is gone
+      byId("peer-filter").focus(); // the chip that had the focus is hidden
     });
     let asked = false;
     this._scroll.addEventListener("scroll", () => {
@@ -59,20 +59,20 @@ export class PeerTable extends EventTarget {
     new ResizeObserver(() => this._drawRows()).observe(this._scroll);
   }
 
-  /** Shows only the holders of an expert; null: everybody. */
+  /** Shows only the holders of an expert; null: all peers. */
   filterByExpert(expert) {
     this._expert = expert;
     const chip = byId("expert-filter");
     setHidden(chip, expert === null);
     if (expert !== null) {
       setText(chip, `Expert ${expert} ✕`);
-      setAttribute(chip, "aria-label", `Shown are holders of expert ${expert}; show everybody again`);
+      setAttribute(chip, "aria-label", `Showing holders of expert ${expert}; show all peers again`);
     }
     this._scroll.scrollTop = 0;
     this.update();
   }
 
-  /** Sorts, filters and draws what the store has. */
+  /** Sorts, filters and draws the peers in the store. */
   update() {
     const all = [...this._store.peers.values()];
     const key = this._sort.column.key;
@@ -95,7 +95,7 @@ export class PeerTable extends EventTarget {
     this._drawRows();
   }
 
-  /** Ages grow by the clock. */
+  /** Ages grow with the clock. */
   tick() {
     if (this._store.head?.status !== "replay") this._drawRows();
   }
@@ -142,7 +142,7 @@ export class PeerTable extends EventTarget {
     const id = make("code", { class: "peer-id muted" });
     cells.name.append(name, id);
     const state = make("span", { class: "state" });
-    const differs = make("span", { class: "differs", title: "Its reference differs from that of most others at its round" }, "differs");
+    const differs = make("span", { class: "differs", title: "Its reference is not the most common one at its round" }, "differs");
     cells.state.append(state, differs);
     return { element: make("tr", { role: "row" }, ...Object.values(cells)), cells, name, id, state, differs };
   }

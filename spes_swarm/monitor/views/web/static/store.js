@@ -1,23 +1,23 @@
-// What the page knows: a copy of the monitor's state, kept up by whole states and changes (see changes.py).
+// The page's copy of the monitor's state, updated by whole states and changes (see changes.py).
 
 export class Store extends EventTarget {
   constructor() {
     super();
-    this.head = null; // the state without peers and experts; null until the first one has come
-    this.peers = new Map(); // by peer id, each with `seen`: the moment of its last record
+    this.head = null; // the state without peers and experts; null until the first one arrives
+    this.peers = new Map(); // by peer id, each with `seen`: the time of its last record
     this.experts = [];
     this.points = []; // the history, by round
     this._skew = 0; // the monitor's clock minus ours
     this._pending = null;
   }
 
-  /** The monitor's time now; stands still in a replay. */
+  /** The monitor's current time; fixed in a replay. */
   now() {
     if (this.head?.status === "replay") return this.head.time;
     return Date.now() / 1000 + this._skew;
   }
 
-  /** Takes a whole state. */
+  /** Replaces the whole state. */
   replace(state) {
     const { peers, experts, ...head } = state;
     const otherRun = this.head !== null && this.head.run.run_id !== head.run.run_id;
@@ -29,7 +29,7 @@ export class Store extends EventTarget {
     this._tell({ all: true, history: otherRun });
   }
 
-  /** Takes what differs from the last state. */
+  /** Applies a change to the last state. */
   change({ time, head, peers = [], gone = [], experts = [], history = [] }) {
     if (this.head === null) return;
     Object.assign(this.head, head, { time });
@@ -57,7 +57,7 @@ export class Store extends EventTarget {
     if (points.length) this._tell({ history: true });
   }
 
-  /** Takes a whole history, and keeps what has come since it was asked for. */
+  /** Replaces the history, and keeps newer points that arrived since the request. */
   replaceHistory(points) {
     const last = points.length ? points[points.length - 1].round : -1;
     const newer = this.points.filter((point) => point.round > last);
@@ -68,11 +68,11 @@ export class Store extends EventTarget {
 
   _setClock(time) {
     const skew = time - Date.now() / 1000;
-    // Small differences are the way here, not the clock: following them would make ages jitter.
+    // Small differences are network latency, not clock skew: following them would make ages jitter.
     if (Math.abs(skew - this._skew) > 0.5) this._skew = skew;
   }
 
-  /** Tells what changed, once per frame however much has come. */
+  /** Reports what changed, at most once per frame. */
   _tell(what) {
     if (this._pending === null) {
       this._pending = { all: false, peers: false, experts: new Set(), history: false };

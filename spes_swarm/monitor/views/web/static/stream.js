@@ -1,11 +1,11 @@
-// The connection to the monitor: follows its event stream, notices silence, and comes back by itself.
+// The connection to the monitor: follows its event stream, detects silence, and reconnects by itself.
 
-const SILENCE_MS = 20_000; // the monitor gives a sign every 5 s
-const HIDDEN_MS = 30_000; // browsers allow six connections to a host: tabs that nobody sees give theirs back
+const SILENCE_MS = 20_000; // the monitor sends a heartbeat every 5 s
+const HIDDEN_MS = 30_000; // browsers allow six connections to a host: hidden tabs release theirs
 const RETRY_MS = [500, 1_000, 2_000, 4_000, 8_000];
 
 export class Stream extends EventTarget {
-  /** `store` is kept up to date; a `link` event says {status: "live" | "connecting" | "gone" | "busy", since}. */
+  /** Keeps `store` up to date; emits `link` events {status: "live" | "connecting" | "gone" | "busy", since}. */
   constructor(store) {
     super();
     this._store = store;
@@ -21,7 +21,7 @@ export class Stream extends EventTarget {
     addEventListener("online", () => this._events === null && this.open());
   }
 
-  /** Connects anew, at once. */
+  /** Reconnects at once. */
   open() {
     this._close();
     const events = new EventSource("/api/events");
@@ -50,7 +50,7 @@ export class Stream extends EventTarget {
       const points = await answer.json();
       if (events === this._events) this._store.replaceHistory(points);
     } catch {
-      // With the monitor gone the stream breaks as well; otherwise it was this one request.
+      // If the monitor is gone, the stream breaks as well; otherwise only this request has failed.
       if (events === this._events) setTimeout(() => events === this._events && this._fetchHistory(), 3_000);
     }
   }
@@ -69,7 +69,7 @@ export class Stream extends EventTarget {
     this._timer = setTimeout(() => this.open(), wait);
   }
 
-  /** An event stream does not say why it ended; a plain request tells a monitor that is gone from one that is full. */
+  /** An event stream does not report why it ended; a plain request distinguishes a monitor that is gone from a full one. */
   async _diagnose() {
     let status = "gone";
     try {

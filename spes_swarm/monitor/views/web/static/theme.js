@@ -1,8 +1,8 @@
-// Runs before the page is drawn, so that a chosen theme does not flash the other one first.
+// Runs before the page is drawn, so that the other theme does not flash first.
 "use strict";
 (() => {
   const CHOICES = ["auto", "light", "dark"];
-  const NAMES = { auto: "as the system", light: "light", dark: "dark" };
+  const NAMES = { auto: "system", light: "light", dark: "dark" };
   const root = document.documentElement;
 
   function saved() {
@@ -10,7 +10,7 @@
       const value = localStorage.getItem("theme");
       return CHOICES.includes(value) ? value : "auto";
     } catch {
-      return "auto"; // storage can be forbidden; then the choice lasts as long as the page
+      return "auto"; // storage can be blocked; then the choice lasts as long as the page
     }
   }
 
