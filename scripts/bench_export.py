@@ -44,6 +44,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from spes_swarm import export
+from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
@@ -52,7 +53,6 @@ from spes_swarm.convert.upcycling import compare, upcycle
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.plain import split_blocks
-from spes_swarm.publishing.publication import MAX_SHARD_SIZE
 from spes_swarm.publishing.snapshot import take_snapshot
 from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory

@@ -12,9 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
 from spes_swarm.base.errors import UserError
-from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -25,9 +25,8 @@ from typing import Any
 
 import psutil
 
-from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
 from spes_swarm.base.errors import UserError
-from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 
 def go_to_background() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from types import TracebackType
 from typing import Any, NoReturn
 
 from spes_swarm import __version__
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import ConfigError, UserError
+
+# Shards of publications: an interrupted transfer resumes after the last complete file.
+MAX_SHARD_SIZE = "1GB"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -33,3 +37,15 @@ def report_interrupt(program: str) -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = report
+
+
+def shard_bytes(size: str) -> int:
+    """Parses a size such as "500MB" or "1GB" into bytes.
+
+    Raises:
+        UserError: it is not a whole number of KB, MB, GB or TB.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,5})([KMGT])B", size.strip().upper())
+    if match is None:
+        raise UserError(f"shard size {size!r:.40}: expected something like 500MB or 1GB")
+    return int(match[1]) * {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[match[2]]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.base.user_paths import new_directory
 from spes_swarm.publishing.card import CardFacts, write_card
 from spes_swarm.publishing.plain import write_export
 from spes_swarm.publishing.publication import (
     CARD_FILE,
-    MAX_SHARD_SIZE,
     PICTURE_FILE,
     PUBLICATION_FILE,
     LossPoint,

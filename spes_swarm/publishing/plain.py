@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError, DataError
 from spes_swarm.base.user_paths import new_directory
@@ -29,7 +30,6 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.consensus.layout import Block, Layout, TensorSlot
-from spes_swarm.publishing.publication import MAX_SHARD_SIZE, shard_bytes
 
 _WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_swarm.base.decoding import check_json, first_complaint
-from spes_swarm.base.errors import ManifestError, ProtocolError, PublicationError, UserError
+from spes_swarm.base.errors import ManifestError, ProtocolError, PublicationError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.protocol.consensus.reference import whole_digest
 from spes_swarm.publishing.tensor_file import open_regular
@@ -256,19 +255,3 @@ def merge_history(*histories: Sequence[LossPoint]) -> list[LossPoint]:
     while len(merged) > MAX_HISTORY:
         merged = [*merged[:-1][::2], merged[-1]]
     return merged
-
-
-# An interrupted transfer resumes after the last complete file.
-MAX_SHARD_SIZE = "1GB"
-
-
-def shard_bytes(size: str) -> int:
-    """Parses a size such as "500MB" or "1GB" into bytes.
-
-    Raises:
-        UserError: it is not a whole number of KB, MB, GB or TB.
-    """
-    match = re.fullmatch(r"([1-9]\d{0,5})([KMGT])B", size.strip().upper())
-    if match is None:
-        raise UserError(f"shard size {size!r:.40}: expected something like 500MB or 1GB")
-    return int(match[1]) * {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}[match[2]]

@@ -109,7 +109,7 @@ def model_settings(**values: Any) -> Callable[[Content], object]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* knows {FORMAT}"),
+        (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* supports format {FORMAT}"),
         (lambda content: content["run"].update(surprise=1), r"run\.surprise: unknown key"),
         (lambda content: content["run"]["round"].update(inner_steps=0), r"run\.round\.inner_steps"),
         (lambda content: content["run"]["model"]["settings"].update(trust_remote_code=True), "not allowed"),

@@ -279,7 +279,7 @@ def test_other_tokens_begin_a_new_walk(tmp_path: Path, stream: TokenStream) -> N
     assert (now.epoch, now.position) == (0, 0)
     assert before.restore(state) is True
     # A cursor of a version that did not tell the two apart.
-    with pytest.raises(DataError, match="to other data"):
+    with pytest.raises(DataError, match="or other data"):
         now.restore({key: value for key, value in state.items() if key != "data"})
 
 

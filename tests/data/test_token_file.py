@@ -144,7 +144,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "sidecar no JSON": (lambda p: sidecar_path(p).write_bytes(b"\xff{"), "is not JSON"),
     "sidecar foreign": (lambda p: sidecar_path(p).write_text("[]"), "does not describe"),
     "sidecar newer": (change_sidecar(version=2), "format version 2"),
-    "sidecar garbled": (change_sidecar(num_tokens="1000", blake3=None), "garbles blake3, num_tokens"),
+    "sidecar garbled": (change_sidecar(num_tokens="1000", blake3=None), "invalid fields: blake3, num_tokens"),
 }
 
 

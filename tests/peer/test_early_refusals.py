@@ -125,7 +125,7 @@ def test_values_that_cannot_be_meant(tmp_path: Path, arguments: list[str], why: 
         ({"training": {"learning_rate": "high"}}, "run.training.learning_rate: found 'high', expected a number"),
         ({"training": {"warmup_steps": 2000}}, "run.training.warmup_steps: found 2000, expected fewer than"),
         ({"experts_per_peer": 0}, "run.experts_per_peer: found 0, expected a whole number, at least 1"),
-        ({"model": {"type": 7}}, "run.model.type: found 7, expected a text"),
+        ({"model": {"type": 7}}, "run.model.type: found 7, expected non-empty text"),
     ],
 )
 def test_a_run_section_with_a_mistake(tmp_path: Path, run_section: dict[str, Any], why: str) -> None:

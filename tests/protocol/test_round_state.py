@@ -273,7 +273,7 @@ def lengthened(factor: float, num_parts: int | None = None) -> tuple[int, int]:
             accepted += 1
         except ProtocolError as exc:
             refusals.append(exc)
-        assert all(error.kind == "norm" and f"part {part.index} is longer than" in str(error) for error in refusals)
+        assert all(error.kind == "norm" and f"part {part.index} exceeds" in str(error) for error in refusals)
     return len(pushes), accepted
 
 

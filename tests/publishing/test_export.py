@@ -18,10 +18,11 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm import export
+from spes_swarm.base.arguments import shard_bytes
 from spes_swarm.base.errors import UserError
 from spes_swarm.model.sparse_model import build_model, plain_state_dict
 from spes_swarm.publishing.plain import empty_model, export_reference, saved_tensors, split_blocks
-from spes_swarm.publishing.publication import read_export, shard_bytes
+from spes_swarm.publishing.publication import read_export
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, values
 from tests.helpers.repository import ROOT

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import SwarmView, TokenCounts
 from spes_swarm.training import pace as pace_module
 from spes_swarm.training.pace import Pace
@@ -44,8 +45,8 @@ class Others:
             experts_covered=8,
         )
 
-    def submit(self, command: str) -> Future[TokenCounts]:
-        assert command == "count_tokens"
+    def submit(self, command: object) -> Future[TokenCounts]:
+        assert command is Commands.count_tokens
         self.num_counts += 1
         answer: Future[TokenCounts] = Future()
         tokens = int(sum(self.steps) * STEP)

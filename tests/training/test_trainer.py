@@ -172,6 +172,8 @@ def test_trainers_that_share_nothing_but_a_port_agree_round_after_round(tmp_path
         thread.start()
     for thread in threads:
         thread.join()
+    for peer in peers:
+        peer.setup.metrics.close()
     first, *others = (read_events(peer.setup.checkpoints.parent / "metrics.jsonl", "round") for peer in peers)
     assert [event["round"] for event in first] == [1, 2, 3, 4]
     for events in others:

@@ -214,7 +214,7 @@ class RoundState:
             if frame.form != contribution.form:
                 raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
             if frame.weight != contribution.weight:
-                raise ProtocolError("weight", f"weight {frame.weight}, expected {contribution.weight}")
+                raise ProtocolError("weight", f"weight {frame.weight}, but {contribution.weight} was stated")
             if contribution.form is Form.FULL:
                 difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
             else:
