@@ -22,6 +22,7 @@ from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
@@ -31,7 +32,7 @@ from spes_swarm.peer.capacity import choose_device, plan_experts
 from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
-from spes_swarm.peer.run_finder import RunFinder, tokenizer_of
+from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
@@ -150,7 +151,7 @@ class Joining:
     def _open_data(self) -> None:
         run, stay = self._run, self._stay
         self._room = plan_experts(run, self._peer, self._device)
-        self._local = stay.data.open(run.data, tokenizer_of(run))
+        self._local = stay.data.open(run.data, run_tokenizer(run))
         stay.metrics.write("data", **self._local.to_event())
         # By default each identity has its own data order, the same in every session.
         own_seed = int.from_bytes(blake3(stay.identity.peer_id.encode()).digest()[:6], "little")

@@ -10,8 +10,8 @@ import numpy as np
 from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
-from spes_swarm.config.run import RunConfig, frozen_embedding
-from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.config.run import RunConfig
+from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.capacity import choose_device, plan_experts
@@ -130,10 +130,9 @@ class RunFinder:
         run = self._request.run
         assert run is not None  # preflight.check_run has rejected that
         plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before any slow step
-        tokenizer = load_tokenizer(run.tokenizer.name)
+        tokenizer = run_tokenizer(run)
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
-        _check_vocabulary(run, tokenizer)
         run = dataclasses.replace(run, data=self._data.found(run.data, tokenizer))
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True))
         run = self._with_initial_weights(run, layout)
@@ -163,31 +162,3 @@ def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
     model = dataclasses.replace(given.model, initial_weights=weights)
     data = run.data if same_run_data(given.data, run.data) else given.data
     return dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data) == run
-
-
-def tokenizer_of(run: RunConfig) -> Tokenizer:
-    """Loads the run's tokenizer on this machine.
-
-    Raises:
-        ManifestError: it is not the founder's.
-        ConfigError: the model's vocabulary is too small for it.
-    """
-    tokenizer = load_tokenizer(run.tokenizer.name)
-    if run.tokenizer.digest is not None and tokenizer.digest != run.tokenizer.digest:
-        raise ManifestError(
-            f"tokenizer {run.tokenizer.name!r} on this machine is not the one that the run uses "
-            f"(digest {tokenizer.digest[:12]}, expected {run.tokenizer.digest[:12]})"
-        )
-    _check_vocabulary(run, tokenizer)
-    return tokenizer
-
-
-def _check_vocabulary(run: RunConfig, tokenizer: Tokenizer) -> None:
-    if tokenizer.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"tokenizer {run.tokenizer.name!r} has {tokenizer.vocab_size} tokens, but the model's vocabulary has only "
-            f"{run.model.vocab_size}: raise run.model.settings.vocab_size or choose another tokenizer"
-        )
-    pad = run.model.pad_token_id
-    if pad is not None and tokenizer.produces(pad):
-        raise ConfigError(f"run.model.{frozen_embedding(pad, f'a token of tokenizer {run.tokenizer.name!r}')}")

@@ -23,11 +23,11 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import ConfigError, DataError
+from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.user_paths import new_directory
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
+from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.consensus.layout import Block, Layout, TensorSlot
 
@@ -94,18 +94,6 @@ def export_reference(
     blocks = split_blocks(layout_of(model), reference_N)
     with new_directory(destination) as directory:
         write_export(manifest, model, blocks, directory, max_shard_size)
-
-
-def run_tokenizer(run: RunConfig) -> Tokenizer:
-    """Loads the tokenizer of a run.
-
-    Raises:
-        DataError: the tokenizer cannot be loaded, or is not the founder's.
-    """
-    tokenizer = load_tokenizer(run.tokenizer.name)
-    if run.tokenizer.digest not in (None, tokenizer.digest):
-        raise DataError(f"tokenizer {run.tokenizer.name!r} is not the one that the run was founded with")
-    return tokenizer
 
 
 def _buffers(run: RunConfig, tensors: Mapping[str, SavedTensor]) -> dict[str, Array]:
