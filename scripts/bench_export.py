@@ -7,7 +7,7 @@ this size, in files of the default size and in small ones. Its time includes ver
 cache) and hashing the output, but not the start of Python. It is compared with the mean of two plain writes of as many
 bytes to the same disk, one right before and one right after it; all include fsync. Medians of --repeats.
 
-Upcycling: random dense models become mixtures of 8 experts, top 2, as in `scripts/upcycle.py DENSE OUT --check`, once
+Upcycling: random dense models become mixtures of 8 experts, top 2, as in `spes_swarm.upcycle DENSE OUT --check`, once
 with exact copies and once with the paper's noise. Its memory is bounded by 1.5 times the largest file of the output
 plus the largest tensor of the input. Exit code 1 if it needs more, or if exact copies change a logit beyond rounding.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,12 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from spes_swarm.__main__ import main
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:
     packaged = ROOT / "spes_swarm" / "default_config" / "quickstart.yaml"
     assert packaged.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
+
+
+def test_python_m_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    listed = re.findall(r"^python -m (\S+)  +\w", capsys.readouterr().out, re.MULTILINE)
+    modules = {path.stem for path in (ROOT / "spes_swarm").glob("*.py")} - {"__init__", "__main__"}
+    assert set(listed) == {f"spes_swarm.{name}" for name in modules | {"monitor"}}
+    for name in listed:
+        assert importlib.util.find_spec(name) is not None
+    assert main(["join", "now"]) == 2
+    assert "use python -m spes_swarm.join" in capsys.readouterr().err
 
 
 @pytest.mark.swarm

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from spes_swarm import __version__
 from spes_swarm.base.errors import ConfigError, UserError
+from spes_swarm.base.version import __version__
 
 # Shards of publications: an interrupted transfer resumes after the last complete file.
 MAX_SHARD_SIZE = "1GB"
@@ -37,6 +38,15 @@ def report_interrupt(program: str) -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = report
+
+
+def interrupt_on_sigterm() -> None:
+    """Makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does; call this in the main thread."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def shard_bytes(size: str) -> int:

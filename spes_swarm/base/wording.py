@@ -81,3 +81,9 @@ def cut(text: str, width: int) -> str:
 def listed(words: Iterable[str]) -> str:
     """Joins words with commas."""
     return ", ".join(words)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Formats rows of a name and its value, one per line, with the values below each other."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -24,6 +24,7 @@ from spes_swarm.base.errors import CheckpointError, ConfigError, DataError, User
 from spes_swarm.base.strict import nearest
 from spes_swarm.model.initial_weights import WeightDirectory, read_config
 
+LOCAL_TASKS = Path(__file__).parent / "tasks"  # their data comes with this package
 CARD_FILE = "README.md"
 # Written beside a published export; identifies the run and the reference (publishing/publication.py).
 EXPORT_FILE = "spes_swarm.json"

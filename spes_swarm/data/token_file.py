@@ -31,7 +31,7 @@ TokenArray = NDArray[Any]
 _MAGIC = b"\x93NUMPY"
 _HEADER_BYTES = 128  # fixed, so that the final length can be filled in after streaming
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
-_REMAKE = "recreate it with scripts/tokenize_corpus.py"
+_REMAKE = "recreate it with python -m spes_swarm.tokenize"
 _SCAN_TOKENS = 1 << 22
 
 

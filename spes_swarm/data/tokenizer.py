@@ -210,7 +210,7 @@ def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Token
         return ByteTokenizer()
     if name == "bpe":
         raise DataError(
-            "tokenizer 'bpe' has to be trained on a corpus first: run scripts/tokenize_corpus.py "
+            "tokenizer 'bpe' has to be trained on a corpus first: run python -m spes_swarm.tokenize "
             "--tokenizer bpe, then give the path of the tokenizer.json that it wrote"
         )
     path = Path(name).expanduser()

@@ -173,7 +173,7 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
     All names, shapes and dtypes are checked before the first value is written.
 
     Args:
-        directory: has config.json and safetensors, e.g. an export, or the output of scripts/upcycle.py.
+        directory: has config.json and safetensors, e.g. an export, or the output of `spes_swarm.upcycle`.
         layout: layout of the run's model.
         reference_N: float32, of the layout's size; undefined after an error.
 

@@ -22,12 +22,13 @@ from transformers import PreTrainedModel
 from spes_swarm.base.errors import CheckpointError, ConfigError, UserError
 from spes_swarm.convert.evaluation import Evaluation, Score, attach, check_export, evaluate
 from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.evaluate import main
 from spes_swarm.model.sparse_model import build_model
 from tests.helpers.repository import ROOT
 
 torch.set_num_threads(1)
 
-TASKS = ROOT / "configs" / "tasks"
+TASKS = ROOT / "spes_swarm" / "convert" / "tasks"
 SETTINGS: dict[str, Any] = {
     "vocab_size": 272,
     "hidden_size": 32,
@@ -67,18 +68,16 @@ def train(model: PreTrainedModel, steps: int) -> None:
 
 # The harness takes seconds to import, so one process runs every command line.
 _RUN_ALL = """
-import contextlib, importlib.util, io, json, sys
+import contextlib, io, json, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-spec = importlib.util.spec_from_file_location("evaluate", sys.argv[1])
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
+from spes_swarm.evaluate import main
 outcomes = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = script.main(arguments)
+        code = main(arguments)
     card = Path(arguments[0], "README.md")
     outcomes.append([code, out.getvalue(), err.getvalue(), card.read_text() if card.exists() else None])
 print(json.dumps(outcomes))
@@ -116,7 +115,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "broken": [trained, "--tasks", "broken", "--include-path", own],
     }
     done = subprocess.run(
-        [sys.executable, "-c", _RUN_ALL, str(ROOT / "scripts" / "evaluate.py")],
+        [sys.executable, "-c", _RUN_ALL],
         input=json.dumps([[str(argument) for argument in arguments] for arguments in commands.values()]),
         capture_output=True,
         text=True,
@@ -259,14 +258,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_command_line_mistakes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("evaluate", ROOT / "scripts" / "evaluate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.main([str(tmp_path), *arguments]) == 2
+    assert main([str(tmp_path), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"evaluate: {message}")
 

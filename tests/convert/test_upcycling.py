@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,6 +28,7 @@ from spes_swarm.convert.recipes import RECIPES
 from spes_swarm.convert.upcycling import compare, upcycle
 from spes_swarm.data.tokenizer import ByteTokenizer
 from spes_swarm.model.initial_weights import WeightDirectory
+from spes_swarm.upcycle import main as upcycle_main
 from tests.helpers.repository import ROOT
 from tests.helpers.upcycling_models import KINDS, dense_model, options, save_dense
 
@@ -383,24 +382,19 @@ def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.fixture
-def module() -> Iterator[ModuleType]:
-    """The script, imported; its handler of SIGTERM does not outlive the test."""
-    spec = importlib.util.spec_from_file_location("upcycle", ROOT / "scripts" / "upcycle.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def command() -> Iterator[Callable[[list[str]], int]]:
+    """The command; its handler of SIGTERM does not outlive the test."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield module
+    yield upcycle_main
     signal.signal(signal.SIGTERM, handler)
 
 
-def test_command_line(tmp_path: Path, module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path: Path, command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     source, moe, config = save_dense(tmp_path / "dense", "qwen3"), tmp_path / "My Mixture", tmp_path / "run.yaml"
     ByteTokenizer().save(source)
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "scripts" / "upcycle.py"), str(source), str(moe)),
+            *(sys.executable, "-m", "spes_swarm.upcycle", str(source), str(moe)),
             *("--noise-std", "0", "--check", "--write-config", str(config)),
         ],
         capture_output=True,
@@ -420,12 +414,12 @@ def test_command_line(tmp_path: Path, module: ModuleType, capsys: pytest.Capture
     assert (run.model.num_experts, run.model.experts_per_token, run.model.max_sequence_length) == (8, 2, 64)
     assert str(tmp_path) not in config.read_text()
     capsys.readouterr()
-    assert module.main([str(source), str(moe)]) == 2
+    assert command([str(source), str(moe)]) == 2
     assert capsys.readouterr().err == f"upcycle: {moe} exists and is not empty; choose another destination\n"
 
 
 def test_command_line_mistakes(
-    module: ModuleType, dense: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Callable[[list[str]], int], dense: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in (
         [dense["qwen3"], tmp_path / "moe", "--router-init", "uniform"],
@@ -435,7 +429,7 @@ def test_command_line_mistakes(
         [dense["qwen3"], tmp_path / "moe", "--write-config", tmp_path / "nowhere" / "run.yaml"],
         [tmp_path / "nothing", tmp_path / "moe"],
     ):
-        assert module.main([str(argument) for argument in arguments]) == 2
+        assert command([str(argument) for argument in arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("upcycle: ")
     assert list(tmp_path.iterdir()) == []

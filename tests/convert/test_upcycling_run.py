@@ -38,8 +38,8 @@ def initial_reference(directory: Path, model: ModelConfig) -> np.ndarray[Any, np
 
 
 def script(source: Path, mixture: Path, config: Path) -> RunConfig:
-    """scripts/upcycle.py --write-config; returns the run that it wrote."""
-    command = [sys.executable, str(ROOT / "scripts" / "upcycle.py"), str(source), str(mixture)]
+    """`upcycle --write-config`; returns the run that it wrote."""
+    command = [sys.executable, "-m", "spes_swarm.upcycle", str(source), str(mixture)]
     command += ["--experts", "4", "--noise-std", "0", "--write-config", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -73,7 +73,7 @@ def refusal(tmp_path: Path, *arguments: Any) -> str:
     return line.removeprefix("join: ")
 
 
-@pytest.mark.parametrize("module", ["join", "monitor", "publish", "export"])
+@pytest.mark.parametrize("module", ["join", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate"])
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
     code, stdout, stderr = run(tmp_path, f"spes_swarm.{module}", flag)

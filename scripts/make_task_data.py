@@ -1,7 +1,8 @@
-"""Makes the data of the local tasks from the tests of the standard library: python configs/tasks/make_data.py
+"""Makes the data of the local tasks from the tests of the standard library: python scripts/make_task_data.py
 
 The data source `stdlib`, on which a run trains by default, leaves tests out, so no such run has seen this text. The
-files in this directory were made with CPython 3.11.7; another release has other tests and gives other questions.
+files in spes_swarm/convert/tasks were made with CPython 3.11.7; another release has other tests and gives other
+questions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).parent
+_TASKS = Path(__file__).resolve().parents[1] / "spes_swarm" / "convert" / "tasks"
 _SOURCES = (
     "test_bisect", "test_calendar", "test_deque", "test_difflib", "test_fractions", "test_heapq", "test_shlex",
     "test_statistics", "test_string", "test_textwrap",
@@ -35,7 +36,7 @@ def main() -> int:
     directory = Path(sysconfig.get_path("stdlib")) / "test"
     missing = [name for name in _SOURCES if not (directory / f"{name}.py").is_file()]
     if missing:
-        print(f"make_data: this Python comes without its tests: {', '.join(missing)}", file=sys.stderr)
+        print(f"make_task_data: this Python comes without its tests: {', '.join(missing)}", file=sys.stderr)
         return 2
     texts = [(directory / f"{name}.py").read_text(encoding="utf-8") for name in _SOURCES]
     _write("python_lines.jsonl", _questions(texts, random.Random(0)))
@@ -62,13 +63,17 @@ def _questions(texts: Iterable[str], rng: random.Random) -> Iterator[dict[str, A
     for number, (context, line) in enumerate(rng.sample(candidates, _NUM_QUESTIONS)):
         choices = {line: None}  # the same bytes in all of them, so that only their order can tell
         while len(choices) < _NUM_CHOICES:
-            words = _WORD.findall(line)
-            rng.shuffle(words)
-            shuffled = iter(words)
-            choices[_WORD.sub(lambda _, rest=shuffled: next(rest), line)] = None
+            choices[_shuffled(line, rng)] = None
         others = [choice for choice in choices if choice != line]
         answer = number % _NUM_CHOICES
         yield {"context": context, "choices": [*others[:answer], line, *others[answer:]], "answer": answer}
+
+
+def _shuffled(line: str, rng: random.Random) -> str:
+    words = _WORD.findall(line)
+    rng.shuffle(words)
+    rest = iter(words)
+    return _WORD.sub(lambda _: next(rest), line)
 
 
 def _excerpts(texts: Iterable[str], rng: random.Random) -> Iterator[str]:
@@ -80,7 +85,7 @@ def _excerpts(texts: Iterable[str], rng: random.Random) -> Iterator[str]:
 
 
 def _write(name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    (_HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (_TASKS / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

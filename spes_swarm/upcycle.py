@@ -1,4 +1,6 @@
-"""Turns a dense model into the mixture of experts that a run starts from: python scripts/upcycle.py DENSE OUTPUT
+"""Turns a dense model into the mixture of experts that a run starts from.
+
+    python -m spes_swarm.upcycle DENSE OUTPUT
 
 Qwen3, Llama and OLMo 2 become Qwen3-MoE, Mixtral and FlexOlmo. Each expert is a copy of the dense FFN, with noise on a
 random part of its weights. Without noise (--noise-std 0) the mixture computes the same logits, which --check verifies.
@@ -8,33 +10,25 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import report_interrupt
-
-report_interrupt("upcycle")
-
-import yaml
-from transformers.utils.logging import disable_progress_bar
-
+from spes_swarm.base.arguments import OneLineParser, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError
-from spes_swarm.config.file import load_config
-from spes_swarm.convert.recipes import DTYPES, UpcyclingOptions, starting_run
-from spes_swarm.convert.upcycling import Comparison, UpcyclingReport, compare, upcycle
-from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, load_tokenizer
+from spes_swarm.base.wording import two_columns
+
+if TYPE_CHECKING:
+    from spes_swarm.convert.upcycling import Comparison, UpcyclingReport
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
-    disable_progress_bar()
+    """Command-line entry point; returns the exit code."""
     try:
+        options = _parse(arguments)
+        interrupt_on_sigterm()
         return _run(options)
     except UserError as exc:
         print(f"upcycle: {exc}", file=sys.stderr)
@@ -45,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser(
+        prog="python -m spes_swarm.upcycle",
+        description=(__doc__ or "").rpartition("\n\n")[2],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("dense", type=Path, metavar="DENSE", help="directory of the dense model, with safetensors")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new or empty directory")
@@ -56,7 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--noise-fraction", type=float, default=0.5, metavar="P", help="share of weights with noise")
     parser.add_argument("--router-init", default="normal:0.02", metavar="HOW", help="zero, or normal:STD")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of noise and routers")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of the output")
+    parser.add_argument("--dtype", default="float32", metavar="float32|bfloat16", help="dtype of the output")
     parser.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="largest size of a weight file")
     parser.add_argument(
         "--source-name", metavar="NAME", help="published in upcycling.json; default: the last part of DENSE"
@@ -80,6 +76,13 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(f"{options.write_config} exists, or its directory does not; choose another --write-config")
     if options.tokenizer is not None and options.write_config is None:
         raise UserError("--tokenizer belongs to --write-config, which is not given")
+    # These import torch and transformers, which takes seconds.
+    from transformers.utils.logging import disable_progress_bar
+
+    from spes_swarm.convert.recipes import UpcyclingOptions
+    from spes_swarm.convert.upcycling import compare, upcycle
+
+    disable_progress_bar()
     upcycling = UpcyclingOptions(
         experts=options.experts,
         top_k=options.top_k,
@@ -119,7 +122,9 @@ def _router_std(text: str) -> float:
 
 
 def _tokenizer_name(options: argparse.Namespace) -> str:
-    """A name for the dense model's tokenizer that is valid on all machines."""
+    """Returns a name for the dense model's tokenizer that is valid on all machines."""
+    from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, load_tokenizer
+
     if (options.dense / "tokenizer.json").exists():
         tokenizer = load_tokenizer(options.dense, local_files_only=True)
         if tokenizer.digest == ByteTokenizer().digest:
@@ -131,6 +136,11 @@ def _tokenizer_name(options: argparse.Namespace) -> str:
 
 def _write_config(directory: Path, file: Path, tokenizer: str) -> None:
     """Writes the configuration, and reads it back as the founder of the run will."""
+    import yaml
+
+    from spes_swarm.config.file import load_config
+    from spes_swarm.convert.recipes import starting_run
+
     name = re.sub(r"[^a-z0-9-]+", "-", directory.resolve().name.lower()).strip("-")[:40] or "upcycled"
     run = starting_run(directory, name, tokenizer)
     header = "# A run of an upcycled mixture. Optimisation and merging are those of SPES 9B (arXiv 2602.11543).\n"
@@ -152,12 +162,11 @@ def _table(report: UpcyclingReport, seconds: float) -> str:
         ("seconds", f"{seconds:.1f}"),
         ("peak MiB", f"{_peak_bytes() / 2**20:,.0f} (the whole process)"),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return two_columns(rows)
 
 
 def _peak_bytes() -> int:
-    """Peak resident size of this process; getrusage would include that of the parent before exec."""
+    """Returns the peak resident size of this process; getrusage would include that of the parent before exec."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     match = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
     return 1024 * int(match[1]) if match else 0
@@ -168,10 +177,6 @@ def _verdict(comparison: Comparison) -> str:
         f"check: logits differ by at most {comparison.max_difference:.2e} (largest logit {comparison.max_logit:.1f}); "
         f"loss on random tokens {comparison.dense_loss:.4f} dense, {comparison.moe_loss:.4f} mixture"
     )
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

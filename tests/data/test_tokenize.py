@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import random
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from spes_swarm import tokenize
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.corpus import open_source
 from spes_swarm.data.sampler import TokenStream
@@ -27,7 +26,6 @@ from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
 from tests.helpers.repository import ROOT
 
-SCRIPT = ROOT / "scripts" / "tokenize_corpus.py"
 BYTES = ByteTokenizer()
 
 
@@ -60,24 +58,14 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tokenize_corpus", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
+        [sys.executable, "-m", "spes_swarm.tokenize", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         # A shell starts background jobs with SIGINT ignored, and that is inherited: these tests may run in one.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -176,7 +164,7 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     assert f"{stream.num_tokens:,}" == rows["tokens"].strip()
 
 
-def test_mistakes_end_in_one_line(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "a.txt"
     text.write_text("hello")
     mistakes = [
@@ -188,10 +176,10 @@ def test_mistakes_end_in_one_line(script: ModuleType, tmp_path: Path, capsys: py
     before = signal.getsignal(signal.SIGTERM)
     try:
         for number, mistake in enumerate(mistakes):
-            assert script.main([*mistake, "--output", str(tmp_path / str(number)), "--no-progress"]) == 2
+            assert tokenize.main([*mistake, "--output", str(tmp_path / str(number)), "--no-progress"]) == 2
             captured = capsys.readouterr()
             assert captured.out == ""
-            assert captured.err.startswith("tokenize_corpus: ")
+            assert captured.err.startswith("tokenize: ")
             assert captured.err.count("\n") == 1
     finally:
         signal.signal(signal.SIGTERM, before)

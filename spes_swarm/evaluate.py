@@ -1,7 +1,10 @@
-"""Evaluates an export with lm-evaluation-harness: python scripts/evaluate.py EXPORT_DIR
+"""Evaluates an export with lm-evaluation-harness.
 
-By default it runs the tasks in configs/tasks, whose data is in the repository. Other tasks are given by their name in
-the harness or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain code.
+    python -m spes_swarm.evaluate EXPORT_DIR
+
+By default it runs the tasks in convert/tasks, whose data comes with this package. Other tasks are given by their name
+in the harness or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain
+code.
 """
 
 from __future__ import annotations
@@ -10,27 +13,21 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import report_interrupt
-
-report_interrupt("evaluate")
-
-import torch
-from transformers.utils.logging import disable_progress_bar
-
+from spes_swarm.base.arguments import OneLineParser
 from spes_swarm.base.errors import ConfigError, UserError
-from spes_swarm.convert.evaluation import Evaluation, attach, evaluate
 
-_LOCAL_TASKS = Path(__file__).resolve().parents[1] / "configs" / "tasks"
+if TYPE_CHECKING:
+    from spes_swarm.convert.evaluation import Evaluation
+
 _DEFAULT_TASKS = "python_lines,python_bytes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    options = _parse(arguments)
-    disable_progress_bar()
+    """Command-line entry point; returns the exit code."""
     try:
-        _run(options)
+        _run(_parse(arguments))
     except UserError as exc:
         print(f"evaluate: {exc}", file=sys.stderr)
         return 2
@@ -41,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    parser = OneLineParser(
+        prog="python -m spes_swarm.evaluate",
+        description=(__doc__ or "").rpartition("\n\n")[2],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("export", type=Path, metavar="EXPORT_DIR", help="written by spes_swarm.export, or any model")
     parser.add_argument("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="task names, or paths of YAML files")
@@ -66,10 +65,16 @@ def _run(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name}: found {value}, expected at least 1")
     if options.output is not None and not options.output.resolve().parent.is_dir():
         raise ConfigError(f"{options.output}: its directory does not exist")
+    # Everything below imports torch and transformers, which takes seconds.
+    from transformers.utils.logging import disable_progress_bar
+
+    from spes_swarm.convert.evaluation import LOCAL_TASKS, attach, evaluate
+
+    disable_progress_bar()
     evaluation = evaluate(
         options.export,
         tasks,
-        [_LOCAL_TASKS, *options.include_path],
+        [LOCAL_TASKS, *options.include_path],
         limit=options.limit,
         batch_size=options.batch_size,
         device=_device(options.device),
@@ -82,6 +87,8 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _device(name: str) -> str:
+    import torch
+
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")

@@ -1,4 +1,6 @@
-"""Turns text into token files for `--data`: python scripts/tokenize_corpus.py TEXT ... --output DIR
+"""Turns text into token files for `--data`.
+
+    python -m spes_swarm.tokenize TEXT ... --output DIR
 
 Reads .txt (and .md, .rst, .py), .jsonl (plain, .gz, .zst) and .parquet. The result does not depend on the number of
 processes. Broken records are skipped and counted by kind.
@@ -8,52 +10,45 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import report_interrupt
-
-report_interrupt("tokenize_corpus")
-
-from tqdm import tqdm
-
+from spes_swarm.base.arguments import OneLineParser, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError
-from spes_swarm.data.readers import find_documents
-from spes_swarm.data.sharding import (
-    DEFAULT_SHARD_TOKENS,
-    DocumentFormat,
-    ShardSummary,
-    prepare_output,
-    sample_documents,
-    write_shards,
-)
-from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from spes_swarm.base.wording import two_columns
+
+if TYPE_CHECKING:
+    from spes_swarm.data.sharding import ShardSummary
+    from spes_swarm.data.tokenizer import Tokenizer
 
 _BPE_SAMPLE_CHARS = 200_000_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    options = _parse(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    """Command-line entry point; returns the exit code."""
     try:
+        options = _parse(arguments)
+        interrupt_on_sigterm()
         summary, tokenizer = _run(options)
     except UserError as exc:
-        print(f"tokenize_corpus: {exc}", file=sys.stderr)
+        print(f"tokenize: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("tokenize_corpus: interrupted; complete shards are kept", file=sys.stderr)
+        print("tokenize: interrupted; complete shards are kept", file=sys.stderr)
         return 130
     print(_table(summary, tokenizer))
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[2], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    from spes_swarm.data.sharding import DEFAULT_SHARD_TOKENS
+
+    parser = OneLineParser(
+        prog="python -m spes_swarm.tokenize",
+        description=(__doc__ or "").rpartition("\n\n")[2],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="TEXT", help="files, directories or globs")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the shards are written")
@@ -76,6 +71,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> tuple[ShardSummary, Tokenizer]:
+    # Slow enough to be interrupted.
+    from tqdm import tqdm
+
+    from spes_swarm.data.readers import find_documents
+    from spes_swarm.data.sharding import DocumentFormat, prepare_output, sample_documents, write_shards
+    from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
+
     files = find_documents(options.inputs)
     document_format = DocumentFormat(text_field=options.text_field, text_mode=options.text_mode)
     tokenizer: Tokenizer
@@ -111,12 +113,7 @@ def _table(summary: ShardSummary, tokenizer: Tokenizer) -> str:
         ("broken records", f"{summary.broken.total():,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in sorted(summary.broken.items())),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
-def _interrupt(signal_number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return two_columns(rows)
 
 
 if __name__ == "__main__":

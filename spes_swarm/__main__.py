@@ -1,0 +1,41 @@
+"""`python -m spes_swarm`: lists the commands."""
+
+from __future__ import annotations
+
+import sys
+
+from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.errors import UserError
+from spes_swarm.base.wording import two_columns
+
+_COMMANDS = {
+    "join": "join a run, or found one",
+    "monitor": "watch a run",
+    "export": "save the newest checkpoint as a plain transformers model",
+    "publish": "publish a round on the Hugging Face Hub, or in a directory",
+    "tokenize": "turn text into token files",
+    "upcycle": "turn a dense model into a mixture of experts",
+    "evaluate": "evaluate an export with lm-evaluation-harness",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command-line entry point; returns the exit code."""
+    parser = OneLineParser(prog="python -m spes_swarm", add_help=False)
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("command", nargs="*")
+    try:
+        given = parser.parse_args(arguments).command
+        if given:
+            dotted = f"spes_swarm.{given[0]}" if given[0] in _COMMANDS else "spes_swarm.COMMAND"
+            raise UserError(f"commands are modules: use python -m {dotted}; python -m spes_swarm lists them")
+    except UserError as exc:
+        print(f"spes_swarm: {exc}", file=sys.stderr)
+        return 2
+    print(two_columns([(f"python -m spes_swarm.{name}", purpose) for name, purpose in _COMMANDS.items()]))
+    print("Each has --help.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
