@@ -10,10 +10,51 @@ exports it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
 from spes_swarm.base.errors import UserError
+
+if TYPE_CHECKING:
+    from spes_swarm.publishing.publication import Publication
+
+
+def export_model(
+    output_dir: str | Path,
+    destination: str | Path,
+    *,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    on_skipped: Callable[[str], None] = lambda reason: None,
+) -> Publication:
+    """Writes the reference of a peer's newest checkpoint as a plain `transformers` model.
+
+    Args:
+        output_dir: of the peer, which may be running.
+        destination: a new or empty directory; complete when it exists.
+        max_shard_size: largest weight file, unless a single tensor is larger: "500MB", "1GB" ...
+        on_skipped: called for each newer checkpoint that cannot be used, with the reason.
+
+    Returns:
+        What was written: `run_id`, `round`, `digest` and more.
+
+    Raises:
+        UserError: the directory does not belong to a run, has no usable checkpoint, or the destination is not empty or
+            cannot be written.
+    """
+    shard_bytes(max_shard_size)
+    from spes_swarm.base.user_paths import check_is_new
+    from spes_swarm.storage.run_directory import RunDirectory
+
+    check_is_new(Path(destination))
+    RunDirectory(Path(output_dir)).require_run()
+    # Everything below imports torch and transformers, which takes seconds.
+    from spes_swarm.publishing.pack import RunFacts, pack
+    from spes_swarm.publishing.snapshot import newest_snapshot
+
+    snapshot = newest_snapshot(Path(output_dir), on_complaint=on_skipped)
+    return pack(snapshot, Path(destination), RunFacts(), max_shard_size)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,18 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         options = parser.parse_args(arguments)
-        shard_bytes(options.max_shard_size)
-        from spes_swarm.base.user_paths import check_is_new
-        from spes_swarm.storage.run_directory import RunDirectory
-
-        check_is_new(options.destination)
-        RunDirectory(options.output_dir).require_run()
-        # Everything below imports torch and transformers, which takes seconds.
-        from spes_swarm.publishing.pack import RunFacts, pack
-        from spes_swarm.publishing.snapshot import newest_snapshot
-
-        snapshot = newest_snapshot(options.output_dir, on_complaint=_say_passed_over)
-        pack(snapshot, options.destination, RunFacts(), options.max_shard_size)
+        written = export_model(
+            options.output_dir,
+            options.destination,
+            max_shard_size=options.max_shard_size,
+            on_skipped=_say_passed_over,
+        )
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
         return 2
@@ -50,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("export: interrupted; the destination is complete if it exists", file=sys.stderr)
         return 130
-    print(f"round {snapshot.round} of {snapshot.manifest.run_id} written to {options.destination}")
+    print(f"round {written.round} of {written.run_id} written to {options.destination}")
     return 0
 
 

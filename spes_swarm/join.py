@@ -84,15 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
 
             draft = read_request(options)
             check_machine(draft.peer)
-            check_run(draft)
+            check_run(draft.peer, draft.file.run)
             # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
             # before that.
-            request = draft.complete()
-            from spes_swarm.peer.panel import PeerConsole
+            run = draft.build_run()
             from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        Session(request, PeerConsole(), signals).run()
+        Session(draft.peer, run, signals=signals).run()
     except UserError as exc:
         # It may quote other peers: it must stay on one line and contain no terminal escapes.
         print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)

@@ -62,3 +62,10 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "round 1: 1 peer, " in done.stdout
     assert (empty / "runs" / "peer" / "metrics.jsonl").exists()
+    (empty / "text.txt").write_text("spam", encoding="utf-8")
+    for command in (["tokenize", "text.txt", "--output", "tokens"], ["evaluate", "--help"], ["upcycle", "--help"]):
+        module = f"spes_swarm.{command[0]}"
+        subprocess.run([sys.executable, "-P", "-m", module, *command[1:]], cwd=empty, env=environment, check=True)
+    assert (empty / "tokens" / "tokens-00000.npy").exists()
+    tasks = Path("spes_swarm", "convert", "tasks")
+    assert {path.name for path in (unpacked / tasks).iterdir()} == {path.name for path in (ROOT / tasks).glob("*.*")}

@@ -43,13 +43,16 @@ def default_config_path() -> Path:
     return Path(__file__).parent.parent / "default_config" / "quickstart.yaml"
 
 
-def load_config(path: str | Path) -> ConfigFile:
+def load_config(path: str | Path | None = None) -> ConfigFile:
     """Reads a configuration file.
+
+    Args:
+        path: YAML with the optional sections `run:` and `peer:`; None: the quickstart inside the package.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or has an invalid setting.
     """
-    raw = read_config_file(path)
+    raw = read_config_file(path or default_config_path())
     return ConfigFile(run=raw.build_run(), peer=raw.peer)
 
 

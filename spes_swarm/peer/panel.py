@@ -21,10 +21,10 @@ _REFRESH_S = 0.5
 
 
 class PeerConsole:
-    """Writes to standard output. Text from other peers is never interpreted as markup."""
+    """Writes to standard output, unless it is quiet. Text from other peers is never interpreted as markup."""
 
-    def __init__(self) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
         """Prints one plain line."""
@@ -50,7 +50,8 @@ class LivePanel:
     def __init__(self, console: Console, status: TrainingStatus, title: str) -> None:
         self._status = status
         self._title = title
-        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        shown = console.is_terminal and not console.quiet
+        self._live = Live(console=console, auto_refresh=False, transient=False) if shown else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._redraw, name="spes-panel", daemon=True)
 

@@ -6,16 +6,18 @@ A request that passes may still fail later, with the same message: files can van
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from spes_swarm.base.address import without_own
 from spes_swarm.base.errors import CheckpointError, ConfigError, DataError, UserError
 from spes_swarm.base.strict import read_section
+from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.config.run import TrainingConfig
+from spes_swarm.config.run import RunConfig, TrainingConfig
 from spes_swarm.data.corpus import check_source
-from spes_swarm.peer.join_request import DraftRequest
+from spes_swarm.peer.join_request import check_peer
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.location import parse_location
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
@@ -51,13 +53,29 @@ def check_machine(peer: PeerConfig) -> None:
     _check_publications(peer)
 
 
-def check_run(draft: DraftRequest) -> None:
+def check_request(peer: PeerConfig, run: RunConfig | None) -> None:
+    """Applies all checks to a request; see `JoinRequest` for the arguments.
+
+    Raises:
+        UserError: the request is invalid, or fails `check_machine` or `check_run`.
+    """
+    check_peer(peer)
+    if run is not None:
+        parse_experts(peer.experts, run.model.num_experts)
+    check_machine(peer)
+    check_run(peer, None if run is None else run.to_dict())
+
+
+def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None) -> None:
     """Rejects a request that contradicts the run of the output directory, or cannot found a run.
+
+    Args:
+        peer: how this peer takes part.
+        founded: settings of the run if this peer founds one, as those of a RunConfig; None: there are none.
 
     Raises:
         UserError: the request does not fit the directory, or the directory's manifest is corrupt.
     """
-    peer = draft.peer
     directory = RunDirectory(Path(peer.output_dir))
     stored = directory.raw_manifest()
     run = None if stored is None else stored.run
@@ -75,9 +93,9 @@ def check_run(draft: DraftRequest) -> None:
         if peer.from_hub is None:
             if peer.run_id is not None:
                 raise ConfigError("--run-id names a run to join, which needs --initial-peers")
-            if draft.file.run is None:
+            if founded is None:
                 raise ConfigError("founding a run needs a configuration with a `run` section")
-            run = draft.file.run
+            run = founded
     if run is not None:
         read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
 

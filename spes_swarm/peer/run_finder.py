@@ -70,7 +70,7 @@ class RunFinder:
                 return self.source.manifest
             return self._found()
         if not peer.initial_peers and stored is not None:
-            if self._request.run_is_explicit and not _same_run(self._request.run, stored.run):
+            if not _same_run(self._request.run, stored.run):
                 raise UserError(
                     f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
                     "differs from the given one; choose another --output-dir, or leave out --config to continue it"
@@ -103,7 +103,7 @@ class RunFinder:
                     "choose another --output-dir"
                 ) from exc
             raise
-        if self._request.run_is_explicit and not _same_run(self._request.run, manifest.run):
+        if not _same_run(self._request.run, manifest.run):
             raise ConfigError(
                 f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
                 "the run's settings from the swarm: leave the section out"
@@ -154,7 +154,7 @@ class RunFinder:
 
 
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
-    """Returns True if a configuration file agrees with this run, whose digests the founder has filled in."""
+    """Returns True if this run is configured as expected; the founder has filled in digests. None expects nothing."""
     if given is None:
         return True
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)

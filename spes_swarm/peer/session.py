@@ -5,22 +5,29 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from contextlib import suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Self
 
 from spes_swarm.base.address import without_own
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import plural
+from spes_swarm.config.file import load_config
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.joining import Joining, Stay
 from spes_swarm.peer.panel import PeerConsole, interpreter
+from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.port.commands import Event, FaultSeen
 from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.storage.metrics import Metrics
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import open_metrics
 from spes_swarm.training.out_of_memory import as_user_error
@@ -30,81 +37,163 @@ from spes_swarm.training.trainer import Trainer
 _SAY_PROGRESS_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionResult:
+    """What a peer has reached when it leaves in order."""
+
+    run_id: str
+    output_dir: Path  # has the last checkpoint; `export_model` takes it
+    round: int  # the newest round that this peer has committed
+    run_is_over: bool  # the run ended by its schedule
+    loss: float | None  # of the last local step, in nats; None if there was none
+    eval_loss: float | None  # the latest measurement, on held-out text; None if there was none
+
+
 class Session:
-    """One session of a peer in a run, from start to leaving."""
+    """One session of a peer in a run, from start to leaving.
 
-    def __init__(self, request: JoinRequest, console: PeerConsole, signals: StopSignals) -> None:
-        started = time.monotonic()
-        self._console = console
-        self._signals = signals
-        peer = request.peer
-        directory = RunDirectory(Path(peer.output_dir))
-        self._lock = directory.prepare()
-        identity_path = Path(peer.identity) if peer.identity else directory.identity
-        identity = Identity.load_or_create(identity_path.absolute())
-        self._identity_lock = lock_identity(identity_path)
-        peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))
-        self._metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
-        self._status = TrainingStatus()
-        self._said_progress_at = time.monotonic()
-        self._network = NetworkClient(identity.path, self._on_network_event)
-        self._stay = Stay(
-            request=replace(request, peer=peer),
-            directory=directory,
-            identity=identity,
-            console=console,
-            metrics=self._metrics,
-            network=self._network,
-            data=PeerData(peer, directory, console.say, signals.told),
-            stop=signals.told,
-            status=self._status,
-            started=started,
-        )
-        self._joining = Joining(self._stay)
+    Args:
+        peer: how this peer takes part.
+        run: settings of the run to found. If the peer joins or continues a run instead, its settings must be these;
+            None accepts any.
+        quiet: print nothing.
+        signals: of a program that has installed its handlers already; None: see `run`.
 
-    def _on_network_event(self, event: Event) -> None:
-        # Runs in the reader's thread. On a full disk the trainer's own next event fails as well, and ends the session.
-        with suppress(UserError):
-            self._metrics.write(event.metric, **asdict(event))
-        if isinstance(event, FaultSeen):
-            self._status.faults += 1
-        elif isinstance(event, SyncProgress) and time.monotonic() - self._said_progress_at > _SAY_PROGRESS_S:
-            self._said_progress_at = time.monotonic()
-            self._console.say(
-                f"fetched {event.done_bytes / event.total_bytes:.0%}: {event.done_bytes / 1e6:.1f} of "
-                f"{event.total_bytes / 1e6:.1f} MB, from {plural(len(event.chunks_by_donor), 'donor')}"
-            )
+    Raises:
+        UserError: a setting is impossible, does not fit the output directory, or cannot work on this machine. Nothing
+            has appeared on disk.
+    """
 
-    def run(self) -> None:
+    def __init__(
+        self,
+        peer: PeerConfig,
+        run: RunConfig | None = None,
+        *,
+        quiet: bool = False,
+        signals: StopSignals | None = None,
+    ) -> None:
+        check_request(peer, run)
+        self._request = JoinRequest(peer, run)
+        self._console = PeerConsole(quiet=quiet)
+        self._signals = signals if signals is not None else StopSignals()
+
+    @classmethod
+    def from_file(cls, path: str | Path | None = None, *, quiet: bool = False, **changes: Any) -> Self:
+        """Creates a session from a configuration file.
+
+        Args:
+            path: YAML with the optional sections `run:` and `peer:`; None: the quickstart.
+            quiet: print nothing.
+            changes: fields of `PeerConfig` that replace those of the file.
+
+        Raises:
+            UserError: as the constructor; also if the file cannot be read or has an invalid setting.
+        """
+        config = load_config(path)
+        return cls(replace(config.peer, **changes), config.run, quiet=quiet)
+
+    def stop(self) -> None:
+        """Makes `run` leave the swarm in order, after a last round; may be called from any thread."""
+        self._signals.told.set()
+
+    def run(self, *, handle_signals: bool = False) -> SessionResult:
         """Joins, trains until stopped, leaves.
+
+        Forks the network process, which dies with the calling thread. Call it before CUDA is initialised.
+
+        Args:
+            handle_signals: the first SIGINT or SIGTERM calls `stop`, a second SIGINT raises KeyboardInterrupt; needs
+                the main thread. By default the caller's handlers stay, and Ctrl-C keeps only the last checkpoint.
 
         Raises:
             UserError: an error that the user can fix.
-            NetworkProcessError: the network process failed.
-            LeftEarlyError: the user stopped the peer while joining, or the run is over.
+            NetworkProcessError: the network process failed. The last checkpoint is intact.
+            LeftEarlyError: the peer was stopped while joining, or the run is over.
+            OSError: a limit of the machine, such as file descriptors.
+            ValueError: `handle_signals` in another thread than the main one.
         """
-        try:
+        with ExitStack() as stack:
+            if handle_signals:
+                stack.enter_context(self._signals.handled())
+            stay, joining = self._enter(stack)
             with as_user_error("while joining, in a round or in an evaluation"):
                 with self._signals.interruptible():
-                    trainer = self._joining.run()
-                self._train(trainer, self._joining.manifest.run_id)
-        finally:
-            self._network.stop()
-            with suppress(UserError):  # on a full disk; the error that ended the session matters more
-                if self._joining.joined:
-                    self._metrics.write("leave", round=self._status.round)
-            self._metrics.close()
-            os.close(self._identity_lock)
-            os.close(self._lock)
+                    trainer = joining.run()
+                self._train(trainer, stay, joining.manifest.run_id)
+        return SessionResult(
+            run_id=joining.manifest.run_id,
+            output_dir=stay.directory.path,
+            round=trainer.round,
+            run_is_over=trainer.run_is_over,
+            loss=stay.status.loss,
+            eval_loss=stay.status.eval_loss,
+        )
 
-    def _train(self, trainer: Trainer, run_id: str) -> None:
-        with self._console.live(self._status, run_id):
+    def _enter(self, stack: ExitStack) -> tuple[Stay, Joining]:
+        """Locks the output directory and starts the network process; `stack` undoes both."""
+        started = time.monotonic()
+        peer = self._request.peer
+        directory = RunDirectory(Path(peer.output_dir))
+        stack.callback(os.close, directory.prepare())
+        identity_path = Path(peer.identity) if peer.identity else directory.identity
+        identity = Identity.load_or_create(identity_path.absolute())
+        stack.callback(os.close, lock_identity(identity_path))
+        peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))
+        metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
+        stack.callback(metrics.close)
+        status = TrainingStatus()
+        network = NetworkClient(identity.path, self._listener(metrics, status))
+        stay = Stay(
+            request=replace(self._request, peer=peer),
+            directory=directory,
+            identity=identity,
+            console=self._console,
+            metrics=metrics,
+            network=network,
+            data=PeerData(peer, directory, self._console.say, self._signals.told),
+            stop=self._signals.told,
+            status=status,
+            started=started,
+        )
+        joining = Joining(stay)
+        stack.callback(_record_leave, stay, joining)
+        stack.callback(network.stop)
+        return stay, joining
+
+    def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[Event], None]:
+        """Returns what takes the events of the network process, in the reader's thread."""
+        said_at = time.monotonic()
+
+        def listen(event: Event) -> None:
+            nonlocal said_at
+            # On a full disk the trainer's own next event fails as well, and ends the session.
+            with suppress(UserError):
+                metrics.write(event.metric, **asdict(event))
+            if isinstance(event, FaultSeen):
+                status.faults += 1
+            elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
+                said_at = time.monotonic()
+                self._console.say(
+                    f"fetched {event.done_bytes / event.total_bytes:.0%}: {event.done_bytes / 1e6:.1f} of "
+                    f"{event.total_bytes / 1e6:.1f} MB, from {plural(len(event.chunks_by_donor), 'donor')}"
+                )
+
+        return listen
+
+    def _train(self, trainer: Trainer, stay: Stay, run_id: str) -> None:
+        with self._console.live(stay.status, run_id):
             trainer.run()
         if trainer.run_is_over:
             self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")
         else:
-            self._console.say(f"left the swarm after round {self._status.round}; the same command resumes from there")
+            self._console.say(f"left the swarm after round {stay.status.round}; the same command resumes from there")
         self._console.say("export the model with:")
         self._console.command(
-            shlex.join([interpreter(), "-m", "spes_swarm.export", str(self._stay.directory.path), "MODEL_DIR"])
+            shlex.join([interpreter(), "-m", "spes_swarm.export", str(stay.directory.path), "MODEL_DIR"])
         )
+
+
+def _record_leave(stay: Stay, joining: Joining) -> None:
+    with suppress(UserError):  # on a full disk; the error that ended the session matters more
+        if joining.joined:
+            stay.metrics.write("leave", round=stay.status.round)

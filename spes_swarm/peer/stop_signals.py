@@ -15,6 +15,8 @@ from types import FrameType
 
 from spes_swarm.base.errors import LeftEarlyError
 
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+
 
 class _Interrupted(KeyboardInterrupt):
     """A KeyboardInterrupt, which libraries do not catch."""
@@ -33,8 +35,23 @@ class StopSignals:
 
     def install(self) -> None:
         """Installs the handlers; call this in the main thread."""
-        signal.signal(signal.SIGINT, self._handle)
-        signal.signal(signal.SIGTERM, self._handle)
+        for number in _HANDLED:
+            signal.signal(number, self._handle)
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Installs the handlers, and afterwards those that were there before.
+
+        Raises:
+            ValueError: not in the main thread.
+        """
+        before = {number: signal.getsignal(number) for number in _HANDLED}
+        self.install()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
