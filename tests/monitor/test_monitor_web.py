@@ -256,6 +256,15 @@ def test_a_link_from_elsewhere_opens_the_page(served: Served) -> None:
 
 def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+    cut_off = threading.Event()
+
+    class Told(server._PatientProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._stuck_since is not None:
+                cut_off.set()
+
+    monkeypatch.setattr(server, "_PatientProtocol", Told)
     with Served(a_swarm(num_peers=400)) as served:
         with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S) as silent:
             assert _ends(silent)
@@ -268,7 +277,7 @@ def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.M
             deaf.connect(("127.0.0.1", served.port))
             for _ in range(40):  # more than the buffers of both sides hold
                 deaf.sendall(b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            time.sleep(1.0)  # it reads nothing, for longer than the server waits
+            assert cut_off.wait(PATIENCE_S)  # it has read nothing
             assert _ends(deaf)
         assert served.ask("/healthz").status == 200
 
