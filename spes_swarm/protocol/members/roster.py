@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import median_high, median_low
 
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.standing import Neighbour, Standing
@@ -165,8 +165,7 @@ class Roster:
         now = time.monotonic()
         heard = {peer: number for peer, (number, until) in self._heard.items() if until > now}
         rounds = [max(view.progress.round, heard.get(view.peer_id, 0)) for view in self.voices()]
-        rounds = sorted([own_round, *rounds], reverse=True)
-        return rounds[(len(rounds) - 1) // 2]
+        return median_high([own_round, *rounds])
 
     def swarm_round(self, own_round: int) -> int:
         """The round that the swarm has committed, never below this peer's own."""
