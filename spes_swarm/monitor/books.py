@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
+from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress
@@ -28,6 +28,21 @@ def count(value: int) -> int:
 def bounded(value: float) -> float:
     """Clamps a figure to a finite range that starts at 0; NaN and inf become its upper end."""
     return min(max(value, 0.0), _MAX_FIGURE) if math.isfinite(value) else _MAX_FIGURE
+
+
+def clamped(value: float | None) -> float | None:
+    """Clamps a claim of a peer, by its type."""
+    return value if value is None else count(value) if isinstance(value, int) else bounded(value)
+
+
+def round_metrics(record: Progress, before: Mapping[str, float | None], *, same_round: bool) -> dict[str, float | None]:
+    """The round metrics of a record; those that it does not report are carried over from the same peer's last ones."""
+    values: dict[str, float | None] = {}
+    for name, metric in metrics_of(RoundMetrics).items():
+        reported = clamped(getattr(record, name))
+        missing = getattr(record, metric.measured_with or name) is None
+        values[name] = before.get(name, reported) if missing and (same_round or metric.kept) else reported
+    return values
 
 
 def superfluous(rounds: Collection[int]) -> list[int]:
@@ -54,14 +69,15 @@ class _Entry:
     """A peer's latest report of a round."""
 
     progress: Progress
-    train_loss: float | None
-    eval_loss: float | None
-    eval_loss_stderr: float | None
+    metrics: dict[str, float | None]  # digests come first, losses a little later
     experts: frozenset[int]  # a leaving peer reports none, but has trained those that it reported before
+
+    def figure(self, name: str) -> float | None:
+        return self.metrics[name] if name in self.metrics else clamped(getattr(self.progress, name))
 
 
 class RoundBook:
-    """The peers' reports of one round: digests come first, losses and bytes a little later.
+    """The peers' reports of one round.
 
     Attributes:
         number: the round.
@@ -74,14 +90,14 @@ class RoundBook:
         self._first_seen = now
         self._entries: dict[str, _Entry] = {}
 
-    def enter(self, peer_id: str, progress: Progress, train_loss: float | None) -> None:
+    def enter(self, peer_id: str, progress: Progress) -> None:
         """Records a peer's newest report of this round."""
         before = self._entries.get(peer_id)
         if before is not None and before.progress is progress:
             return
-        evaluated: Progress | _Entry = progress if progress.eval_loss is not None or before is None else before
+        metrics = round_metrics(progress, before.metrics if before is not None else {}, same_round=True)
         experts = frozenset(progress.experts) or (before.experts if before is not None else frozenset())
-        self._entries[peer_id] = _Entry(progress, train_loss, evaluated.eval_loss, evaluated.eval_loss_stderr, experts)
+        self._entries[peer_id] = _Entry(progress, metrics, experts)
 
     @property
     def consensus(self) -> str | None:
@@ -92,26 +108,19 @@ class RoundBook:
         return min(votes, key=lambda digest: (-votes[digest], digest)).hex()
 
     def point(self, num_experts: int) -> HistoryPoint:
-        """The round as a point of the history.
-
-        Losses are medians: one peer's claim alone could move a mean.
-        """
+        """The round as a point of the history."""
         entries = list(self._entries.values())
-        train = [bounded(e.train_loss) for e in entries if e.train_loss is not None]
-        evaluated = [bounded(e.eval_loss) for e in entries if e.eval_loss is not None]
-        errors = [bounded(e.eval_loss_stderr) for e in entries if e.eval_loss_stderr is not None]
-        seconds = [bounded(e.progress.round_seconds) for e in entries if e.progress.round_seconds > 0]
+        combined: dict[str, Any] = {}
+        for name, metric in metrics_of(HistoryPoint).items():
+            if metric.over_peers is not None:
+                figures = [entry.figure(metric.reported_as or name) for entry in entries]
+                combined[name] = clamped(metric.over_peers([value for value in figures if value is not None]))
         covered = {expert for e in entries for expert in e.experts if expert < num_experts}
         return HistoryPoint(
             round=self.number,
             time=self._first_seen,
             tokens=self.tokens or 0,
-            train_loss=median(train) if train else None,
-            eval_loss=median(evaluated) if evaluated else None,
-            eval_loss_stderr=median(errors) if errors else None,
-            tokens_per_second=bounded(sum(bounded(e.progress.tokens_per_second) for e in entries)),
             peers=len(entries),
             experts_covered=len(covered),
-            round_seconds=median(seconds) if seconds else 0.0,
-            bytes=count(sum(count(e.progress.bytes_sent) for e in entries)),
+            **combined,
         )

@@ -23,21 +23,20 @@ from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history_file import (
     APPLICATION_ID,
     BUSY_TIMEOUT_S,
-    FIELDS,
+    COLUMNS,
     SCHEMA_VERSION,
     check_version,
     explained,
+    missing_columns,
     read_meta,
     read_points,
 )
 from spes_swarm.monitor.state import Fault, HistoryPoint, SwarmState
 from spes_swarm.storage.run_directory import lock_file
 
-_TABLES: Final = """
+_TABLES: Final = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE rounds (round INTEGER PRIMARY KEY, time REAL NOT NULL, tokens INTEGER NOT NULL, train_loss REAL,
-    eval_loss REAL, eval_loss_stderr REAL, tokens_per_second REAL NOT NULL, peers INTEGER NOT NULL,
-    experts_covered INTEGER NOT NULL, round_seconds REAL NOT NULL, bytes INTEGER NOT NULL);
+CREATE TABLE rounds ({", ".join(COLUMNS.values())}, PRIMARY KEY (round));
 CREATE TABLE peers (peer_id TEXT PRIMARY KEY, name TEXT NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
 """
 
@@ -77,11 +76,9 @@ class History:
                 self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                 self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             check_version(self._db, self.path)
-            if self._db.execute("PRAGMA user_version").fetchone()[0] == 1:
-                self._db.executescript(
-                    "BEGIN; ALTER TABLE rounds ADD COLUMN eval_loss_stderr REAL; "
-                    f"PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
-                )
+            if missing := missing_columns(self._db):
+                added = "".join(f"ALTER TABLE rounds ADD COLUMN {COLUMNS[name]}; " for name in missing)
+                self._db.executescript(f"BEGIN; {added} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
@@ -164,7 +161,7 @@ class History:
         changed = [(peer_id, *peers[peer_id]) for peer_id in peers if self._peers.get(peer_id) != peers[peer_id]]
         with self._transaction():
             self._db.executemany(
-                f"INSERT OR REPLACE INTO rounds ({', '.join(FIELDS)}) VALUES ({', '.join('?' * len(FIELDS))})",
+                f"INSERT OR REPLACE INTO rounds ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
                 [dataclasses.astuple(point) for point in points],
             )
             self._db.executemany("DELETE FROM rounds WHERE round = ?", [(number,) for number in removed])

@@ -12,16 +12,29 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, get_args, get_type_hints
 
 from spes_swarm.base.errors import DataError
 from spes_swarm.monitor.state import HistoryPoint, SwarmState
 
+# Columns are added without a new version, since readers take those that they know.
 SCHEMA_VERSION: Final = 2
-_READABLE: Final = (1, SCHEMA_VERSION)  # 1 has no eval_loss_stderr
+_READABLE: Final = (1, SCHEMA_VERSION)
 APPLICATION_ID: Final = 0x53504553  # "SPES", in the file's header
 BUSY_TIMEOUT_S: Final = 5.0
-FIELDS: Final = tuple(field.name for field in dataclasses.fields(HistoryPoint))
+
+
+def _columns() -> dict[str, str]:
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(HistoryPoint).items()}
+    return {
+        name: f"{name} {'INTEGER' if int in kind else 'REAL'}{'' if NoneType in kind else ' NOT NULL'}"
+        for name, kind in kinds.items()
+    }
+
+
+# The columns of the table of rounds in SQL, by name, in the order of the fields of HistoryPoint.
+COLUMNS: Final = _columns()
 
 
 def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
@@ -71,10 +84,16 @@ def read_meta(db: sqlite3.Connection, key: str) -> Any:
     return None if row is None else json.loads(zlib.decompress(row[0]))
 
 
+def missing_columns(db: sqlite3.Connection) -> list[str]:
+    """Columns that a file written by an older version lacks."""
+    there = {row[1] for row in db.execute("PRAGMA table_info(rounds)")}
+    return [name for name in COLUMNS if name not in there]
+
+
 def read_points(db: sqlite3.Connection) -> list[HistoryPoint]:
     """All rounds, in order."""
-    there = {row[1] for row in db.execute("PRAGMA table_info(rounds)")}
-    fields = [name for name in FIELDS if name in there]
+    missing = missing_columns(db)
+    fields = [name for name in COLUMNS if name not in missing]
     rows = db.execute(f"SELECT {', '.join(fields)} FROM rounds ORDER BY round")
     return [HistoryPoint(**dict(zip(fields, row, strict=True))) for row in rows]
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from statistics import median_high
+from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
-from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, count, superfluous
+from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, clamped, count, round_metrics, superfluous
 from spes_swarm.monitor.state import (
     Consensus,
     ExpertState,
@@ -23,11 +24,14 @@ from spes_swarm.monitor.state import (
     HistoryPoint,
     PeerActivity,
     PeerState,
+    RefusalKind,
     RunInfo,
     Status,
     SwarmState,
+    newest_metrics,
     short_id,
 )
+from spes_swarm.protocol.members.metrics import metrics_of
 from spes_swarm.protocol.members.records import Lease, Progress
 
 # Reports count for rounds at most this far from the swarm's.
@@ -48,9 +52,7 @@ class _Sighting:
     progress: Progress
     name: str
     seen_at: float  # monotonic clock; when this version was written, as estimated
-    eval_loss: float | None  # the last one reported
-    eval_loss_stderr: float | None
-    train_loss: float | None
+    metrics: dict[str, float | None]  # of its last round; those that are kept, of the last one that it measured
 
     @property
     def is_member(self) -> bool:
@@ -105,9 +107,9 @@ class Ledger:
         self._taken_at = at
         if self._peers:
             self._alive_at = now - min(sighting.age_s(at) for sighting in self._peers.values())
-        rounds = sorted((s.progress.round for s in self._participants(at)), reverse=True)
+        rounds = [s.progress.round for s in self._participants(at)]
         if rounds:
-            self.round = rounds[(len(rounds) - 1) // 2]  # as peers compute it: Roster.median_round
+            self.round = median_high(rounds)  # as peers compute it: Roster.median_round
         self._keep_books(now)
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
@@ -118,14 +120,11 @@ class Ledger:
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
         same_round = known is not None and known.progress.round == record.round
-        evaluated: Progress | _Sighting = record if record.eval_loss is not None or known is None else known
         self._peers[peer_id] = _Sighting(
             progress=record,
             name=clean_name(record.name),
             seen_at=at - age_s,
-            train_loss=_first([record.train_loss, known.train_loss if known and same_round else None]),
-            eval_loss=evaluated.eval_loss,
-            eval_loss_stderr=evaluated.eval_loss_stderr,
+            metrics=round_metrics(record, known.metrics if known is not None else {}, same_round=same_round),
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
@@ -159,7 +158,7 @@ class Ledger:
             if not (sighting.is_member or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
             book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
-            book.enter(peer_id, progress, sighting.train_loss)
+            book.enter(peer_id, progress)
             if progress.round <= self.round:
                 for expert in progress.experts:
                     if expert < self.run.num_experts:
@@ -216,15 +215,13 @@ class Ledger:
         """The present peers, and whether others can open connections to them."""
         return {peer_id: sighting.progress.reachable for peer_id, sighting in self._peers.items()}
 
-    def state(self, now: float, at: float, refused: Mapping[str, int], join_command: str | None) -> SwarmState:
+    def state(self, now: float, at: float, refused: Mapping[RefusalKind, int], join_command: str | None) -> SwarmState:
         """The state of the run."""
         votes = {n: book.consensus for n, book in self._books.items()}
         peers = tuple(self._peer_state(p, self._peers[p], at, votes) for p in sorted(self._peers))
         next_s, progress = self._next_round(at)
         experts = self._experts()
         status: Status = "live" if peers else "no_peers"  # not `replay`, which is for files
-        points = self.points()
-        evaluated = next((point for point in reversed(points) if point.eval_loss is not None), None)
         members = [p for p in peers if self._peers[p.peer_id].is_member]
         active = self._participants(at)
         return SwarmState(
@@ -239,9 +236,6 @@ class Ledger:
             tokens_per_second=bounded(
                 sum(bounded(s.progress.tokens_per_second) for s in active if s.progress.state == "training")
             ),
-            train_loss=_first(point.train_loss for point in reversed(points)),
-            eval_loss=evaluated.eval_loss if evaluated else None,
-            eval_loss_stderr=evaluated.eval_loss_stderr if evaluated else None,
             experts_covered=sum(bool(expert.holders) for expert in experts),
             peers=peers,
             experts=experts,
@@ -253,12 +247,18 @@ class Ledger:
             faults=tuple(self._newest_faults()),
             refused=dict(sorted(refused.items())),
             join_command=join_command,
+            **newest_metrics(self.points()),
         )
 
     def _peer_state(self, peer_id: str, seen: _Sighting, at: float, votes: Mapping[int, str | None]) -> PeerState:
         progress = seen.progress
         digest = progress.digest.hex()
         age_s = seen.age_s(at)
+        claimed: dict[str, Any] = {
+            name: clamped(value)
+            for name in metrics_of(PeerState)
+            if isinstance(value := getattr(progress, name, None), int | float)
+        }
         return PeerState(
             peer_id=peer_id,
             short_id=short_id(peer_id),
@@ -266,21 +266,11 @@ class Ledger:
             state=self._activity(progress, age_s),
             reachable=progress.reachable,
             experts=tuple(e for e in progress.experts if e < self.run.num_experts),
-            round=count(progress.round),
-            step=count(progress.step),
-            tokens_per_second=bounded(progress.tokens_per_second),
-            loss=None if progress.loss is None else bounded(progress.loss),
-            train_loss=None if seen.train_loss is None else bounded(seen.train_loss),
-            eval_loss=None if seen.eval_loss is None else bounded(seen.eval_loss),
-            eval_loss_stderr=None if seen.eval_loss_stderr is None else bounded(seen.eval_loss_stderr),
-            total_tokens=count(progress.total_tokens),
-            bytes_sent=count(progress.bytes_sent),
-            bytes_received=count(progress.bytes_received),
-            round_seconds=bounded(progress.round_seconds),
             age_s=age_s,
             digest=digest,
             # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
             agrees=not seen.is_member or votes.get(progress.round) in (None, digest),
+            **{**claimed, **seen.metrics},
         )
 
     def _activity(self, progress: Progress, age_s: float) -> PeerActivity:
@@ -331,7 +321,3 @@ class Ledger:
             )
             for e in range(self.run.num_experts)
         )
-
-
-def _first(values: Iterable[float | None]) -> float | None:
-    return next((value for value in values if value is not None), None)

@@ -1,171 +1,203 @@
 """The state of a run as plain values, the input of every view (terminal, web, Prometheus).
 
-`schema.json` beside this file describes their JSON form, which `--once --json` and `/api/state` share. All lists are
-sorted, so equal states give equal text. Names are sanitised (base/names.py); times are Unix seconds of the swarm's
-clock.
+The fields declare the metrics of a peer, a round and the swarm; see protocol/members/metrics.py. Their JSON form (of
+`--once --json` and `/api/state`) has the schema in schema.py. All lists are sorted, so equal states give equal
+text. Names are sanitised (base/names.py); times are Unix seconds of the swarm's clock.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any, Final, Literal, Protocol
+from functools import cache
+from statistics import median
+from typing import Annotated, Any, Final, Literal, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from spes_swarm.base.decoding import first_complaint
+from spes_swarm.protocol.members.metrics import Metric, NotNegative, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.records import FAULT_KIND
 
 SCHEMA_VERSION: Final = 1
-# The JSON schema of `SwarmState.to_json`.
-STATE_SCHEMA: Final[dict[str, Any]] = json.loads(
-    (files("spes_swarm.monitor") / "schema.json").read_text(encoding="utf-8")
-)
 # The largest exact integer of JavaScript; larger claims of peers are clamped to it.
 MAX_COUNT = (1 << 53) - 1
 SHORT_ID_CHARS = 8
 
 PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "late"]
-# `live`: at least one peer is present; `no_peers`: none is; `replay`: read from a file.
 Status = Literal["live", "no_peers", "replay"]
+RefusalKind = Literal["far_future", "forged", "malformed", "oversized", "replayed"]
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+_Positive = Annotated[int, Field(ge=1)]
+_PeerId = Annotated[str, Field(pattern="^[1-9A-HJ-NP-Za-km-z]{1,64}$")]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hex
+_PeerName = Annotated[str, Field(max_length=40, pattern="^[^\\u0000-\\u001f\\u007f<>&\"'`\\\\\\[\\]]*$")]
+
+
+def _median_length(seconds: Sequence[float]) -> float:
+    """The median over peers that have taken part in a round; 0 without any."""
+    return median([value for value in seconds if value > 0] or [0.0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
     """What is being trained, from the run's manifest."""
 
-    run_id: str
+    run_id: Annotated[str, Field(min_length=1)]
     name: str
-    model: str  # its transformers type
-    inner_steps: int  # local steps of each peer in a round
-    num_experts: int
-    experts_per_peer: int
-    total_steps: int  # inner steps until the learning rate is at its minimum
-    data: str | None = None  # description of the training data; None: not in the manifest
+    model: Annotated[str, Field(description="transformers type of the model")]
+    inner_steps: Annotated[_Positive, Field(description="local steps of each peer in a round")]
+    num_experts: Annotated[_Positive, Metric("experts of the model", gauge="experts")]
+    experts_per_peer: _Positive
+    total_steps: Annotated[_Positive, Field(description="inner steps until the learning rate is at its minimum")]
+    data: Annotated[str | None, Field(description="the training data; null: not in the run's manifest")] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerState:
+class PeerState(RoundMetrics):
     """One peer with an unexpired record."""
 
-    peer_id: str
-    short_id: str  # last characters of the peer id
-    name: str  # public nickname, sanitised; may be empty
+    peer_id: _PeerId
+    short_id: Annotated[str, Field(min_length=1, max_length=SHORT_ID_CHARS)]  # last characters of the peer id
+    name: Annotated[_PeerName, Field(description="public nickname, sanitised; may be empty")]
     state: PeerActivity
-    reachable: bool  # whether others can open connections to it
-    experts: tuple[int, ...]  # that it trains now
-    round: int  # last committed
-    step: int  # local steps so far
-    tokens_per_second: float
-    loss: float | None  # of the last local step
-    train_loss: float | None  # mean of the last round
-    eval_loss: float | None  # on held-out text, at the last evaluation
-    eval_loss_stderr: float | None = None  # its standard error
-    total_tokens: int  # that it has trained on in this run
-    bytes_sent: int  # payload of the last round
-    bytes_received: int
-    round_seconds: float  # how long its last round took
-    age_s: float  # since its last record
-    digest: str  # hex, of its whole reference
-    agrees: bool  # False: it takes part in rounds, and its digest is not the most common one at its round
+    reachable: Annotated[bool, Field(description="whether others can open connections to it")]
+    experts: Annotated[tuple[Count, ...], Metric("experts that the peer trains now", gauge="experts")]
+    round: Annotated[Count, Metric("last round that the peer has committed", gauge="round")]
+    step: Annotated[Count, Metric("local steps of the peer so far")]
+    tokens_per_second: Annotated[NotNegative, Metric("training speed of the peer", gauge="tokens_per_second")]
+    loss: Annotated[NotNegative | None, Metric("loss of the peer's last local step", gauge="loss")] = None
+    total_tokens: Annotated[Count, Metric("tokens that the peer has trained on in this run")]
+    bytes_sent: Annotated[Count, Metric("payload that the peer sent in its last round", gauge="bytes_sent")]
+    bytes_received: Annotated[Count, Metric("payload that the peer received in its last round", gauge="bytes_received")]
+    round_seconds: Annotated[NotNegative, Metric("how long the peer's last round took", gauge="round_seconds")]
+    age_s: Annotated[NotNegative, Metric("seconds since the peer's last record", gauge="record_age_seconds")]
+    digest: Annotated[_Digest, Field(description="of its whole reference")]
+    agrees: Annotated[
+        bool,
+        Field(description="false: it takes part in rounds, and its digest is not the most common one at its round"),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertState:
     """One expert and its holders."""
 
-    expert: int
-    holders: tuple[str, ...]  # peer ids of present peers that train it
-    reserved: tuple[str, ...]  # peer ids of absent peers with an unexpired lease on it
-    age_rounds: int | None  # since a holder last committed; None: no commit seen
+    expert: Count
+    holders: Annotated[tuple[_PeerId, ...], Field(description="present peers that train it")]
+    reserved: Annotated[tuple[_PeerId, ...], Field(description="absent peers with an unexpired lease on it")]
+    age_rounds: Annotated[Count | None, Field(description="rounds since a holder last committed; null: no commit seen")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Consensus:
     """Agreement of the peers' references."""
 
-    digest: str | None  # hex; the most common one at the swarm's round
-    agree: int  # peers at that round that have it
-    differ: tuple[str, ...]  # peer ids of those that do not agree
+    digest: Annotated[_Digest | None, Field(description="the most common one at the swarm's round")]
+    agree: Annotated[
+        Count, Metric("peers at the swarm's round with its most common digest", gauge="consensus_agree_peers")
+    ]
+    differ: Annotated[
+        tuple[_PeerId, ...],
+        Metric(
+            "peers that take part in rounds, and whose digest is not the most common one at their round",
+            gauge="consensus_differ_peers",
+        ),
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     """A fault reported by a peer."""
 
-    time: float
-    peer_id: str  # of the reporter
-    kind: str
+    time: NotNegative
+    peer_id: Annotated[_PeerId, Field(description="of the reporter")]
+    kind: Annotated[str, Field(pattern=FAULT_KIND)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SwarmState:
-    """The state of a run at one moment."""
+class SwarmState(RoundMetrics):
+    """The state of a run at one moment. Each round metric is of the newest round that has it."""
 
-    time: float
-    status: Status
-    silent_s: float | None  # with `no_peers`: since the last record of any peer; None: there never was one
+    time: NotNegative
+    status: Annotated[
+        Status, Field(description="live: at least one peer is present; no_peers: none is; replay: read from a file")
+    ]
+    silent_s: Annotated[
+        NotNegative | None,
+        Field(description="with no_peers: seconds since the last record of any peer; null: there never was one"),
+    ]
     run: RunInfo
-    round: int  # the newest that at least half of the peers have committed
-    next_round_s: float | None  # estimated time to the next round; None: no peer trains
-    round_progress: float  # 0 to 1
-    tokens_total: int  # trained on by all peers ever seen
-    tokens_per_second: float
-    train_loss: float | None  # median over peers, of the newest round that reports it
-    eval_loss: float | None
-    eval_loss_stderr: float | None = None  # standard error of `eval_loss`, from the sequences evaluated
-    experts_covered: int  # with at least one holder
-    peers: tuple[PeerState, ...]
-    experts: tuple[ExpertState, ...]  # every expert of the model, in order
+    round: Annotated[Count, Metric("newest round that at least half of the peers have committed", gauge="round")]
+    next_round_s: Annotated[
+        NotNegative | None,
+        Metric("estimated seconds to the next round; null: no peer trains", gauge="next_round_seconds"),
+    ]
+    round_progress: Annotated[
+        float, Field(ge=0, le=1), Metric("fraction of the next round's work that is done", gauge="round_progress_ratio")
+    ]
+    tokens_total: Annotated[Count, Metric("tokens that all peers that the monitor has ever seen have trained on")]
+    tokens_per_second: Annotated[NotNegative, Metric("training speed of all peers", gauge="tokens_per_second")]
+    experts_covered: Annotated[Count, Metric("experts with at least one holder", gauge="experts_covered")]
+    peers: Annotated[tuple[PeerState, ...], Field(description="sorted by peer_id")]
+    experts: Annotated[tuple[ExpertState, ...], Field(description="every expert of the model, in order")]
     consensus: Consensus
-    faults: tuple[Fault, ...]  # the newest last
-    refused: dict[str, int]  # number of refused records, by kind
-    join_command: str | None
+    faults: Annotated[tuple[Fault, ...], Field(description="oldest first")]
+    refused: Annotated[dict[RefusalKind, _Positive], Field(description="number of refused records, by kind")]
+    join_command: Annotated[str | None, Field(description="the command that joins the run")]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values that follow schema.json."""
-        return {"schema": SCHEMA_VERSION, **_plain(dataclasses.asdict(self))}
+        """Plain JSON values that follow the schema."""
+        values: dict[str, Any] = _adapter().dump_python(self, mode="json")
+        return {"schema": SCHEMA_VERSION, **values}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SwarmState:
-        """The inverse of `to_json`, for values that this program has written.
+        """The inverse of `to_json`.
 
         Raises:
-            KeyError, TypeError: the values are malformed.
+            ValueError: the values do not follow the schema.
         """
-        rest = {key: value for key, value in values.items() if key != "schema"}
-        return cls(
-            **{
-                **rest,
-                "run": RunInfo(**rest["run"]),
-                "peers": tuple(PeerState(**{**peer, "experts": tuple(peer["experts"])}) for peer in rest["peers"]),
-                "experts": tuple(
-                    ExpertState(**{**e, "holders": tuple(e["holders"]), "reserved": tuple(e["reserved"])})
-                    for e in rest["experts"]
-                ),
-                "consensus": Consensus(**{**rest["consensus"], "differ": tuple(rest["consensus"]["differ"])}),
-                "faults": tuple(Fault(**fault) for fault in rest["faults"]),
-            }
-        )
+        try:
+            return _adapter().validate_python({key: value for key, value in values.items() if key != "schema"})
+        except ValidationError as exc:
+            raise ValueError(first_complaint(exc)) from exc
+
+
+@cache
+def _adapter() -> TypeAdapter[SwarmState]:
+    return TypeAdapter(SwarmState)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HistoryPoint:
+class HistoryPoint(RoundMetrics):
     """A committed round. While peers still report it, a more complete point may replace this one."""
 
-    round: int
-    time: float
-    tokens: int  # trained on by all peers so far
-    train_loss: float | None  # median over the peers that reported it
-    eval_loss: float | None
-    eval_loss_stderr: float | None = None  # median over the peers; they measure the same sample
-    tokens_per_second: float
-    peers: int  # that reported the round
-    experts_covered: int
-    round_seconds: float  # median over peers
-    bytes: int  # payload sent by all peers together
+    # These are the columns of the history file. A new one needs None as its default, its value in older files.
+    round: Count
+    time: NotNegative
+    tokens: Annotated[Count, Metric("trained on by all peers so far")]
+    tokens_per_second: Annotated[NotNegative, Metric("training speed of all peers", over_peers=sum)]
+    peers: Annotated[Count, Metric("peers that reported the round")]
+    experts_covered: Annotated[Count, Metric("experts that they have trained")]
+    round_seconds: Annotated[NotNegative, Metric("how long it took, median over peers", over_peers=_median_length)]
+    bytes: Annotated[Count, Metric("payload sent by all peers together", over_peers=sum, reported_as="bytes_sent")]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values that follow schema.json (`#/$defs/history_point`)."""
-        values: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return values
+        """Plain JSON values that follow the schema (`#/$defs/history_point`)."""
+        return dataclasses.asdict(self)
+
+
+def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, float | None]:
+    """Each round metric as of the newest round that has it; an error is of the same round as its loss."""
+
+    def newest(name: str, given: str) -> float | None:
+        return next((getattr(point, name) for point in reversed(history) if getattr(point, given) is not None), None)
+
+    return {name: newest(name, metric.measured_with or name) for name, metric in metrics_of(RoundMetrics).items()}
 
 
 class StateSource(Protocol):
@@ -189,11 +221,3 @@ def to_text(state: SwarmState) -> str:
 def short_id(peer_id: str) -> str:
     """The last characters of a peer id; its first characters are the same for all peers."""
     return peer_id[-SHORT_ID_CHARS:]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -11,11 +11,12 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.monitor.state import RefusalKind
 from spes_swarm.network.link.run_records import MAX_LIFETIME_S, RunRecordValidator, record_key
 from spes_swarm.protocol.members.records import Record
 
 # The displayed kind of a refused record, by the validator's reason.
-_REFUSALS: Final = {
+_REFUSALS: Final[dict[str, RefusalKind]] = {
     "signature": "forged",
     "owner": "forged",
     "subkey": "forged",  # a plain value, which would replace the records of all peers
@@ -29,7 +30,7 @@ _REFUSALS: Final = {
 # A hostile node can send any number of distinct records; an honest swarm has two for each peer.
 _MAX_REMEMBERED = 20_000
 
-_Verdict = tuple[str, Record] | str  # (writer, message), or why it was refused
+_Verdict = tuple[str, Record] | RefusalKind  # (writer, message), or why it was refused
 
 
 class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
@@ -56,11 +57,11 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         self._before: dict[DHTRecord, _Verdict] = {}
         self._too_long: set[DHTRecord] = set()  # refused for their lifetime since the last call of `forget`
         self._too_long_before: set[DHTRecord] = set()
-        self._refused: Counter[str] = Counter()
+        self._refused: Counter[RefusalKind] = Counter()
         self.num_verified = 0  # signatures checked so far
 
     @property
-    def refused(self) -> dict[str, int]:
+    def refused(self) -> dict[RefusalKind, int]:
         """Number of refused records by kind, sorted; the same bytes count once while they keep arriving."""
         return dict(sorted(self._refused.items()))
 
@@ -88,7 +89,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             self._verdicts[record] = verdict
         return verdict
 
-    def _refuse_lifetime(self, record: DHTRecord) -> str:
+    def _refuse_lifetime(self, record: DHTRecord) -> RefusalKind:
         kind = _REFUSALS["lifetime"]
         if record not in self._too_long and record not in self._too_long_before:
             self._refused[kind] += 1

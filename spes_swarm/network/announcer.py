@@ -12,6 +12,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.run_records import Records
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
+from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 
 
@@ -147,10 +148,8 @@ class Announcer:
             in_round=self.in_round,
             total_tokens=presence.total_tokens,
             swarm_tokens=self._run.swarm_tokens.published_count,
-            train_loss=losses.train_loss if losses else None,
-            eval_loss=losses.eval_loss if losses else None,
-            eval_loss_stderr=losses.eval_loss_stderr if losses else None,
             faults=self._faults.notes(),
+            **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {}),
         )
 
     async def _volunteer(self) -> None:

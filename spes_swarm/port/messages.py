@@ -10,19 +10,17 @@ from typing import ClassVar
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.members.metrics import RoundMetrics
 from spes_swarm.protocol.members.records import State
 from spes_swarm.protocol.ownership.leases import Reassignment
 from spes_swarm.protocol.rounds.round_state import CommitReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundLosses:
-    """The losses of a committed round."""
+class RoundLosses(RoundMetrics):
+    """What this peer has measured of a committed round."""
 
     round: int
-    train_loss: float | None  # mean over the steps that went into it
-    eval_loss: float | None  # None: not evaluated
-    eval_loss_stderr: float | None  # its standard error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from spes_swarm.base.errors import ConfigError, UserError
+from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 from spes_swarm.storage.metrics import Metrics
 
 PROJECT: Final = "spes_swarm"
 _STEP_FIGURES: Final = ("loss", "tokens_per_second", "lr")
 _ROUND_FIGURES: Final = (
-    "train_loss",
-    "eval_loss",
-    "eval_loss_stderr",
+    *metrics_of(RoundMetrics),
     "peers",
     "group_seconds",
     "exchange_seconds",

@@ -10,6 +10,7 @@ Shapes: B sequences, S tokens, N elements of the flat vector.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from concurrent.futures import Future
@@ -393,7 +394,7 @@ class Trainer:
             eval_loss=_finite(held_out.mean if held_out else None),
             eval_loss_stderr=_finite(held_out.stderr if held_out else None),
         )
-        self._report(report, alpha, train_loss, held_out)
+        self._report(report, alpha, self._losses, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         # The view is from before the commit, so its counts are those of the last round.
         self._network.renew_view(30.0)
@@ -429,7 +430,7 @@ class Trainer:
         return self._held_out.measure(self._model.module)
 
     def _report(
-        self, report: RoundReport, alpha: float | None, train_loss: float | None, held_out: HeldOutLoss | None
+        self, report: RoundReport, alpha: float | None, losses: RoundLosses, held_out: HeldOutLoss | None
     ) -> None:
         commit, status = report.commit, self._setup.status
         # This comes first: it writes the previous event, whose callback reads the status of that round.
@@ -445,9 +446,7 @@ class Trainer:
                 "experts_covered": commit.experts_covered,
                 "experts_held": list(self._model.held),
                 "merge_alpha": alpha,
-                "train_loss": train_loss,
-                "eval_loss": held_out.mean if held_out else None,
-                "eval_loss_stderr": held_out.stderr if held_out else None,
+                **dataclasses.asdict(losses),
                 "swarm_tokens": report.swarm_tokens,
             }
         )

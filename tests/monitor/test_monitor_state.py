@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from spes_swarm.monitor.state import STATE_SCHEMA, SwarmState, to_text
+from spes_swarm.monitor.schema import STATE_SCHEMA
+from spes_swarm.monitor.state import SwarmState, to_text
 from spes_swarm.monitor.views.prometheus import metrics_text
 from tests.helpers.monitoring import RUN, Watched, peer_id, peer_state, points, progress, swarm_state, troubled_state
 

@@ -14,6 +14,7 @@ from hivemind.dht.validation import DHTRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_swarm.monitor.state import RefusalKind
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.network.link.run_records import MAX_RECORD_BYTES, record_key
 from spes_swarm.protocol.members.records import Record
@@ -90,7 +91,7 @@ FIELDS = msgpack.unpackb(msgpack.packb(progress().model_dump()))
         (changed(expiration_time=math.inf), "far_future"),
     ],
 )
-def test_it_is_refused_and_counted(record: DHTRecord, kind: str) -> None:
+def test_it_is_refused_and_counted(record: DHTRecord, kind: RefusalKind) -> None:
     checker = verifier()
     assert checker.validate(GOOD)
     assert not checker.validate(record)

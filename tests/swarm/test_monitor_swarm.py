@@ -14,7 +14,7 @@ from typing import Any, Self
 import jsonschema
 import pytest
 
-from spes_swarm.monitor.state import STATE_SCHEMA
+from spes_swarm.monitor.schema import STATE_SCHEMA
 from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.swarm import Swarm, swarm
 

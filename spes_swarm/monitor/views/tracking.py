@@ -6,20 +6,10 @@ from pathlib import Path
 from typing import Final
 
 from spes_swarm.monitor.state import HistoryPoint, StateSource
+from spes_swarm.protocol.members.metrics import metrics_of
 from spes_swarm.storage.trackers import Tracked, Tracker, open_tracker
 
 _DIRECTORY: Final = Path("runs/monitor")  # for trackers that write files
-_FIGURES: Final = (
-    "tokens",
-    "train_loss",
-    "eval_loss",
-    "eval_loss_stderr",
-    "tokens_per_second",
-    "peers",
-    "experts_covered",
-    "round_seconds",
-    "bytes",
-)
 
 
 def open_swarm_tracker(kind: str, run_id: str) -> Tracker:
@@ -43,7 +33,7 @@ async def follow(source: StateSource, tracker: Tracker) -> None:
 def _log(tracker: Tracker, points: list[HistoryPoint], told: int) -> int:
     for point in points:
         if point.round > told:
-            values = {f"swarm/{name}": getattr(point, name) for name in _FIGURES}
+            values = {f"swarm/{name}": getattr(point, name) for name in metrics_of(HistoryPoint)}
             tracker.log(point.round, {name: float(value) for name, value in values.items() if value is not None})
             told = point.round
     return told

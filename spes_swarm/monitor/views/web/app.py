@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from spes_swarm.monitor.state import STATE_SCHEMA, StateSource
+from spes_swarm.monitor.schema import STATE_SCHEMA
+from spes_swarm.monitor.state import StateSource
 from spes_swarm.monitor.views.prometheus import metrics_text
 from spes_swarm.monitor.views.web.assets import load_assets
 from spes_swarm.monitor.views.web.feed import EventStream, Feed

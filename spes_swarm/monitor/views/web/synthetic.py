@@ -18,8 +18,10 @@ from spes_swarm.monitor.state import (
     HistoryPoint,
     PeerActivity,
     PeerState,
+    RefusalKind,
     RunInfo,
     SwarmState,
+    newest_metrics,
     short_id,
 )
 
@@ -61,7 +63,7 @@ class SyntheticSwarm:
         self._history: list[HistoryPoint] = []
         self._ages: dict[int, int] = {}  # expert -> round of its last commit
         self._faults: list[Fault] = []
-        self.refused: dict[str, int] = {}
+        self.refused: dict[RefusalKind, int] = {}
         for index in range(num_peers):
             self.join(NAMES[index] if index < len(NAMES) else f"volunteer-{index:04d}")
 
@@ -101,7 +103,6 @@ class SyntheticSwarm:
         """The state that a monitor would show."""
         alive, digest = self._alive(), _digest(f"round {self._round}") if self._round else None
         peers = tuple(sorted((self._peer(one) for one in self._volunteers), key=lambda peer: peer.peer_id))
-        last = self._history[-1] if self._history else None
         experts = tuple(self._expert(expert) for expert in range(self._num_experts))
         differ = tuple(sorted(one.peer_id for one in self._volunteers if one.digest))
         return SwarmState(
@@ -123,11 +124,6 @@ class SyntheticSwarm:
             round_progress=self._in_round / _ROUND_S,
             tokens_total=int(sum(one.tokens for one in self._volunteers)),
             tokens_per_second=sum(one.speed for one in alive),
-            train_loss=last.train_loss if last else None,
-            eval_loss=next((point.eval_loss for point in reversed(self._history) if point.eval_loss is not None), None),
-            eval_loss_stderr=next(
-                (point.eval_loss_stderr for point in reversed(self._history) if point.eval_loss is not None), None
-            ),
             experts_covered=sum(1 for entry in experts if entry.holders),
             peers=peers,
             experts=experts,
@@ -138,6 +134,7 @@ class SyntheticSwarm:
             if not alive
             else "python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/40123/p2p/"
             f"{alive[0].peer_id} --run-id quickstart-8f2c41d09ab37e65",
+            **newest_metrics(self._history),
         )
 
     def history(self) -> list[HistoryPoint]:
@@ -173,7 +170,6 @@ class SyntheticSwarm:
             tokens_per_second=one.speed * (1 + 0.05 * math.sin(self.time + one.speed)),
             loss=round(loss, 4),
             train_loss=round(loss, 4) if held else None,
-            eval_loss=None,
             total_tokens=int(one.tokens),
             bytes_sent=size if held else 0,
             bytes_received=int(size * 1.3) if held else 0,

@@ -1,0 +1,79 @@
+"""How monitored metrics are declared: as annotated fields of the dataclasses that carry them.
+
+The annotations say all that the views need: the JSON schema, the history file, Prometheus and the trackers are derived
+from them. Only the signed record (records.py) repeats the fields of `RoundMetrics`, since they change the wire format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cache
+from statistics import median
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import Field
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+OverPeers = Callable[[Sequence[float]], float | None]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The annotation that makes a field a metric."""
+
+    help: str  # one phrase, lower case; in the JSON schema and in Prometheus
+    _: KW_ONLY
+    gauge: str | None = None  # its name in Prometheus, without prefix; None: not exported
+    # For a metric of a round: how the figures that its peers report are combined, and the reported field if it has
+    # another name. None: computed otherwise.
+    over_peers: OverPeers | None = None
+    reported_as: str | None = None
+    # For a metric that is not measured in every round: the one it is measured with (a loss, for its error), and whether
+    # a peer's last value is shown until it measures again.
+    measured_with: str | None = None
+    kept: bool = False
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], dict[str, Any]]) -> Any:
+        """Adds the description."""
+        return {**handler(core_schema), "description": self.help}
+
+
+@cache
+def metrics_of(carrier: type) -> dict[str, Metric]:
+    """The metrics of a dataclass by field, inherited ones included."""
+    return {
+        name: note
+        for name, hint in get_type_hints(carrier, include_extras=True).items()
+        for note in getattr(hint, "__metadata__", ())
+        if isinstance(note, Metric)
+    }
+
+
+def known_median(values: Sequence[float]) -> float | None:
+    """The median; None without values. One peer's claim alone could move a mean."""
+    return median(values) if values else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundMetrics:
+    """What peers measure of a round: for one peer its own values, for a round or the swarm medians over peers."""
+
+    train_loss: Annotated[
+        NotNegative | None,
+        Metric("training loss, mean over the steps of a round", gauge="train_loss", over_peers=known_median),
+    ] = None
+    eval_loss: Annotated[
+        NotNegative | None,
+        Metric("loss on held-out text; null: not evaluated", gauge="eval_loss", over_peers=known_median, kept=True),
+    ] = None
+    eval_loss_stderr: Annotated[
+        NotNegative | None,
+        Metric(
+            "standard error of eval_loss, from the sequences evaluated; null: not known",
+            gauge="eval_loss_stderr",
+            over_peers=known_median,
+            measured_with="eval_loss",
+            kept=True,
+        ),
+    ] = None
