@@ -11,6 +11,7 @@ import unicodedata
 from typing import Final
 
 MAX_NAME_CHARS: Final = 40
+FAULT_KIND: Final = r"^[a-z0-9_-]{1,24}$"  # needs no sanitising
 _MAX_MARKS: Final = 2  # combining marks on one letter; more would cover the lines above
 
 # Characters that are special to a terminal, rich, HTML, Markdown or a shell, and look-alikes that are not.

@@ -43,6 +43,8 @@ _FAULT_AGE_S: Final = 24 * 3600.0
 # Departed peers whose newest record is remembered, so that a replay of it is not taken for a new one.
 _MAX_GONE: Final = 20_000
 MAX_POINTS: Final = 20_000
+# Metrics of a peer that its records contain.
+_CLAIMED: Final = metrics_of(PeerState).keys() & Progress.model_fields.keys()
 
 
 @dataclass
@@ -255,9 +257,7 @@ class Ledger:
         digest = progress.digest.hex()
         age_s = seen.age_s(at)
         claimed: dict[str, Any] = {
-            name: clamped(value)
-            for name in metrics_of(PeerState)
-            if isinstance(value := getattr(progress, name, None), int | float)
+            name: clamped(value) for name in _CLAIMED if isinstance(value := getattr(progress, name), int | float)
         }
         return PeerState(
             peer_id=peer_id,

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final, Literal, Protocol
 from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.base.decoding import first_complaint
+from spes_swarm.base.names import FAULT_KIND, MAX_NAME_CHARS
 from spes_swarm.protocol.members.metrics import Metric, NotNegative, RoundMetrics, metrics_of
-from spes_swarm.protocol.members.records import FAULT_KIND
 
 SCHEMA_VERSION: Final = 1
 # The largest exact integer of JavaScript; larger claims of peers are clamped to it.
@@ -34,7 +34,7 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Positive = Annotated[int, Field(ge=1)]
 _PeerId = Annotated[str, Field(pattern="^[1-9A-HJ-NP-Za-km-z]{1,64}$")]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hex
-_PeerName = Annotated[str, Field(max_length=40, pattern="^[^\\u0000-\\u001f\\u007f<>&\"'`\\\\\\[\\]]*$")]
+_PeerName = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern="^[^\\u0000-\\u001f\\u007f<>&\"'`\\\\\\[\\]]*$")]
 
 
 def _median_length(seconds: Sequence[float]) -> float:

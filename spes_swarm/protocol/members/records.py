@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.base.names import FAULT_KIND
 from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
-FAULT_KIND = r"^[a-z0-9_-]{1,24}$"
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
