@@ -39,7 +39,8 @@ def _state_schema() -> dict[str, Any]:
         (kind, "serialization", TypeAdapter(kind)) for kind in (SwarmState, HistoryPoint)
     ]
     _, found = TypeAdapter.json_schemas(adapters, schema_generator=_Strict)
-    text = re.sub(r'"((?:#/\$defs/)?)([A-Z]\w+)"', lambda name: f'"{name[1]}{_snake(name[2])}"', json.dumps(found))
+    names = rf'"((?:#/\$defs/)?)({"|".join(found["$defs"])})"'
+    text = re.sub(names, lambda name: f'"{name[1]}{_snake(name[2])}"', json.dumps(found))
     definitions = json.loads(text)["$defs"]
     state = definitions.pop("swarm")
     state["properties"]["schema"] = {"const": SCHEMA_VERSION, "description": "version of this format"}
