@@ -15,6 +15,7 @@ SwarmError
 │   └── PublicationError  a publication that is malformed, damaged, or not of the expected run or model
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
+├── TransferError         no peer delivers the swarm's reference
 ├── NetworkProcessError   the network process died or does not answer
 └── LeftEarlyError        the peer left before its first step (stopped, or the run is over): nothing to save
 """
@@ -93,6 +94,10 @@ class ProtocolError(SwarmError):
 
 class RoundError(SwarmError):
     """A round could not be held; the reference and the live weights are unchanged."""
+
+
+class TransferError(SwarmError):
+    """No peer delivers the swarm's reference; what has arrived is kept for the next attempt."""
 
 
 class NetworkProcessError(SwarmError):

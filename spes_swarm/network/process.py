@@ -19,7 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spes_swarm.base.errors import NetworkProcessError, ProtocolError, RoundError, SwarmError
+from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.connectivity import Connectivity
@@ -92,7 +92,7 @@ class NetworkProcess(ProcessCommands):
         if hasattr(ProcessCommands, name):
             return self
         if self._run is None:
-            raise RoundError("no run is open")
+            raise NetworkProcessError("no run is open")
         return self._run
 
     def _send(self, message: Reply | News) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.base.shared_vector import attach_from
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.acquaintances import Acquaintances
@@ -368,7 +368,7 @@ class RunServices(RunCommands):
         self._announcer.announce_soon()
         try:
             return await self._hold_round(tokens, routed, leaving)
-        except RoundError:
+        except (RoundError, TransferError):
             self._faults.note("round")
             raise
         except Exception as exc:  # one failed round must not end the session; its work is in the next difference

@@ -26,7 +26,7 @@ from spes_swarm.base.errors import (
     HubError,
     LeftEarlyError,
     PublicationError,
-    RoundError,
+    TransferError,
     UserError,
 )
 from spes_swarm.base.wording import plural
@@ -302,7 +302,7 @@ class StartingPoint:
         partial = None if if_newer else self._directory.partial_reference
         try:
             report = self._ask(Commands.download, None, if_newer=if_newer, partial=partial)
-        except RoundError as exc:
+        except TransferError as exc:
             raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
         if report is None:
             return False

@@ -103,7 +103,7 @@ class RunCommands(Protocol):
             A report; None if there is no newer reference.
 
         Raises:
-            RoundError: no peer delivers it.
+            TransferError: no peer delivers it.
         """
 
     async def swarm_table(self) -> ReferenceTable | None:
@@ -177,6 +177,7 @@ class RunCommands(Protocol):
 
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
+            TransferError: the run has ended without this peer, and nobody delivers its last reference.
         """
 
     async def cancel_round(self) -> None:
@@ -189,7 +190,7 @@ class RunCommands(Protocol):
 class Commands(ProcessCommands, RunCommands, Protocol):
     """All commands.
 
-    Each may raise its own SwarmError; a run command raises RoundError if no run is open.
+    Each may raise its own SwarmError; a run command raises NetworkProcessError if no run is open.
     """
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.port.commands import Commands
@@ -352,7 +352,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         try:
             report = pending.result()
-        except RoundError as exc:
+        except (RoundError, TransferError) as exc:
             self._retry_at = time.monotonic() + _RETRY_S
             self._note_fault("round", str(exc))
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import ProtocolError, TransferError
 from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.transfer import donors as donors_module
 from spes_swarm.network.transfer import download as download_module
@@ -177,7 +177,7 @@ def test_a_liar_that_is_the_only_donor_is_given_up(net: Net, name: str, monkeypa
         async with net.peers(1) as (newcomer, (liar,)):
             newcomer.transfer._stall_timeout_s = 1.0
             lie_on_streams(liar, LIES[name][0])
-            with pytest.raises(RoundError, match="no donor answered, or none delivered"):
+            with pytest.raises(TransferError, match="no donor answered, or none delivered"):
                 await newcomer.download()
             assert newcomer.reference.round == 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.base.errors import LeftEarlyError, RoundError, UserError
+from spes_swarm.base.errors import LeftEarlyError, TransferError, UserError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.model.sparse_model import build_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
@@ -89,7 +89,7 @@ class Newcomer:
     async def download(self, if_newer: bool, partial: Path | None) -> TransferReport | None:
         """What download.py does, with nothing between the peers."""
         if self.others is None or self.breaks:
-            raise RoundError("nobody delivers")
+            raise TransferError("nobody delivers")
         if if_newer and self.others.round <= self.reference.round:
             return None
         if partial is not None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import TransferError
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.transfer import Transfer
@@ -69,7 +69,7 @@ class CatchingUp:
         difference.
 
         Raises:
-            RoundError: the run has ended without this peer, and its last reference could not be fetched.
+            TransferError: the run has ended without this peer, and its last reference could not be fetched.
         """
         before = self._reference.round
         if self._run_has_ended():
@@ -86,7 +86,7 @@ class CatchingUp:
         try:
             payload_bytes = await self._replace_reference(keep_difference=before < swarm)
             complete = True
-        except RoundError as exc:
+        except TransferError as exc:
             # Some of it may have arrived. Values and digests are consistent in any case; the next round heals the rest.
             why += f"; {exc}"
         return CaughtUp(

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import ProtocolError, TransferError
 from spes_swarm.network.link.wire import STREAM_ERRORS
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals
@@ -83,7 +83,7 @@ class Download:
         """Runs the download.
 
         Raises:
-            RoundError: no donor answered, or none delivered; what has arrived is kept for the next attempt.
+            TransferError: no donor answered, or none delivered; what has arrived is kept for the next attempt.
         """
         writer = asyncio.create_task(self._write_forever())
         try:
@@ -130,7 +130,7 @@ class Download:
             fruitless = 0 if len(self._whole) > num_whole else fruitless + 1
             await asyncio.sleep(0.5 * fruitless)
         if len(self._whole) < len(self._chunks_of_block):
-            raise RoundError("the swarm's reference could not be fetched: no donor answered, or none delivered")
+            raise TransferError("the swarm's reference could not be fetched: no donor answered, or none delivered")
         self._adopt_from_different_rounds(table)
 
     def _adopt_from_different_rounds(self, last: ReferenceTable | None) -> None:

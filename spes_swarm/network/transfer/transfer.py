@@ -230,7 +230,7 @@ class Transfer:
             on_progress: called with the progress about once a second.
 
         Raises:
-            RoundError: no donor answered, or none delivered.
+            TransferError: no donor answered, or none delivered.
         """
         links = self._links(donors)
         kept = PartialReference(partial) if partial is not None else None
