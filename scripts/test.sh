@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Installs, lints, type-checks and runs all tests. Arguments go to pytest: bash scripts/test.sh -m 'not swarm'
+# Installs, lints, type-checks and runs the tests.
+#
+#   bash scripts/test.sh            everything; further arguments go to pytest
+#   bash scripts/test.sh --quick    for the inner loop: without the tests marked as swarm or slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ "${1:-}" = --quick ]; then
+    shift
+    set -- -m "not swarm and not slow" "$@"
+fi
 bash scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
