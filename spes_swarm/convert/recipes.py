@@ -93,8 +93,7 @@ RECIPES: Mapping[str, Recipe] = {
         saved_matrices=("w1", "w3", "w2"),
     ),
     "olmo2": Recipe(
-        target="flex_olmo",
-        settings=lambda _, options: {"num_experts": options.experts, "norm_topk_prob": True},
+        target="flex_olmo", settings=lambda _, options: {"num_experts": options.experts, "norm_topk_prob": True}
     ),
 }
 _REFUSED = {

@@ -47,11 +47,7 @@ def default_cache_dir() -> Path:
 
 
 def open_source(
-    source: str,
-    tokenizer: Tokenizer,
-    cache_dir: Path | None = None,
-    *,
-    document_format: DocumentFormat | None = None,
+    source: str, tokenizer: Tokenizer, cache_dir: Path | None = None, *, document_format: DocumentFormat | None = None
 ) -> list[Path]:
     """Returns the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
@@ -153,11 +149,7 @@ def _existing_token_files(source: str) -> list[Path]:
 
 
 def _tokenised(
-    name: str,
-    files: Sequence[Path],
-    tokenizer: Tokenizer,
-    cache_dir: Path | None,
-    document_format: DocumentFormat,
+    name: str, files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path | None, document_format: DocumentFormat
 ) -> list[Path]:
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     entry = cache / f"{name}-{_fingerprint(files, tokenizer, document_format)[:24]}"

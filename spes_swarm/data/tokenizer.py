@@ -95,11 +95,7 @@ class FastTokenizer:
     """
 
     def __init__(
-        self,
-        name: str,
-        backend: tokenizers.Tokenizer,
-        end_of_text: str,
-        files: Mapping[str, bytes] | None = None,
+        self, name: str, backend: tokenizers.Tokenizer, end_of_text: str, files: Mapping[str, bytes] | None = None
     ) -> None:
         backend.no_truncation()
         backend.no_padding()

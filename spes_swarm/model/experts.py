@@ -128,9 +128,7 @@ class SparseExperts(nn.Module):
         device = down_EDF.device
         self.register_buffer("slot_of_expert", self._slot_table(device), persistent=False)
         self.register_buffer(
-            "routed_tokens",
-            torch.zeros(self.num_experts, dtype=torch.int64, device=device),
-            persistent=False,
+            "routed_tokens", torch.zeros(self.num_experts, dtype=torch.int64, device=device), persistent=False
         )
 
     @property
@@ -214,10 +212,7 @@ class SparseExperts(nn.Module):
         if num_held_rows < T * K:
             outputs.append(
                 self._pass(
-                    x_SD[num_held_rows:],
-                    self.foreign_gate_up_proj,
-                    self.foreign_down_proj,
-                    ends_E[H:] - num_held_rows,
+                    x_SD[num_held_rows:], self.foreign_gate_up_proj, self.foreign_down_proj, ends_E[H:] - num_held_rows
                 )
             )
         y_SD = torch.cat(outputs) if outputs else x_SD

@@ -125,11 +125,7 @@ def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[
 
 
 def merged_slots(
-    reference_N: FlatArray,
-    layout: Layout,
-    alpha: float,
-    num_neighbours: int,
-    experts: Sequence[int] | None = None,
+    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int, experts: Sequence[int] | None = None
 ) -> Iterator[tuple[TensorSlot, FlatArray]]:
     """Yields (slot, merged values) for every tensor of `experts` (default: all).
 

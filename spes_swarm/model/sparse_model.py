@@ -190,11 +190,7 @@ class SparseModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        held: Sequence[int],
-        kernel: str = "torch",
-        foreign_dtype: torch.dtype | None = None,
+        self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
     ) -> None:
         """Takes over an untouched model on any device and replaces its experts in place.
 
@@ -298,10 +294,7 @@ class SparseModel:
         """
         matrices = [parameter for parameter in self.module.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in self.module.parameters() if parameter.dim() <= 1]
-        return [
-            {"params": matrices, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""

@@ -118,12 +118,7 @@ class NetworkProcess(ProcessCommands):
     # Commands.
 
     async def start_daemon(
-        self,
-        host_maddrs: list[str],
-        announce_maddrs: list[str],
-        client_mode: bool,
-        relay: bool,
-        private: bool = False,
+        self, host_maddrs: list[str], announce_maddrs: list[str], client_mode: bool, relay: bool, private: bool = False
     ) -> list[str]:
         """See port.commands.ProcessCommands."""
         if self._daemon is not None and self._watcher is not None:

@@ -186,14 +186,7 @@ class Joining:
         """Fills the reference from local sources: a checkpoint or initial weights."""
         stay = self._stay
         self._start = StartingPoint(
-            self._peer,
-            stay.directory,
-            stay.identity,
-            self.manifest,
-            self._ask,
-            stay.stop,
-            self._console,
-            stay.metrics,
+            self._peer, stay.directory, stay.identity, self.manifest, self._ask, stay.stop, self._console, stay.metrics
         )
         self._checkpoint = self._start.fill(self._reference.values_N, self._model, self._layout, self._source)
         self._leave_if_over(self._checkpoint.meta.round if self._checkpoint is not None else 0)

@@ -42,12 +42,7 @@ class ProcessCommands(Protocol):
     """Commands that need no open run; see network.process.NetworkProcess."""
 
     async def start_daemon(
-        self,
-        host_maddrs: list[str],
-        announce_maddrs: list[str],
-        client_mode: bool,
-        relay: bool,
-        private: bool = False,
+        self, host_maddrs: list[str], announce_maddrs: list[str], client_mode: bool, relay: bool, private: bool = False
     ) -> list[str]:
         """Starts p2pd, replacing a running one; returns this peer's addresses."""
 

@@ -28,12 +28,7 @@ class Handover:
     """
 
     def __init__(
-        self,
-        network: Port,
-        model: SparseModel,
-        optimiser: torch.optim.AdamW,
-        metrics: Metrics,
-        warmup_steps: int,
+        self, network: Port, model: SparseModel, optimiser: torch.optim.AdamW, metrics: Metrics, warmup_steps: int
     ) -> None:
         self._network = network
         self._model = model

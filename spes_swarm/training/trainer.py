@@ -368,11 +368,7 @@ class Trainer:
         self._live.follow_all()
         self._live.merge_if_due(self.round, previous_step)
         self._setup.metrics.write(
-            "sync",
-            round=report.round,
-            seconds=report.seconds,
-            payload_bytes=report.payload_bytes,
-            why=report.why,
+            "sync", round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why
         )
         self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
 

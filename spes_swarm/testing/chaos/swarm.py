@@ -53,12 +53,7 @@ class ChaosSwarm:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        run: Mapping[str, Any],
-        *,
-        hang_s: float = 90.0,
-        network: LocalNetwork | None = None,
+        self, directory: Path, run: Mapping[str, Any], *, hang_s: float = 90.0, network: LocalNetwork | None = None
     ) -> None:
         self.pace = Pace()
         self.outcomes: list[Outcome] = []
