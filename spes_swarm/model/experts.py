@@ -119,7 +119,7 @@ class SparseExperts(nn.Module):
             ConfigError: `held` names an expert twice or one that does not exist.
         """
         super().__init__()
-        self.num_experts, self.hidden_dim, self.ffn_dim = down_EDF.shape
+        self.num_experts = down_EDF.shape[0]
         self.act_fn = act_fn
         self.kernel = kernel
         self.held = check_held(held, self.num_experts)

@@ -14,7 +14,7 @@ which makes it very unlikely that two machines choose different neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -88,27 +88,6 @@ def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], a
     return mean_P
 
 
-def merge_experts_layer(
-    gate_up_EFD: FlatArray, down_EDF: FlatArray, alpha: float, num_neighbours: int
-) -> tuple[FlatArray, FlatArray]:
-    """Merges the experts of one layer; the arguments are not modified.
-
-    Args:
-        gate_up_EFD: (E, 2F, D) float32, gate rows first.
-        down_EDF: (E, D, F) float32.
-        alpha: see `merge_alpha`; 0 returns bit-identical values.
-        num_neighbours: K; with fewer other experts, all of them are donors.
-    """
-    E, two_ffn, _ = gate_up_EFD.shape
-    neighbours_EK = nearest_experts(similarity(gate_up_EFD[:, : two_ffn // 2].reshape(E, -1)), num_neighbours)
-    merged: list[FlatArray] = []
-    for stack in (gate_up_EFD, down_EDF):
-        flat_EP = stack.reshape(E, -1)
-        rows = [_merged(flat_EP, expert, neighbours_EK[expert], alpha) for expert in range(E)]
-        merged.append(np.stack(rows).reshape(stack.shape))
-    return merged[0], merged[1]
-
-
 def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FlatArray]]]:
     """Per layer and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
 
@@ -125,9 +104,9 @@ def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[
 
 
 def merged_slots(
-    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int, experts: Sequence[int] | None = None
+    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int
 ) -> Iterator[tuple[TensorSlot, FlatArray]]:
-    """Yields (slot, merged values) for every tensor of `experts` (default: all).
+    """Yields (slot, merged values) for every tensor of every expert.
 
     The reference is only read. Extra memory is one tensor of one expert plus a few MiB, whatever the model size. The
     caller writes the values to live weights (`SparseModel.write_slot`), or adds `values - reference` to them.
@@ -137,31 +116,12 @@ def merged_slots(
     """
     if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
         raise ValueError(f"the reference is {reference_N.dtype} {reference_N.shape}, which does not fit the layout")
-    wanted = range(layout.num_experts) if experts is None else experts
     for tensors in _layers(reference_N, layout):
         if GATE_UP not in tensors:
             raise ValueError(f"a layer's experts have no {GATE_UP}, only {sorted(tensors)}")
         _, gate_up_EP = tensors[GATE_UP]
         neighbours_EK = nearest_experts(similarity(gate_up_EP[:, : gate_up_EP.shape[1] // 2]), num_neighbours)
         for position, stack_EP in tensors.values():
-            for expert in wanted:
+            for expert in range(layout.num_experts):
                 slot = layout.expert_block(expert).slots[position]
                 yield slot, _merged(stack_EP, expert, neighbours_EK[expert], alpha).reshape(slot.shape)
-
-
-def merge_flat(
-    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int, out_N: FlatArray | None = None
-) -> FlatArray:
-    """Returns the whole merged vector (N,), shared block included, in `out_N` or a new array; see `merged_slots`.
-
-    Raises:
-        ValueError: as `merged_slots`, or `out_N` shares memory with the reference, which must not change.
-    """
-    if out_N is not None and np.shares_memory(out_N, reference_N):
-        raise ValueError("a merge must not be written to the reference")
-    out_N = np.empty_like(reference_N) if out_N is None else out_N
-    shared = layout.blocks[0]
-    out_N[shared.start : shared.stop] = reference_N[shared.start : shared.stop]
-    for slot, values in merged_slots(reference_N, layout, alpha, num_neighbours):
-        out_N[slot.start : slot.start + slot.size] = values.reshape(-1)
-    return out_N

@@ -132,44 +132,6 @@ def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
     return flat_N
 
 
-def plain_state_dict(
-    model: nn.Module,
-    layout: Layout,
-    flat_N: FlatArray,
-    tied: Mapping[str, str] | None = None,
-    include_tied: bool = False,
-) -> dict[str, Tensor]:
-    """`SparseModel.state_dict_from_flat` for any model with this layout, e.g. an untouched one; does not modify it.
-
-    Args:
-        model: provides the buffers; its parameters are not read.
-        layout: layout of the untouched model.
-        flat_N: the values (N,).
-        tied: maps every further name of a tied parameter to its first name; None: as in `model`.
-        include_tied: add those further names.
-
-    Raises:
-        ValueError: `flat_N` has the wrong size or dtype.
-    """
-    _check_array(flat_N, layout.num_elements)
-    tied = _tied_names(model) if tied is None else tied
-    state: dict[str, Tensor] = {}
-    for block in layout.blocks:
-        for slot in block.slots:
-            values = _as_tensor(flat_N, slot, 0)
-            if slot.expert is None:
-                state[slot.name] = values.clone()
-                continue
-            if slot.name not in state:
-                state[slot.name] = torch.empty((layout.num_experts, *slot.shape))
-            state[slot.name][slot.expert].copy_(values)
-    # The rest are buffers: a sparse model's own parameters are in `state` under the same names.
-    state.update({n: t.cpu().clone() for n, t in model.state_dict().items() if n not in state and n not in tied})
-    if include_tied:
-        state.update({alias: state[name] for alias, name in tied.items()})
-    return state
-
-
 def _as_tensor(array_N: FlatArray, slot: TensorSlot, array_start: int) -> Tensor:
     """Returns a CPU tensor of the part of `array_N` that belongs to `slot`: a view where `array_N` is writable."""
     start = slot.start - array_start
@@ -205,7 +167,6 @@ class SparseModel:
         """
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
-        self._tied = _tied_names(model)
         replace_experts(model, self.held, kernel, foreign_dtype)
         self.module = model
         self._experts = {name: m for name, m in model.named_modules() if isinstance(m, SparseExperts)}
@@ -302,64 +263,10 @@ class SparseModel:
         counts_E: npt.NDArray[np.int64] = torch.stack(counts).sum(dim=0).cpu().numpy()
         return counts_E
 
-    # Export and accounting
-
-    def state_dict_from_flat(self, flat_N: FlatArray, include_tied: bool = False) -> dict[str, Tensor]:
-        """Returns a plain transformers state dict (fp32, CPU, stacked experts) with the values of a flat vector (N,).
-
-        It owns its memory. Persistent buffers of the model are included. Tied weights appear once, as safetensors and
-        `from_pretrained` expect; with `include_tied` also under their other names, as a strict `load_state_dict`
-        expects.
-
-        Raises:
-            ValueError: `flat_N` has the wrong size or dtype.
-        """
-        return plain_state_dict(self.module, self.layout, flat_N, self._tied, include_tied)
-
-    def bytes_per_class(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, int]:
-        """Returns the bytes that live tensors occupy, by class.
-
-        Keys: `{shared,held,foreign}_parameters`, `{shared,held,foreign}_gradients` and, given an optimiser,
-        `{shared,held,foreign}_optimizer`. Foreign gradients and optimiser state are measured, not assumed to be 0:
-        anything that is neither shared nor held counts as foreign.
-        """
-        held = {getattr(experts, p) for experts in self._experts.values() for p in PROJECTIONS}
-        shared = set(self._shared.values())
-        foreign = [getattr(experts, f"foreign_{p}") for experts in self._experts.values() for p in PROJECTIONS]
-
-        def class_of(tensor: Tensor) -> str:
-            return "shared" if tensor in shared else "held" if tensor in held else "foreign"
-
-        classes = ("shared", "held", "foreign")
-        sizes = {f"{c}_{kind}": 0 for kind in ("parameters", "gradients") for c in classes}
-        for tensor in (*shared, *held, *foreign):
-            sizes[f"{class_of(tensor)}_parameters"] += tensor.nbytes
-            if tensor.grad is not None:
-                sizes[f"{class_of(tensor)}_gradients"] += tensor.grad.nbytes
-        if optimizer is not None:
-            sizes |= {f"{c}_optimizer": 0 for c in classes}
-            for parameter, state in optimizer.state.items():
-                sizes[f"{class_of(parameter)}_optimizer"] += sum(
-                    value.nbytes for value in state.values() if isinstance(value, Tensor)
-                )
-        return sizes
-
 
 def _check_array(array_N: FlatArray, size: int) -> None:
     if array_N.dtype != np.float32 or array_N.shape != (size,):
         raise ValueError(f"expected float32 of shape ({size},), got {array_N.dtype} of shape {array_N.shape}")
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Maps every further name of a tied parameter to its first name."""
-    first: dict[nn.Parameter, str] = {}
-    tied: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter in first:
-            tied[name] = first[parameter]
-        else:
-            first[parameter] = name
-    return tied
 
 
 def _swap_parameters(

@@ -24,7 +24,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.user_paths import new_directory
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import run_tokenizer
@@ -74,26 +73,6 @@ def write_export(
         model.generation_config.save_pretrained(directory)
     tokenizer.save(directory)
     _write_weights(tensors, blocks, _buffers(manifest.run, tensors), directory, max_shard_size)
-
-
-def export_reference(
-    manifest: Manifest, reference_N: FloatArray, destination: Path, max_shard_size: str = MAX_SHARD_SIZE
-) -> None:
-    """Saves model, configuration and tokenizer, but no card and no publication manifest.
-
-    Args:
-        manifest: of the run.
-        reference_N: the flat reference (N,).
-        destination: a new or empty directory; complete when it exists.
-        max_shard_size: see `write_export`.
-
-    Raises:
-        UserError: the destination is not empty or cannot be written, or the tokenizer cannot be loaded.
-    """
-    model = empty_model(manifest.run)
-    blocks = split_blocks(layout_of(model), reference_N)
-    with new_directory(destination) as directory:
-        write_export(manifest, model, blocks, directory, max_shard_size)
 
 
 def _buffers(run: RunConfig, tensors: Mapping[str, SavedTensor]) -> dict[str, Array]:

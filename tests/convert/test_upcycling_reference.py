@@ -20,8 +20,9 @@ from spes_swarm.base.errors import CheckpointError, ConfigError
 from spes_swarm.config.run import ModelConfig
 from spes_swarm.convert.upcycling import upcycle
 from spes_swarm.model.initial_weights import load_initial_reference, model_section
-from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of, plain_state_dict
+from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.protocol.consensus.layout import Layout
+from tests.helpers.model_state import plain_state_dict
 from tests.helpers.upcycling_models import KINDS, options, save_dense
 
 torch.set_num_threads(1)

@@ -18,10 +18,10 @@ from spes_swarm.model.sparse_model import (
     build_model,
     flat_from_model,
     layout_of,
-    plain_state_dict,
     replace_experts,
 )
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
+from tests.helpers.model_state import bytes_per_class, plain_state_dict
 
 torch.set_num_threads(1)
 
@@ -108,7 +108,7 @@ def test_memory_exists_for_exactly_shared_and_held(model_type: str, held: tuple[
     optimizer = torch.optim.AdamW(sparse.param_groups(weight_decay=0.1))
     torch.autograd.backward(transformers_loss(sparse.module))
     optimizer.step()
-    sizes = sparse.bytes_per_class(optimizer)
+    sizes = bytes_per_class(sparse, optimizer)
     # AdamW keeps two moments of the parameter's size and a 4-byte step count for every tensor.
     num_shared = sum(".experts." not in name for name, _ in sparse.trainable_parameters())
     num_held = LAYERS * 2 if held else 0
@@ -299,7 +299,7 @@ def test_holding_others_keeps_the_function_and_trains_the_others() -> None:
     after = transformers_loss(sparse.module)
     torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
     torch.autograd.backward(after)
-    sizes = sparse.bytes_per_class()
+    sizes = bytes_per_class(sparse)
     assert sizes["held_gradients"] == 3 * EXPERT_BYTES
     assert sizes["foreign_gradients"] == 0
 
@@ -329,8 +329,8 @@ def test_the_optimizer_follows_a_change_of_holdings(before: tuple[int, ...], aft
             assert state["exp_avg_sq"][row].any() == (expert in before)
     torch.autograd.backward(transformers_loss(sparse.module))
     optimizer.step()
-    assert sparse.bytes_per_class(optimizer)["foreign_optimizer"] == 0
-    assert sparse.bytes_per_class(optimizer)["held_gradients"] == len(after) * EXPERT_BYTES
+    assert bytes_per_class(sparse, optimizer)["foreign_optimizer"] == 0
+    assert bytes_per_class(sparse, optimizer)["held_gradients"] == len(after) * EXPERT_BYTES
 
 
 def test_routed_tokens_are_summed_over_layers() -> None:
@@ -358,7 +358,8 @@ def test_an_exported_state_dict_loads_into_an_untouched_model(tied: bool) -> Non
     with torch.no_grad():
         logits = source(token_ids()).logits
     plain = plain_state_dict(source, layout_of(source), flat, include_tied=True)
-    state = SparseModel(source, (2,)).state_dict_from_flat(flat, include_tied=True)
+    sparse = SparseModel(source, (2,))
+    state = plain_state_dict(sparse.module, sparse.layout, flat, include_tied=True)
     assert plain.keys() == state.keys()
     assert all(torch.equal(plain[name], state[name]) for name in state)
     assert state.keys() == expected.keys()
@@ -373,7 +374,7 @@ def test_an_exported_state_dict_owns_its_memory_and_names_tied_weights_once() ->
     source = build("olmoe", tie_word_embeddings=True)
     flat = flat_from_model(source, layout_of(source))
     sparse = SparseModel(source, (2,))
-    state = sparse.state_dict_from_flat(flat)
+    state = plain_state_dict(sparse.module, sparse.layout, flat)
     flat[:] = 0
     assert "lm_head.weight" not in state
     assert state["model.embed_tokens.weight"].any()
@@ -385,7 +386,8 @@ def test_save_pretrained_and_from_pretrained_accept_the_export(tmp_path: Any) ->
     flat = flat_from_model(source, layout_of(source))
     with torch.no_grad():
         logits = source(token_ids()).logits
-    state = SparseModel(build("mixtral"), (2,)).state_dict_from_flat(flat)
+    sparse = SparseModel(build("mixtral"), (2,))
+    state = plain_state_dict(sparse.module, sparse.layout, flat)
     shell = build("mixtral", seed=9)
     shell.load_state_dict(state, strict=True)
     shell.save_pretrained(tmp_path)

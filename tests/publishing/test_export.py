@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spes_swarm import export
 from spes_swarm.base.arguments import shard_bytes
 from spes_swarm.base.errors import UserError
-from spes_swarm.model.sparse_model import build_model, plain_state_dict
-from spes_swarm.publishing.plain import empty_model, export_reference, saved_tensors, split_blocks
+from spes_swarm.model.sparse_model import build_model
+from spes_swarm.publishing.plain import empty_model, saved_tensors, split_blocks, write_export
 from spes_swarm.publishing.publication import read_export
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.model_state import plain_state_dict
 from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, values
 from tests.helpers.repository import ROOT
 from tests.helpers.small_disk import mounted_disk
@@ -39,9 +40,16 @@ def model_with(model_type: str, seed: int) -> PreTrainedModel:
     return model
 
 
+def write_reference(model_type: str, seed: int, destination: Path, shard_size: str = "1GB") -> None:
+    """Writes a reference in the layout of transformers."""
+    destination.mkdir()
+    manifest, blocks = manifest_of(model_type), split_blocks(layout_for(model_type), values(seed, model_type))
+    write_export(manifest, empty_model(manifest.run), blocks, destination, shard_size)
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_one_weight_file_is_that_of_save_pretrained(tmp_path: Path, model_type: str) -> None:
-    export_reference(manifest_of(model_type), values(1, model_type), tmp_path / "ours")
+    write_reference(model_type, 1, tmp_path / "ours")
     model_with(model_type, 1).save_pretrained(tmp_path / "theirs")
     assert hashes(tmp_path / "ours") == hashes(tmp_path / "theirs")
     assert hashes(tmp_path / "ours").keys() == {"model.safetensors"}
@@ -50,7 +58,7 @@ def test_one_weight_file_is_that_of_save_pretrained(tmp_path: Path, model_type: 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_several_weight_files_have_the_tensors_of_save_pretrained(tmp_path: Path, model_type: str) -> None:
     """How they are distributed differs: save_pretrained puts views of one storage together, whatever their size."""
-    export_reference(manifest_of(model_type), values(1, model_type), tmp_path / "ours", "50KB")
+    write_reference(model_type, 1, tmp_path / "ours", "50KB")
     model_with(model_type, 1).save_pretrained(tmp_path / "theirs", max_shard_size="50KB")
     ours, theirs = tensors_of(tmp_path / "ours"), tensors_of(tmp_path / "theirs")
     assert ours == theirs
@@ -70,7 +78,7 @@ def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_logits_are_those_of_a_model_that_holds_the_reference(tmp_path: Path, model_type: str) -> None:
-    export_reference(manifest_of(model_type), values(2, model_type), tmp_path / "model", "50KB")
+    write_reference(model_type, 2, tmp_path / "model", "50KB")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     ids = torch.arange(96).view(2, 48) % 257
     with torch.no_grad():

@@ -17,8 +17,9 @@ from spes_swarm.join import main
 from spes_swarm.network.link import links
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_network import LAN_HOST, LocalNetwork, enter_namespace, unavailable_reason
+from spes_swarm.testing.local_network import LocalNetwork, enter_namespace, unavailable_reason
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers.home_network import LAN_HOST, HomeNetwork
 from tests.helpers.swarm import Swarm, equal_digests, swarm
 from tests.swarm.test_swarm import tiny_layout
 
@@ -288,7 +289,7 @@ def test_a_way_that_is_lost_during_the_run_is_replaced(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_peers_behind_home_routers_notice_it_and_train_as_clients(tmp_path: Path) -> None:
-    with LocalNetwork(3, behind_nat=[0, 1]) as network, swarm(tmp_path) as running:
+    with HomeNetwork(3, behind_nat=[0, 1]) as network, swarm(tmp_path) as running:
         on = Hosts(running, network)
         common = ("--wait-for-peers", 3, "--experts", 3)
         public = on.found(2, *common)
@@ -311,7 +312,7 @@ def test_peers_behind_home_routers_notice_it_and_train_as_clients(tmp_path: Path
 @needs_namespaces
 def test_a_port_opened_in_the_router_makes_a_peer_reachable(tmp_path: Path) -> None:
     """Without --announce-maddrs: the address that others see turns out to take connections."""
-    with LocalNetwork(2, behind_nat=[0]) as network, swarm(tmp_path) as running:
+    with HomeNetwork(2, behind_nat=[0]) as network, swarm(tmp_path) as running:
         network.open_router(0)
         on = Hosts(running, network)
         public = on.found(1, "--wait-for-peers", 2)

@@ -16,13 +16,13 @@ from typing import TypeVar
 import pytest
 
 from spes_swarm.testing.local_network import (
-    LAN_HOST,
     LocalNetwork,
     LocalNetworkError,
     enter_namespace,
     unavailable_reason,
 )
 from spes_swarm.testing.local_peer import PATIENCE_S
+from tests.helpers.home_network import LAN_HOST, HomeNetwork
 
 T = TypeVar("T")
 _REASON = unavailable_reason()
@@ -159,7 +159,7 @@ def test_a_limited_host_is_slow_in_both_directions(network: LocalNetwork) -> Non
 @needs_namespaces
 def test_a_home_router_lets_connections_out_and_none_in() -> None:
     with (
-        LocalNetwork(3, behind_nat=[0, 1]) as network,
+        HomeNetwork(3, behind_nat=[0, 1]) as network,
         on_host(network, 0, lambda: socket.create_server(("0.0.0.0", 5000))),
         listen(network, 2) as public,
     ):
@@ -182,16 +182,6 @@ def test_a_home_router_lets_connections_out_and_none_in() -> None:
         network.open_router(0)
         with pytest.raises(ConnectionRefusedError):  # it is there, and nothing on it listens
             connect(network, 2, 0)
-
-
-@needs_namespaces
-def test_a_launched_peer_is_the_python_process_itself(network: LocalNetwork, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    process = network.launch_join(2)(["--no-such-flag"], log)
-    inside = Path(f"/proc/{process.pid}/ns/net").readlink()
-    assert process.wait(PATIENCE_S) == 2
-    assert inside == on_host(network, 2, lambda: Path("/proc/thread-self/ns/net").readlink())
-    assert log.read_text().startswith("join: ")
 
 
 @needs_namespaces
@@ -255,7 +245,7 @@ def test_hosts_are_numbered_from_zero() -> None:
     with pytest.raises(ValueError, match="num_hosts"):
         LocalNetwork(0)
     with pytest.raises(ValueError, match="host 2"):
-        LocalNetwork(2, behind_nat=[2])
+        HomeNetwork(2, behind_nat=[2])
     network = LocalNetwork(2)
     with pytest.raises(ValueError, match="host 2"):
         network.address(2)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.model.merge import merge_flat
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, read_events, run_config
 from tests.helpers.memory_swarm import memory_swarm
+from tests.helpers.model_state import merge_flat
 
 Make = Callable[..., LoneTrainer]
 
