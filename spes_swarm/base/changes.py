@@ -17,11 +17,7 @@ class Changes:
         self._next = asyncio.Event()
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits for the next change.
-
-        Returns:
-            True if it came within `timeout_s`.
-        """
+        """Waits for the next change; returns True if it came within `timeout_s`."""
         try:
             await asyncio.wait_for(self._next.wait(), timeout_s)
         except TimeoutError:

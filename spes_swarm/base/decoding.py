@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 import msgpack
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_swarm.base.errors import ProtocolError
 
@@ -54,11 +54,8 @@ def check_msgpack(
 ) -> None:
     """Counts the values of a message without decoding it, in about 5 ms at most, whatever its length.
 
-    Args:
-        data: msgpack (https://github.com/msgpack/msgpack/blob/master/spec.md).
-        max_elements: limit on the values in all containers together; a map entry has two.
-        max_depth: limit on the nesting of containers.
-        ext_codes: extension types that the whole message may have; the caller has to check their payload.
+    A map entry has two values. Payloads of extension types are left to the caller. Format:
+    https://github.com/msgpack/msgpack/blob/master/spec.md
 
     Raises:
         ProtocolError: (`oversized`) too many values; (`malformed`) too deep, not msgpack, or an extension.
@@ -159,6 +156,12 @@ def load_json(data: bytes, *, max_elements: int) -> Any:
     """
     check_json(data, max_elements=max_elements)
     return json.loads(data)
+
+
+class StrictModel(BaseModel):
+    """Untrusted JSON with strict types and no other fields; immutable."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 _MAX_WHERE_CHARS = 80  # an unknown key may be as long as its message

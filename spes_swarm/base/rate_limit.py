@@ -21,11 +21,8 @@ BURST_BYTES = 64 * 1024
 
 
 class RateLimit:
-    """A token bucket whose rate may change at any time; bytes pass in the order in which they are booked.
-
-    Args:
-        bytes_per_s: None for no limit.
-        clock: monotonic seconds.
+    """A token bucket whose rate (None: no limit) may change at any time; bytes pass in the order in which they are
+    booked.
     """
 
     def __init__(self, bytes_per_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,11 +61,7 @@ class RateLimit:
 
 
 class TransferLimit(RateLimit):
-    """The limit on everything that a donor sends to newcomers.
-
-    Args:
-        upload_mbps: declared upload bandwidth in Mbit/s, None if not declared.
-    """
+    """The limit on everything that a donor sends to newcomers; `upload_mbps` is what its user has declared."""
 
     def __init__(self, upload_mbps: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._between_rounds = None if upload_mbps is None else _bytes_per_s(BETWEEN_ROUNDS_SHARE * upload_mbps)

@@ -98,13 +98,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
-    """Builds a section, and those nested in it, from plain values.
-
-    Args:
-        cls: type of the section.
-        values: content of a file or a manifest.
-        where: prefix of every message, e.g. "run.yaml: ".
-        key: the section's own dotted key, which follows the prefix.
+    """Builds a section, and those nested in it, from plain values; messages start with `where` and the dotted `key`.
 
     Raises:
         ConfigError: naming the dotted key, what was found and what is expected.
@@ -258,10 +252,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def nearest_key(keys: Mapping[str, Any], word: str, prefix: str = "") -> str:
     """Returns the end of a message about an unknown key: the same key in a nested section, else the closest key.
 
-    Args:
-        keys: the known keys with their declared types.
-        word: the unknown key.
-        prefix: the dotted key of the section, with a trailing dot.
+    `prefix` is the dotted key of the section, with a trailing dot.
     """
     for section, hint in keys.items():
         if _is_section(hint) and word in _hints(hint):

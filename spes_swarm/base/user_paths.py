@@ -1,4 +1,4 @@
-"""Paths that users give: home directories, and directories created or emptied without touching other files."""
+"""Paths that users give: home directories, directories created or emptied without touching other files, and fsync."""
 
 from __future__ import annotations
 
@@ -23,6 +23,15 @@ def user_path(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError as exc:
         raise UserError(f"{text!r}: there is no such home directory") from exc
+
+
+def sync_to_disk(path: Path) -> None:
+    """Makes a file, or the names in a directory, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_is_new(destination: Path) -> None:

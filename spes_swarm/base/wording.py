@@ -60,8 +60,8 @@ def with_error(value: float | None, stderr: float | None) -> str:
     return amount(value) + ("" if stderr is None else f" ± {amount(stderr)}")
 
 
-def ranges(experts: Sequence[int]) -> str:
-    """Formats ascending numbers as ranges: 0-3,7; "-" for none."""
+def ranges(experts: Sequence[int], separator: str = ",", none: str = "-") -> str:
+    """Formats ascending numbers as ranges: 0-3,7."""
     parts: list[str] = []
     index = 0
     while index < len(experts):
@@ -70,7 +70,7 @@ def ranges(experts: Sequence[int]) -> str:
             last += 1
         parts.append(str(experts[index]) if last == index else f"{experts[index]}-{experts[last]}")
         index = last + 1
-    return ",".join(parts) or "-"
+    return separator.join(parts) or none
 
 
 def cut(text: str, width: int) -> str:

@@ -11,13 +11,7 @@ _YOUR_DATA = "YOUR_DATA"
 
 
 def join_command(manifest: Manifest, address: str, python: str = "python") -> str:
-    """Returns the command that a newcomer types.
-
-    Args:
-        manifest: of the run.
-        address: multiaddress of a peer.
-        python: the interpreter.
-    """
+    """Returns the command with which a newcomer joins through the peer at `address` (a multiaddress)."""
     command = [python, "-m", "spes_swarm.join", "--initial-peers", address, "--run-id", manifest.run_id]
     return shlex.join([*command, *data_arguments(manifest.run.data)])
 

@@ -9,12 +9,10 @@ from spes_swarm.config.run import RunConfig, TrainingConfig
 
 
 def learning_rate(step: float, training: TrainingConfig) -> float:
-    """Linear warm-up to the peak, then half a cosine down to `min_learning_rate_ratio` of it.
+    """Linear warm-up to the peak, then half a cosine down to `min_learning_rate_ratio` of it, and no further.
 
-    Args:
-        step: the global step: inner steps of all committed rounds, and of this one so far. The first one is 0, and
-            its learning rate is already above 0.
-        training: the schedule; `total_steps` includes the warm-up, and the rate stays at its minimum afterwards.
+    `step` counts the inner steps of all committed rounds, and of this one so far. At step 0 the rate is already above
+    0.
     """
     if step < training.warmup_steps:
         return training.learning_rate * (step + 1) / training.warmup_steps
@@ -25,19 +23,13 @@ def learning_rate(step: float, training: TrainingConfig) -> float:
 
 
 class ScheduleEnd:
-    """The end of a run's schedule.
-
-    Args:
-        run: `training.total_steps` is the length of the schedule, `training.at_end` what happens after it.
-
-    Attributes:
-        round: the round whose commit completes the schedule.
-    """
+    """The end of the schedule of a run, and what happens after it."""
 
     def __init__(self, run: RunConfig) -> None:
         self._training = run.training
         self._inner_steps = run.round.inner_steps
         self._told = False
+        # The round whose commit completes the schedule.
         self.round = -(-run.training.total_steps // run.round.inner_steps)
 
     @property

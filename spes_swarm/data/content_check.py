@@ -26,11 +26,7 @@ def check_contents_once(
 ) -> None:
     """Checks the tokens of files against the digests in their sidecars, unless that was done before.
 
-    Args:
-        files: files to check.
-        cache_dir: where receipts are kept, in a subdirectory.
-        say: called with a message for the user before a long check.
-        pause: called before each file; may raise to abort.
+    `say` gets a message before a long check. `pause` is called before each file, and may raise to abort.
 
     Raises:
         DataError: a file is corrupt.

@@ -51,12 +51,8 @@ def open_source(
 ) -> list[Path]:
     """Returns the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
-    Args:
-        source: "stdlib"; a `.npy` token file; a directory that holds some; or text: a file, directory or glob that
-            `readers.find_documents` accepts.
-        tokenizer: the run's tokenizer.
-        cache_dir: where tokenised text is kept; None for `default_cache_dir()`. Token files need none.
-        document_format: where the documents are in text files.
+    A source is "stdlib"; a `.npy` token file; a directory that holds some; or text: a file, directory or glob that
+    `readers.find_documents` accepts. Tokenised text is kept in `cache_dir`, by default `default_cache_dir()`.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -113,11 +109,7 @@ def stdlib_files() -> list[Path]:
 
 
 def unigram_entropy(tokens: NDArray[Any]) -> float:
-    """Entropy in nats per token of the distribution of single tokens: the loss of a model that ignores all context.
-
-    Args:
-        tokens: 1-D, not empty, non-negative integers; may be a memory map.
-    """
+    """Entropy in nats per token of single tokens (1-D, not empty): the loss of a model that ignores all context."""
     counts = np.zeros(0, dtype=np.int64)
     for start in range(0, len(tokens), _SCAN_TOKENS):
         piece = np.bincount(tokens[start : start + _SCAN_TOKENS], minlength=len(counts))

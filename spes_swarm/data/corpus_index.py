@@ -14,26 +14,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from spes_swarm.base.decoding import first_complaint
+from spes_swarm.base.decoding import StrictModel, first_complaint
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.token_file import TokenFile
 
 INDEX_FILE = "corpus.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class _Shard(_Strict):
+class _Shard(StrictModel):
     name: str  # informational
     num_tokens: Annotated[int, Field(ge=1)]
     blake3: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of the token bytes, as in the shard's sidecar
 
 
-class _Index(_Strict):
+class _Index(StrictModel):
     format: Literal["spes-swarm-corpus"] = "spes-swarm-corpus"
     version: Literal[1] = 1
     tokenizer_digest: str
@@ -41,12 +37,7 @@ class _Index(_Strict):
 
 
 def corpus_digest(tokenizer_digest: str, shards: Iterable[tuple[str, int]]) -> str:
-    """Returns the hex BLAKE3 digest of a corpus.
-
-    Args:
-        tokenizer_digest: digest of the tokenizer that made all shards.
-        shards: content digest and number of tokens of each shard, in order.
-    """
+    """Returns the hex BLAKE3 of a corpus, from the content digest and number of tokens of each shard, in order."""
     hasher = blake3()
     for content, num_tokens in shards:
         hasher.update(f"{tokenizer_digest} {content} {num_tokens}\n".encode())

@@ -19,12 +19,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """A bijection of range(size), chosen by `key`.
-
-    Args:
-        size: n, from 1 to 2**62.
-        key: any bytes; equal keys and sizes give equal permutations on every machine.
-    """
+    """A bijection of range(size), up to 2**62; equal keys and sizes give equal permutations on every machine."""
 
     def __init__(self, size: int, key: bytes) -> None:
         assert 1 <= size <= MAX_SIZE

@@ -88,11 +88,8 @@ def find_documents(sources: Sequence[str | Path]) -> list[Path]:
 def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "file") -> Iterator[Piece]:
     """Reads one file in order; holds a few pieces in memory, unless single records are larger.
 
-    Args:
-        path: .txt or similar, .jsonl (each also as .gz or .zst), or .parquet.
-        text_field: the column of a Parquet file; see `parse_piece` for JSON.
-        text_mode: what a document is in a text file: the whole file (above 64 MiB: parts of that size, cut at a line
-            end), the text between blank lines, or a line.
+    `text_field` is the column of a Parquet file. A document in a text file is the whole file (above 64 MiB: parts of
+    that size, cut at a line end), the text between blank lines, or a line.
 
     Raises:
         DataError: the file cannot be opened, or its format needs a library that is not installed.
@@ -112,9 +109,7 @@ def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "
 def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Broken]:
     """Returns the non-empty documents of a piece, in order, and the broken records by kind (the reader's included).
 
-    Args:
-        piece: from `read_pieces`.
-        text_field: key of the text in a JSON object.
+    In a JSON object, the text is under `text_field`.
     """
     broken = Counter(piece.broken)
     documents: list[str] = []

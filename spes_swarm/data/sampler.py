@@ -18,7 +18,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
@@ -28,17 +27,13 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.data.corpus_index import corpus_digest
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.token_file import TokenFile
-from spes_swarm.data.tokenizer import Tokenizer
 
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets
 _MIN_SPAN_FOR_OFFSET = 16  # windows; an offset costs a span one of them
 
 
 class TokenStream:
-    """One or more token files, read as if they were one array.
-
-    Args:
-        files: at least one, all of the same tokenizer; their order is part of the stream's identity.
+    """One or more token files, read as if they were one array; their order is part of its identity.
 
     Raises:
         DataError: no file, or files of different tokenizers.
@@ -59,15 +54,6 @@ class TokenStream:
         self._starts = [0]
         for file in files:
             self._starts.append(self._starts[-1] + len(file.tokens))
-
-    @classmethod
-    def open(cls, paths: Sequence[Path], tokenizer: Tokenizer, *, check_content: bool = False) -> TokenStream:
-        """Opens and verifies files, see `TokenFile.open`.
-
-        Raises:
-            DataError: a file cannot be used with this tokenizer.
-        """
-        return cls([TokenFile.open(path, tokenizer, check_content=check_content) for path in paths])
 
     @property
     def num_tokens(self) -> int:

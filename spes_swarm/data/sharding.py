@@ -78,18 +78,10 @@ def write_shards(
 ) -> ShardSummary:
     """Tokenises files, in the given order, into `output`/tokens-00000.npy and so on, and writes their index.
 
-    The shards depend only on the files, the tokenizer, the format and `shard_tokens`. After an exception, including
-    Ctrl-C, the completed shards remain and the partial one is removed.
-
-    Args:
-        files: see `readers.find_documents`.
-        output: directory, created if missing.
-        tokenizer: must be picklable when there are several processes.
-        document_format: where the text is in the files; None for the defaults.
-        shard_tokens: a shard is closed by the document that makes it at least this long.
-        processes: 1 works in the calling process; more start that many workers.
-        overwrite: remove the shards of an earlier run instead of refusing.
-        on_progress: called with the number of input bytes processed since the last call.
+    The shards depend only on the files, the tokenizer (which must be picklable for several processes), the format and
+    `shard_tokens`: a shard is closed by the document that makes it at least that long. `on_progress` gets the number of
+    input bytes since its last call. The shards depend only on the files, the tokenizer, the format and `shard_tokens`.
+    After an exception, including Ctrl-C, the completed shards remain and the partial one is removed.
 
     Raises:
         DataError: no usable document; `output` has shards already or cannot be written; a file cannot be opened.

@@ -13,7 +13,6 @@ import os
 import struct
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,6 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError
+from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.data.tokenizer import Tokenizer
 
 FORMAT = "spes-swarm-tokens"
@@ -60,12 +60,8 @@ def sidecar_path(path: Path) -> Path:
 class TokenWriter:
     """Streams tokens into a file that appears only on `commit`.
 
-    As a context manager it commits at the end of the block, and removes everything if the block raises, including on
-    Ctrl-C. A killed process leaves at most a `.X.npy.PID.partial`, which readers ignore.
-
-    Args:
-        path: the final `.npy` path; an existing file is replaced on commit.
-        tokenizer: determines the dtype: uint16 if all ids fit, otherwise uint32.
+    A killed process leaves at most a `.X.npy.PID.partial`, which readers ignore. The dtype is uint16 if all ids fit,
+    otherwise uint32.
 
     Raises:
         DataError: the directory cannot be written.
@@ -142,7 +138,7 @@ class TokenWriter:
             self.path.unlink(missing_ok=True)  # an old array must never be paired with the new sidecar
             partial_sidecar.replace(sidecar_path(self.path))
             self._partial.replace(self.path)
-            _sync_directory(self.path.parent)
+            sync_to_disk(self.path.parent)
         except OSError as exc:
             partial_sidecar.unlink(missing_ok=True)
             self.abort()
@@ -154,17 +150,6 @@ class TokenWriter:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
 
 @dataclass(frozen=True)
 class TokenFile:
@@ -175,16 +160,10 @@ class TokenFile:
     tokens: TokenArray  # (num_tokens,), uint16 or uint32
 
     @classmethod
-    def open(cls, path: Path, tokenizer: Tokenizer | None = None, *, check_content: bool = False) -> TokenFile:
-        """Opens and verifies a token file.
+    def open(cls, path: Path, tokenizer: Tokenizer | None = None) -> TokenFile:
+        """Opens and verifies a token file, which must have been made with `tokenizer`, unless that is None.
 
-        Sidecar, header, dtype, dimensions and length are always checked (microseconds); the digest and the range of all
-        ids only with `check_content`, which reads the whole file.
-
-        Args:
-            path: the `.npy` file.
-            tokenizer: refuse a file that was made with a different one; None accepts any.
-            check_content: also compare the digest of all token bytes.
+        Checks sidecar, header, dtype, dimensions and length, in microseconds; `check_content` reads the whole file.
 
         Raises:
             DataError: the file is missing, truncated, corrupt, not a token file, or made with another tokenizer.
@@ -213,10 +192,7 @@ class TokenFile:
                 f"but this run uses {tokenizer.name!r} ({tokenizer.digest[:12]}); tokenise the text again "
                 "with the run's tokenizer"
             )
-        opened = cls(path, sidecar, np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(num_tokens,)))
-        if check_content:
-            opened.check_content()
-        return opened
+        return cls(path, sidecar, np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(num_tokens,)))
 
     def check_content(self) -> None:
         """Compares the digest and the range of all token ids with the sidecar.
@@ -319,12 +295,3 @@ def _read_sidecar(path: Path) -> Sidecar:
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

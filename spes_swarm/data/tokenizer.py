@@ -82,13 +82,10 @@ class Tokenizer(Protocol):
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library. Pickles without `transformers`, so worker processes start fast.
+    """A tokenizer of the `tokenizers` library.
 
-    Args:
-        name: see `Tokenizer.name`.
-        backend: owned by this object, which disables its truncation and padding.
-        end_of_text: the token that ends a document.
-        files: what `save` writes (file name to content); None for the two default files.
+    Pickles without `transformers`, so worker processes start fast. It owns `backend`, and disables its truncation and
+    padding. `save` writes `files`, or two default files.
 
     Raises:
         DataError: `end_of_text` is not in the vocabulary.
@@ -190,13 +187,10 @@ class ByteTokenizer(FastTokenizer):
 
 
 def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Tokenizer:
-    """Loads a tokenizer.
+    """Loads a tokenizer: "bytes"; a `tokenizer.json`; or a directory or hub name for `transformers.AutoTokenizer`.
 
-    Args:
-        name: "bytes"; a `tokenizer.json`; a directory or hub name that `transformers.AutoTokenizer` accepts. Code
-            that comes with a tokenizer is never run. A name is looked up in the local cache first, so a peer that has
-            used it once starts without a network.
-        local_files_only: never use the network. (HF_HUB_OFFLINE=1 does the same for a whole process.)
+    Code that comes with a tokenizer is never run. A name is looked up in the local cache first, so a peer that has used
+    it once starts without a network. With `local_files_only` (or HF_HUB_OFFLINE=1) the network is never used.
 
     Raises:
         DataError: the tokenizer cannot be found, reached or used; the message names it and says what to do.
@@ -218,12 +212,8 @@ def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Token
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
-    """Trains a byte-level BPE; the same texts give the same tokenizer.
-
-    Args:
-        texts: documents; read once.
-        vocab_size: at most this many ids, the 256 bytes and the end of text (id 0) included. A small corpus may have
-            too few pairs to reach it: check the result's `vocab_size`.
+    """Trains a byte-level BPE of at most `vocab_size` ids, the 256 bytes and the end of text (id 0) included; the same
+    texts (read once) give the same tokenizer. A small corpus may have too few pairs to reach that size.
 
     Raises:
         DataError: `vocab_size` is smaller than 257.

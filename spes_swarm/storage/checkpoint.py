@@ -26,6 +26,7 @@ from safetensors.numpy import load_file, save_file
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
+from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.protocol.consensus.layout import Block, Layout
 
 FORMAT = 2
@@ -107,10 +108,10 @@ def save_checkpoint(
         text = json.dumps({"digest": _content_digest(content), **content}, indent=1)
         (temporary / "meta.json").write_text(text, encoding="utf-8")
         for path in temporary.iterdir():
-            _sync(path)
-        _sync(temporary)
+            sync_to_disk(path)
+        sync_to_disk(temporary)
         temporary.rename(final)
-        _sync(directory)
+        sync_to_disk(directory)
     except (OSError, SafetensorError) as exc:
         shutil.rmtree(temporary, ignore_errors=True)
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
@@ -207,11 +208,3 @@ def _read_blocks(path: Path, blocks: Sequence[Block], out_N: FloatArray) -> None
     arrays = load_file(path)
     for block in blocks:
         out_N[block.start : block.stop] = arrays[block.name]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_swarm.base.errors import CheckpointError, ManifestError, UserError
+from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
+
+_PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
 
 
 def lock_file(path: Path, what: str, advice: str) -> int:
@@ -74,14 +77,10 @@ class RunDirectory:
         """What a newcomer has fetched so far; removed when the download is complete."""
         return self.path / "reference.partial"
 
-    @property
-    def _peers(self) -> Path:
-        return self.path / "peers.json"
-
     def known_peers(self) -> list[str]:
         """Returns the addresses of other peers at the last checkpoint; none if the file is missing or damaged."""
         try:
-            peers = json.loads(self._peers.read_text(encoding="utf-8"))
+            peers = json.loads((self.path / _PEERS).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             return []
         return [peer for peer in peers if isinstance(peer, str)] if isinstance(peers, list) else []
@@ -92,23 +91,13 @@ class RunDirectory:
         Raises:
             UserError: they cannot be written.
         """
-        if not maddrs:
-            return
-        temporary = self._peers.with_name(f".peers.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(maddrs), encoding="utf-8")
-            temporary.replace(self._peers)
-        except OSError as exc:
-            raise UserError(f"{self._peers} cannot be written: {exc.strerror}") from exc
-
-    @property
-    def _port(self) -> Path:
-        return self.path / "port"
+        if maddrs:
+            self._store(_PEERS, json.dumps(maddrs))
 
     def known_port(self) -> int | None:
         """Returns the TCP port of the last session; None if the file is missing or damaged."""
         try:
-            port = int(self._port.read_text(encoding="ascii")[:8])
+            port = int((self.path / _PORT).read_text(encoding="ascii")[:8])
         except (OSError, ValueError):
             return None
         return port if 0 < port < 65536 else None
@@ -119,19 +108,12 @@ class RunDirectory:
         Raises:
             UserError: it cannot be written.
         """
-        try:
-            self._port.write_text(f"{port}\n", encoding="ascii")
-        except OSError as exc:
-            raise UserError(f"{self._port} cannot be written: {exc.strerror}") from exc
-
-    @property
-    def _data(self) -> Path:
-        return self.path / "data.json"
+        self._store(_PORT, f"{port}\n")
 
     def known_data(self) -> KnownData | None:
         """Returns the data of the last session; None in a fresh directory, and if the file is damaged."""
         try:
-            stored = json.loads(self._data.read_text(encoding="utf-8"))
+            stored = json.loads((self.path / _DATA).read_text(encoding="utf-8"))
             source, differs = stored["source"], stored["differs"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
@@ -143,16 +125,7 @@ class RunDirectory:
         Raises:
             UserError: it cannot be written.
         """
-        temporary = self._data.with_name(f".data.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps({"source": source, "differs": differs}), encoding="utf-8")
-            temporary.replace(self._data)
-        except OSError as exc:
-            raise UserError(f"{self._data} cannot be written: {exc.strerror}") from exc
-
-    @property
-    def _manifest(self) -> Path:
-        return self.path / "manifest.json"
+        self._store(_DATA, json.dumps({"source": source, "differs": differs}))
 
     def check(self) -> None:
         """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
@@ -198,7 +171,7 @@ class RunDirectory:
         try:
             return None if raw is None else raw.build()
         except ManifestError as exc:
-            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+            raise CheckpointError(f"{self.path / _MANIFEST} is corrupt: {exc}") from exc
 
     def raw_manifest(self) -> RawManifest | None:
         """The same, without building its model.
@@ -207,13 +180,13 @@ class RunDirectory:
             CheckpointError: as `manifest`, except for errors in the model.
         """
         try:
-            if not self._manifest.exists():
+            if not (self.path / _MANIFEST).exists():
                 return None
-            stored = json.loads(self._manifest.read_text(encoding="utf-8"))
+            stored = json.loads((self.path / _MANIFEST).read_text(encoding="utf-8"))
             wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
-            return read_manifest(wire, source=str(self._manifest), expected_run_id=stored["run_id"])
+            return read_manifest(wire, source=str(self.path / _MANIFEST), expected_run_id=stored["run_id"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ManifestError) as exc:
-            raise CheckpointError(f"{self._manifest} is corrupt: {exc}") from exc
+            raise CheckpointError(f"{self.path / _MANIFEST} is corrupt: {exc}") from exc
 
     def require_run(self) -> RawManifest:
         """As `raw_manifest`, for a directory that must belong to a run.
@@ -233,13 +206,15 @@ class RunDirectory:
             UserError: the manifest could not be written; an earlier one is intact.
         """
         wire = {key: value.hex() for key, value in manifest.to_wire().items()}
-        temporary = self._manifest.with_name(f".manifest.{os.getpid()}")
+        self._store(_MANIFEST, json.dumps({"run_id": manifest.run_id, **wire}))
+
+    def _store(self, name: str, text: str) -> None:
+        """Replaces a file atomically and durably; raises UserError if that fails, and an earlier one is intact."""
+        path, temporary = self.path / name, self.path / f".{name}.{os.getpid()}"
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump({"run_id": manifest.run_id, **wire}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self._manifest)
+            temporary.write_text(text, encoding="utf-8")
+            sync_to_disk(temporary)
+            temporary.replace(path)
         except OSError as exc:
             temporary.unlink(missing_ok=True)
-            raise UserError(f"{self._manifest} could not be written: {exc.strerror}") from exc
+            raise UserError(f"{path} cannot be written: {exc.strerror}") from exc

@@ -27,9 +27,10 @@ from spes_swarm.data import readers
 from spes_swarm.data.corpus import default_cache_dir, open_source, stdlib_files, unigram_entropy
 from spes_swarm.data.readers import find_documents, parse_piece, read_pieces
 from spes_swarm.data.sharding import DocumentFormat
-from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
 from spes_swarm.testing.local_peer import PATIENCE_S
+from tests.helpers.token_files import open_checked, token_writer
 
 BYTES = ByteTokenizer()
 RECORDS = [json.dumps({"text": f"document {i} ü", "n": i}, ensure_ascii=False) for i in range(50)]
@@ -223,7 +224,7 @@ def test_stdlib_is_the_librarys_own_source() -> None:
 
 def test_stdlib_tokens(tmp_path: Path) -> None:
     (path,) = open_source("stdlib", BYTES, tmp_path)
-    file = TokenFile.open(path, BYTES, check_content=True)
+    file = open_checked(path, BYTES)
     assert file.sidecar.num_documents > 300
     assert len(file.tokens) > 5_000_000
     first = stdlib_files()[0].read_bytes()
@@ -280,7 +281,7 @@ def test_several_processes_may_start_at_the_same_time(tmp_path: Path) -> None:
 
 def test_token_files_are_used_where_they_lie(tmp_path: Path) -> None:
     for name in ("b.npy", "a.npy"):
-        with TokenWriter(tmp_path / name, BYTES) as writer:
+        with token_writer(tmp_path / name, BYTES) as writer:
             writer.append(np.arange(5), 1)
     assert open_source(str(tmp_path), BYTES) == [tmp_path / "a.npy", tmp_path / "b.npy"]
     assert open_source(str(tmp_path / "b.npy"), BYTES) == [tmp_path / "b.npy"]

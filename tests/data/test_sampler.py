@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.sampler import Sampler, Split, TokenStream
-from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer, train_bpe
+from tests.helpers.token_files import token_writer
 
 FRACTIONS = st.sampled_from([0.0, 0.001, 0.01, 0.02, 0.1, 0.3, 0.5])
 
@@ -50,10 +51,10 @@ def counting_stream(directory: Path, *lengths: int) -> TokenStream:
     paths, start = [], 0
     for number, length in enumerate(lengths):
         paths.append(directory / f"{number}.npy")
-        with TokenWriter(paths[-1], COUNTING) as writer:
+        with token_writer(paths[-1], COUNTING) as writer:
             writer.append(np.arange(start, start + length), 1)
         start += length
-    return TokenStream.open(paths, COUNTING)
+    return TokenStream([TokenFile.open(path, COUNTING) for path in paths])
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +319,7 @@ def test_a_corrupt_id_is_found_and_the_cursor_stays(tmp_path: Path) -> None:
 
 def test_files_must_share_a_tokenizer(tmp_path: Path) -> None:
     counting_stream(tmp_path, 400)
-    with TokenWriter(tmp_path / "other.npy", train_bpe([], 257)) as writer:
+    with token_writer(tmp_path / "other.npy", train_bpe([], 257)) as writer:
         writer.append(np.arange(100), 1)
     with pytest.raises(DataError, match="one run needs one tokenizer"):
         TokenStream([TokenFile.open(tmp_path / "0.npy"), TokenFile.open(tmp_path / "other.npy")])

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.token_file import TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
+from tests.helpers.token_files import open_checked, token_writer
 
 BYTES = ByteTokenizer()
 TOKENS = np.arange(1000) % 257
 
 
 def write(path: Path, tokens: np.ndarray[tuple[int], np.dtype[np.int64]] = TOKENS) -> Path:
-    with TokenWriter(path, BYTES) as writer:
+    with token_writer(path, BYTES) as writer:
         writer.append(tokens[:300], 2)
         writer.append(tokens[300:], 1)
     return path
@@ -47,14 +48,14 @@ def test_numpy_reads_what_was_written(path: Path) -> None:
 
 
 def test_open_maps_and_verifies(path: Path) -> None:
-    file = TokenFile.open(path, BYTES, check_content=True)
+    file = open_checked(path, BYTES)
     assert file.tokens.tolist() == TOKENS.tolist()
     assert not file.tokens.flags.writeable
 
 
 def test_numpys_own_files_are_read_too(path: Path) -> None:
     np.save(path, TOKENS.astype(np.uint16))
-    assert TokenFile.open(path, BYTES, check_content=True).tokens.tolist() == TOKENS.tolist()
+    assert open_checked(path, BYTES).tokens.tolist() == TOKENS.tolist()
 
 
 def test_dtype_follows_the_vocabulary() -> None:
@@ -63,7 +64,7 @@ def test_dtype_follows_the_vocabulary() -> None:
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with TokenWriter(tmp_path / "t.npy", BYTES) as writer:
+        with token_writer(tmp_path / "t.npy", BYTES) as writer:
             writer.append(TOKENS, 1)
             raise KeyboardInterrupt
 
@@ -76,9 +77,9 @@ def test_an_interrupted_writer_leaves_the_older_file(path: Path) -> None:
     writer = TokenWriter(path, BYTES)
     writer.append(TOKENS[:10], 1)
     writer.abort()
-    TokenFile.open(path, BYTES, check_content=True)
+    open_checked(path, BYTES)
     write(path, TOKENS[::-1].copy())
-    assert TokenFile.open(path, BYTES, check_content=True).tokens[0] == TOKENS[-1]
+    assert open_checked(path, BYTES).tokens[0] == TOKENS[-1]
 
 
 def test_writer_refuses_impossible_ids_and_nothing(tmp_path: Path) -> None:
@@ -163,13 +164,13 @@ def test_changed_tokens_are_found_by_the_content_check(path: Path) -> None:
     path.write_bytes(content)
     TokenFile.open(path, BYTES)
     with pytest.raises(DataError, match="do not match their digest"):
-        TokenFile.open(path, BYTES, check_content=True)
+        open_checked(path, BYTES)
 
 
 def test_ids_beyond_the_vocabulary_are_found(path: Path) -> None:
     np.save(path, np.full(1000, 300, np.uint16))
     with pytest.raises(DataError, match="token id 300 in a vocabulary of 257"):
-        TokenFile.open(path, BYTES, check_content=True)
+        open_checked(path, BYTES)
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -25,6 +25,7 @@ from spes_swarm.data.sharding import DocumentFormat, sample_documents, write_sha
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
 from tests.helpers.repository import ROOT
+from tests.helpers.token_files import open_checked
 
 BYTES = ByteTokenizer()
 
@@ -75,7 +76,7 @@ def test_every_format_in_order(documents: list[str], corpus: Path, tmp_path: Pat
     files = sorted(corpus.iterdir())
     progress: list[int] = []
     summary = write_shards(files, tmp_path, BYTES, shard_tokens=100_000, on_progress=progress.append)
-    opened = [TokenFile.open(path, BYTES, check_content=True) for path in summary.shards]
+    opened = [open_checked(path, BYTES) for path in summary.shards]
     assert len(opened) > 5
     expected = b"".join(text.encode() + b"\0" for text in documents)
     tokens = np.concatenate([file.tokens for file in opened])
@@ -134,7 +135,7 @@ def test_a_failure_leaves_whole_shards_only(corpus: Path, tmp_path: Path) -> Non
     assert names
     assert all(name.endswith((".npy", ".npy.json")) and not name.startswith(".") for name in names)
     for path in tmp_path.glob("*.npy"):
-        TokenFile.open(path, BYTES, check_content=True)
+        open_checked(path, BYTES)
 
 
 @pytest.mark.parametrize("options", [{"processes": 0}, {"shard_tokens": 0}])
@@ -160,7 +161,7 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     assert rows["bad_json"].strip() == rows["wrong_type"].strip() == "1"
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
-    stream = TokenStream.open(open_source(str(tmp_path), tokenizer), tokenizer, check_content=True)
+    stream = TokenStream([open_checked(path, tokenizer) for path in open_source(str(tmp_path), tokenizer)])
     assert f"{stream.num_tokens:,}" == rows["tokens"].strip()
 
 
@@ -207,4 +208,4 @@ def test_ctrl_c_reaches_all_processes_and_leaves_whole_shards(corpus: Path, bpe:
     assert "Traceback" not in shown + err
     assert not [path for path in output.iterdir() if path.name.startswith(".")]
     for path in output.glob("*.npy"):
-        TokenFile.open(path, bpe, check_content=True)
+        open_checked(path, bpe)

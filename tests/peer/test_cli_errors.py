@@ -22,7 +22,6 @@ import yaml
 
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.token_file import TokenWriter
 from spes_swarm.data.tokenizer import ByteTokenizer
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.storage.checkpoint import load_newest
@@ -33,6 +32,7 @@ from tests.helpers.rounds import identity
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.small_disk import mounted_disk
 from tests.helpers.swarm import TINY_RUN, Swarm, merged, swarm
+from tests.helpers.token_files import token_writer
 
 # Importing torch and transformers on a busy machine takes most of it.
 REASONABLE_S = 300.0
@@ -241,14 +241,14 @@ def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weig
 
 
 def token_file(path: Path) -> Path:
-    with TokenWriter(path, ByteTokenizer()) as writer:
+    with token_writer(path, ByteTokenizer()) as writer:
         writer.append(np.arange(50_000) % 256, 1)
     return path
 
 
 def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
     path = tmp_path / "short.npy"
-    with TokenWriter(path, ByteTokenizer()) as writer:
+    with token_writer(path, ByteTokenizer()) as writer:
         writer.append(np.arange(10), 1)
     join("--config", config(tmp_path / "run.yaml"), "--data", path, out=out).line()
 

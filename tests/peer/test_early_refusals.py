@@ -19,13 +19,14 @@ from spes_swarm import __version__
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sharding import write_shards
-from spes_swarm.data.token_file import TokenWriter, sidecar_path
+from spes_swarm.data.token_file import sidecar_path
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.peer.preflight import has_cuda_hardware
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 from tests.helpers.swarm import TINY_RUN, merged
+from tests.helpers.token_files import token_writer
 
 HEAVY = ("torch", "transformers", "hivemind")
 # Runs a command as `python -m` does and reports what it imported.
@@ -214,7 +215,7 @@ def test_damaged_token_files(tmp_path: Path, corpus: Path, name: str, left: floa
 
 def test_a_token_file_with_the_sidecar_of_another(tmp_path: Path, corpus: Path) -> None:
     other = corpus / "other.npy"
-    with TokenWriter(other, load_tokenizer("bytes")) as writer:
+    with token_writer(other, load_tokenizer("bytes")) as writer:
         writer.append(np.arange(100), 1)
     sidecar_path(other).replace(sidecar_path(corpus / "tokens-00000.npy"))
     assert "do not belong together" in refusal(tmp_path, "--data", corpus / "tokens-00000.npy")

@@ -24,11 +24,12 @@ from spes_swarm.data import content_check
 from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus_index import INDEX_FILE, membership
 from spes_swarm.data.sharding import write_shards
-from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer
 from spes_swarm.peer.run_data import PeerData, name_of, same_run_data
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.rounds import identity
+from tests.helpers.token_files import token_writer
 
 BYTES = ByteTokenizer()
 STDLIB = DataConfig(kind="stdlib", python_version=platform.python_version())
@@ -338,7 +339,7 @@ def test_a_damaged_memory_is_none(peer: Peer, content: str) -> None:
 
 
 def token_file(path: Path, num_tokens: int = 1000) -> TokenFile:
-    with TokenWriter(path, BYTES) as writer:
+    with token_writer(path, BYTES) as writer:
         writer.append(np.arange(num_tokens) % 256, 1)
     return TokenFile.open(path)
 
