@@ -69,15 +69,9 @@ def evaluate(
     batch_size: int = 8,
     device: str = "cpu",
 ) -> Evaluation:
-    """Runs tasks of the harness on a model directory.
+    """Runs tasks of the harness (names, tags, groups, or YAML files) on a model directory, whose code is never run.
 
-    Args:
-        export: has config.json, safetensors and a tokenizer; code in it is never run.
-        tasks: names, tags or groups of the harness, or paths of YAML files.
-        include_paths: directories with additional tasks. Task files may name Python functions, which are run.
-        limit: use only this many samples of each task, from the beginning.
-        batch_size: sequences at a time.
-        device: torch device.
+    Task files in `include_paths` may name Python functions, which are run. `limit` is a number of samples of each task.
 
     Raises:
         CheckpointError: the directory is not an export.
@@ -129,13 +123,10 @@ def check_export(directory: Path) -> None:
 
 
 def attach(evaluation: Evaluation, directory: Path) -> Path:
-    """Adds the scores to the front matter of the model card, as the Hub's `model-index`.
+    """Adds the scores to the front matter of the model card, as the Hub's `model-index`; returns the card's path.
 
     Scores of the same tasks and metrics are replaced; all others and the rest of the card are kept. If there is no
     card, one is created with the front matter only.
-
-    Returns:
-        The path of the card.
 
     Raises:
         CheckpointError: the card's front matter cannot be read.

@@ -157,12 +157,9 @@ def moe_settings(recipe: Recipe, dense: PreTrainedConfig, options: UpcyclingOpti
 
 
 def starting_run(directory: Path, name: str, tokenizer: str) -> RunConfig:
-    """Returns a run configuration for the mixture in a directory, with the optimisation and merging of the paper's 9B.
+    """Returns a run configuration for an upcycled mixture, with the optimisation and merging of the paper's 9B.
 
-    Args:
-        directory: output of `upcycling.upcycle`.
-        name: name of the run.
-        tokenizer: a name that every peer can load, so not a path on this machine.
+    Every peer must be able to load `tokenizer`, so it is not a path on this machine.
 
     Raises:
         CheckpointError: config.json cannot be read.

@@ -62,14 +62,10 @@ class UpcyclingReport:
 
 
 def upcycle(source: Path, destination: Path, options: UpcyclingOptions) -> UpcyclingReport:
-    """Writes the mixture into a new directory, which appears only when complete.
+    """Writes the mixture of a dense model (config.json and safetensors) into a new directory, which appears when
+    complete.
 
     The same source and options give the same bytes; weights do not depend on `max_shard_size`.
-
-    Args:
-        source: a dense model with config.json and safetensors.
-        destination: a new or empty directory.
-        options: see `UpcyclingOptions`.
 
     Raises:
         UserError: the source cannot be read or reproduced, an option is invalid, or the destination exists or cannot

@@ -103,17 +103,11 @@ class SparseExperts(nn.Module):
         kernel: ExpertKernel,
         foreign_dtype: torch.dtype | None = None,
     ) -> None:
-        """Copies the stacked weights (E, 2F, D) and (E, D, F) into held and foreign storage.
+        """Copies the stacked weights (E, 2F, D), gate rows first, and (E, D, F) into held and foreign storage.
 
-        Args:
-            gate_up_EFD: gate rows first, then up rows.
-            down_EDF: down projections.
-            act_fn: the activation of the gate.
-            held: experts to train; any subset.
-            kernel: see `kernels.load_kernel`.
-            foreign_dtype: storage dtype of foreign experts; None keeps that of the weights. bfloat16 halves their
-                memory and saves a cast per step under bf16 autocast, but rounds their values: after `hold` has made
-                such an expert a parameter, write its block from the reference.
+        `foreign_dtype` (default: that of the weights) is the dtype of foreign experts. bfloat16 halves their memory and
+        saves a cast per step under bf16 autocast, but rounds: after `hold` has made such an expert a parameter, write
+        its block from the reference.
 
         Raises:
             ConfigError: `held` names an expert twice or one that does not exist.

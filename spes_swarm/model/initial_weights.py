@@ -54,9 +54,6 @@ class WeightDirectory:
     """The safetensors of a model directory: names and shapes from the headers, values on demand. A context manager.
 
     Values are read with pread(2): pages of a memory map would count towards this process's memory.
-
-    Attributes:
-        files: the weight files, in the order of their names.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -66,7 +63,7 @@ class WeightDirectory:
             CheckpointError: no such directory, no safetensors in it, or a file that is missing or corrupt.
         """
         self._directory = directory
-        self.files = tuple(_weight_files(directory))
+        self.files = tuple(_weight_files(directory))  # the weight files, in the order of their names
         self._stack = ExitStack()
         self._file_of: dict[str, Any] = {}
         with ExitStack() as opening:
@@ -168,14 +165,9 @@ def model_section(directory: Path) -> dict[str, Any]:
 
 
 def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatArray) -> str:
-    """Fills the flat reference (N,) with the weights in a model directory.
+    """Fills the flat reference (N,), float32, with the weights in a model directory, e.g. an export or upcycled model.
 
     All names, shapes and dtypes are checked before the first value is written.
-
-    Args:
-        directory: has config.json and safetensors, e.g. an export, or the output of `spes_swarm.upcycle`.
-        layout: layout of the run's model.
-        reference_N: float32, of the layout's size; undefined after an error.
 
     Returns:
         Hex BLAKE3 of the values as little-endian fp32 in the order of the layout: the same for the same weights,

@@ -29,7 +29,6 @@ class ExpertKernel(Protocol):
 
     def __call__(self, x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
         """Returns y_TF; `ends_G` (int32, device of x) holds one past the last row of each group, `ends_G[-1] == T`."""
-        ...
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -120,10 +119,6 @@ def torch_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
     return y_TF
 
 
-def _load_torch() -> ExpertKernel:
-    return torch_kernel
-
-
 # The metadata of megablocks 0.10 requires an older torch than this package, so it is installed without dependencies.
 _INSTALL_MEGABLOCKS = (
     "pip install --no-deps megablocks stanford-stk && pip install --no-deps --no-build-isolation grouped_gemm"
@@ -161,7 +156,7 @@ def _load_megablocks() -> ExpertKernel:
     return megablocks_kernel
 
 
-KERNELS: dict[str, Callable[[], ExpertKernel]] = {"torch": _load_torch, "megablocks": _load_megablocks}
+KERNELS: dict[str, Callable[[], ExpertKernel]] = {"torch": lambda: torch_kernel, "megablocks": _load_megablocks}
 
 
 def load_kernel(name: str) -> ExpertKernel:

@@ -31,15 +31,11 @@ def build_model(
 ) -> PreTrainedModel:
     """Builds a freshly initialised causal language model in fp32: equal arguments give equal bits (on one machine).
 
-    Weights are always drawn on the CPU, so they do not depend on `device`; the global random state is unchanged.
-    Attention is "sdpa" where the architecture supports it, else "eager".
-
-    Args:
-        model_type: a transformers model type with a causal language model, e.g. "olmoe".
-        settings: fields of that type's configuration; fields not named keep transformers' default.
-        seed: seed of the initialisation.
-        device: device of the weights.
-        on_meta: build on the meta device instead: shapes without memory (seed and device are then unused).
+    `settings` are fields of the configuration of a transformers type, e.g. "olmoe". Weights are always drawn on the
+    CPU, so they do not depend on `device`; the global random state is unchanged. With `on_meta` there are shapes
+    without memory (seed and device are then unused). Attention is "sdpa" where the architecture supports it, else
+    "eager". Weights are always drawn on the CPU, so they do not depend on `device`; the global random state is
+    unchanged. Attention is "sdpa" where the architecture supports it, else "eager".
 
     Raises:
         ConfigError: as `config_from_settings`, or transformers cannot build a causal language model from these.
@@ -76,10 +72,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 def replace_experts(
     model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
 ) -> list[SparseExperts]:
-    """Replaces every experts module in place, layer by layer (peak memory: one layer more than the model).
-
-    Returns:
-        The new modules, in layer order.
+    """Replaces every experts module in place (peak memory: one layer more than the model); returns the new ones.
 
     Raises:
         ConfigError: no experts module, an unsupported one, an unknown kernel, or an invalid `held`.
@@ -154,13 +147,7 @@ class SparseModel:
     def __init__(
         self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
     ) -> None:
-        """Takes over an untouched model on any device and replaces its experts in place.
-
-        Args:
-            model: from `build_model` or `from_pretrained`; modified in place.
-            held: experts to train; any subset.
-            kernel: name of an expert kernel.
-            foreign_dtype: see `SparseExperts`.
+        """Takes over an untouched model on any device and replaces its experts in place; see `SparseExperts`.
 
         Raises:
             ConfigError: the model is not a supported MoE, or `kernel` or `held` is invalid.

@@ -21,11 +21,7 @@ _COMMAND_TIMEOUT_S = 30.0
 
 
 class Handover:
-    """Gives the moments of experts to the peers that adopt them, and receives those of adopted experts.
-
-    Attributes:
-        warm_up: warm-up of adopted experts that have no moments yet.
-    """
+    """Gives the moments of experts to the peers that adopt them, and receives those of adopted experts."""
 
     def __init__(
         self, network: Port, model: SparseModel, optimiser: torch.optim.AdamW, metrics: Metrics, warmup_steps: int
@@ -36,7 +32,7 @@ class Handover:
         self._metrics = metrics
         self._pending: Future[dict[int, Received]] | None = None  # moments being fetched
         self._arriving: dict[int, FloatArray] = {}
-        self.warm_up = WarmUp(warmup_steps)
+        self.warm_up = WarmUp(warmup_steps)  # warm-up of adopted experts that have no moments yet
 
     def give(self, round_number: int, experts: Sequence[int]) -> dict[int, str]:
         """Offers the moments of experts that are about to be given up; returns their digests."""

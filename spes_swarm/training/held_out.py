@@ -41,45 +41,28 @@ def held_out_loss(losses: Sequence[float]) -> HeldOutLoss:
     return HeldOutLoss(mean=mean, stderr=math.sqrt(variance / len(losses)))
 
 
+@dataclass(frozen=True)
 class HeldOutText:
-    """Measures a model on the run's held-out sequences.
+    """Measures a model on the run's held-out sequences."""
 
-    Args:
-        batches: int64, each (B, S); if empty, nothing is measured.
-        every_rounds: rounds between measurements; 0: never.
-        device: device of the model.
-        autocast: context of the precision in which the model is trained.
-    """
-
-    def __init__(
-        self,
-        batches: Sequence[npt.NDArray[np.int64]],
-        every_rounds: int,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._batches = batches
-        self._every_rounds = every_rounds
-        self._device = device
-        self._autocast = autocast
+    batches: Sequence[npt.NDArray[np.int64]]  # each (B, S); if empty, nothing is measured
+    every_rounds: int  # between measurements; 0: never
+    device: torch.device  # of the model
+    autocast: Callable[[], AbstractContextManager[None]]  # the precision in which the model is trained
 
     def due(self, round_number: int, *, first: bool, last: bool) -> bool:
-        """Returns True if the model is to be measured after this commit.
-
-        Args:
-            round_number: round of the commit; all peers measure after the same rounds.
-            first: True for this peer's first commit in the session, the baseline for later losses.
-            last: True if this is known to be the last commit, whose loss is the final result.
+        """Returns True if the model is to be measured after this commit: the `first` of this peer's session (a
+        baseline), the `last` one (the result), and those of the same rounds on all peers.
         """
-        if not self._every_rounds or not self._batches:
+        if not self.every_rounds or not self.batches:
             return False
-        return first or last or round_number % self._every_rounds == 0
+        return first or last or round_number % self.every_rounds == 0
 
     def measure(self, module: torch.nn.Module) -> HeldOutLoss:
         """Measures the model in its current state; its training mode is restored."""
         losses: list[float] = []
-        with self._autocast():
-            for batch_BS in self._batches:
-                ids_BS = torch.from_numpy(batch_BS).to(self._device)
+        with self.autocast():
+            for batch_BS in self.batches:
+                ids_BS = torch.from_numpy(batch_BS).to(self.device)
                 losses += cross_entropy_of_sequences(module, ids_BS).tolist()
         return held_out_loss(losses)

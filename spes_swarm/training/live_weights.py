@@ -20,13 +20,9 @@ from spes_swarm.model.sparse_model import SparseModel
 
 
 class LiveWeights:
-    """Moves values between a model and the flat vectors.
+    """Moves values between a model and the flat vectors; only reads the reference.
 
-    Args:
-        model: the model; its held experts decide which blocks are trained.
-        reference_N: the reference; only read.
-        contribution_N: receives the trained blocks for a round, and holds the outcome for them afterwards.
-        run: the swarm's settings for rounds and merges.
+    The contribution receives the trained blocks for a round, and holds the outcome for them afterwards.
     """
 
     def __init__(self, model: SparseModel, reference_N: FloatArray, contribution_N: FloatArray, run: RunConfig) -> None:
@@ -88,9 +84,7 @@ class LiveWeights:
     def merge_if_due(self, round_number: int, previous_step: int | None = None) -> float | None:
         """Applies the expert merge if the last commit made it due; returns its alpha, or None if nothing was merged.
 
-        Args:
-            round_number: round of the last commit.
-            previous_step: global step of the previous commit; by default one round earlier.
+        The previous commit was at the global step `previous_step`, by default one round earlier.
         """
         step = round_number * self._inner_steps
         previous = previous_step if previous_step is not None else max(0, step - self._inner_steps)

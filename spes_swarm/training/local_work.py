@@ -16,17 +16,12 @@ CountArray = npt.NDArray[np.int64]
 
 
 class LocalWork:
-    """Counts steps, tokens, tokens routed to each expert, and losses since the last commit.
-
-    Attributes:
-        steps: optimiser steps.
-        tokens: tokens trained on.
-        routed_E: routed copies of tokens per expert, summed over layers.
-    """
+    """Counts steps, tokens, tokens routed to each expert, and losses since the last commit."""
 
     def __init__(self, num_experts: int) -> None:
-        self.steps = 0
-        self.tokens = 0
+        self.steps = 0  # optimiser steps
+        self.tokens = 0  # tokens trained on
+        # Routed copies of tokens per expert, summed over layers.
         self.routed_E: CountArray = np.zeros(num_experts, dtype=np.int64)
         self._losses: list[float] = []
         self._taken: tuple[int, int, CountArray, int] | None = None

@@ -35,11 +35,6 @@ class StepMemory:
 
     The last round and the checkpoint take less memory than a step. The weights are those before the step, or partly
     updated if an allocation of the optimiser failed.
-
-    Args:
-        when: completes "out of memory ...".
-        warn: called with the fault kind and the reason why training ends.
-        stop: ends training.
     """
 
     def __init__(self, when: str, warn: Callable[[str, str], None], stop: Callable[[], None]) -> None:

@@ -20,11 +20,7 @@ _MIN_MEDIAN_SHARE, _MAX_MEDIAN_SHARE = 0.125, 1.25  # of its inner steps, done b
 
 
 class Pace:
-    """Counts the swarm's tokens since the last commit.
-
-    Attributes:
-        progress: of the current round, 0 to 1, as of the last call of `due`.
-    """
+    """Counts the swarm's tokens since the last commit."""
 
     def __init__(self, network: Port, config: RoundConfig, tokens_per_step: int) -> None:
         self._network = network
@@ -32,19 +28,14 @@ class Pace:
         self._tokens_per_step = tokens_per_step
         self._count: Future[TokenCounts] | None = None  # pending: the token counts of the other peers
         self._count_at = 0.0
-        self.progress = 0.0
+        self.progress = 0.0  # of the current round, 0 to 1, as of the last call of `due`
 
     def begin(self) -> None:
         """Discards the counts when a round begins: they do not apply to the next one."""
         self._count, self._count_at = None, 0.0
 
     def due(self, tokens: int, tokens_per_second: float) -> bool:
-        """Returns True if a round is due.
-
-        Args:
-            tokens: tokens that this peer has processed since the last commit.
-            tokens_per_second: speed of this peer.
-        """
+        """Returns True if a round is due, given this peer's tokens since the last commit, and per second."""
         inner_steps, view = self._config.inner_steps, self._network.view
         own = inner_steps * self._tokens_per_step
         if view is None or view.num_training == 0:

@@ -17,12 +17,6 @@ class RoundEvents:
     """Writes `round` events; at most one is pending, until its traffic is known.
 
     Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later.
-
-    Args:
-        network: counts the traffic.
-        metrics: receives the events.
-        status: receives the traffic of the last event written.
-        on_written: called after each event.
     """
 
     def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:

@@ -27,16 +27,8 @@ def save_peer(
     round_number: int,
     step: int,
 ) -> None:
-    """Writes a checkpoint and removes the oldest beyond `setup.keep_checkpoints`.
-
-    Args:
-        setup: everything the trainer needs.
-        live: the live weights.
-        optimiser: AdamW of the trained parameters.
-        parameters: the trained parameters, by name.
-        work: local work since the last commit.
-        round_number: round of the last commit.
-        step: local steps so far.
+    """Writes a checkpoint of the last commit and the local work since, and removes the oldest beyond
+    `setup.keep_checkpoints`.
 
     Raises:
         CheckpointError: the checkpoint cannot be written.
