@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.run_records import Records
@@ -16,53 +16,33 @@ from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 
 
+@dataclass(eq=False)
 class Announcer:
-    """Writes this peer's records while its trainer is alive.
+    """Writes this peer's records while its trainer is alive."""
 
-    Args:
-        run_state: its round, digest and experts are announced.
-        faults: this peer's recent faults.
-        now: returns the swarm's time in Unix seconds.
-        reachable: returns True if other peers can open connections to this one.
-        on_fault: called if no DHT node accepts a record.
+    run_state: RunState  # its round, digest and experts are announced
+    faults: RecentFaults
+    now: Callable[[], float]  # the swarm's time in Unix seconds
+    reachable: Callable[[], bool]  # whether other peers can open connections to this one
+    on_fault: Callable[[str, ProtocolError], None]  # called if no DHT node accepts a record
+    presence: Presence | None = None  # what the trainer reported last
+    volunteering: tuple[bytes, bool] | None = None  # digest of the target (see election.py), and whether it publishes
+    in_round: bool = False
+    round_seconds: float = 0.0  # of the last round
+    traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
+    _records: Records | None = None
+    _expires: dict[str, float] = field(default_factory=dict)
+    _lease_expires: float = 0.0
+    _lease_is_out: bool = False
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    _last_beat: float = field(default_factory=time.monotonic)
+    # Two records of a kind must arrive in the order of their expiration.
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    Attributes:
-        presence: what the trainer reported last; None before its first report.
-        in_round: whether this peer is in a round.
-        round_seconds: duration of its last round.
-        volunteering: digest of the target that this peer would publish to (see election.py), and whether it is
-            publishing; None if it does not volunteer.
-        traffic: payload bytes sent and received in its last round.
-    """
-
-    def __init__(
-        self,
-        run_state: RunState,
-        faults: RecentFaults,
-        now: Callable[[], float],
-        reachable: Callable[[], bool],
-        on_fault: Callable[[str, ProtocolError], None],
-    ) -> None:
-        self._run = run_state
-        self._config = run_state.run.round
-        self._reference = run_state.reference
-        self._leases = run_state.leases
-        self._faults = faults
-        self._now = now
-        self._reachable = reachable
-        self._on_fault = on_fault
-        self._records: Records | None = None
-        self._expires: dict[str, float] = {}
-        self._lease_expires = 0.0
-        self._lease_is_out = False
-        self._wanted = asyncio.Event()
-        self._last_beat = time.monotonic()
-        self._storing = asyncio.Lock()  # two records of a kind must arrive in the order of their expiration
-        self.presence: Presence | None = None
-        self.volunteering: tuple[bytes, bool] | None = None
-        self.in_round = False
-        self.round_seconds = 0.0
-        self.traffic = (0, 0)
+    def __post_init__(self) -> None:
+        self._config = self.run_state.run.round
+        self._reference = self.run_state.reference
+        self._leases = self.run_state.leases
 
     def open(self, records: Records) -> None:
         """Sets where records are written; none are written before."""
@@ -97,8 +77,8 @@ class Announcer:
         Does nothing during a round.
         """
         if not self.in_round:
-            roster = self._run.roster
-            self._run.swarm_tokens.learn(roster.swarm_tokens(self._reference.round), alone=not roster.present())
+            roster = self.run_state.roster
+            self.run_state.swarm_tokens.learn(roster.swarm_tokens(self._reference.round), alone=not roster.present())
 
     def has_contributed(self, tokens: int) -> None:
         """Subtracts tokens that went into a commit from this peer's count.
@@ -117,7 +97,7 @@ class Announcer:
             return  # the trainer is stopped (Ctrl-Z): other peers must not wait for this one in every round
         await self.publish_progress()
         await self._volunteer()
-        if self._leases.held and self._now() > self._lease_expires - 2 * self._config.lease_s / 3:
+        if self._leases.held and self.now() > self._lease_expires - 2 * self._config.lease_s / 3:
             await self.publish_lease()
 
     async def publish_progress(self) -> None:
@@ -133,7 +113,7 @@ class Announcer:
             expires=self._next_expiration("progress", self._config.progress_ttl_s),
             name=presence.name,
             state=presence.state,
-            reachable=self._reachable(),
+            reachable=self.reachable(),
             round=self._reference.round,
             digest=self._reference.digest,
             step=presence.step,
@@ -147,8 +127,8 @@ class Announcer:
             bytes_received=self.traffic[1],
             in_round=self.in_round,
             total_tokens=presence.total_tokens,
-            swarm_tokens=self._run.swarm_tokens.published_count,
-            faults=self._faults.notes(),
+            swarm_tokens=self.run_state.swarm_tokens.published_count,
+            faults=self.faults.notes(),
             **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {}),
         )
 
@@ -179,7 +159,7 @@ class Announcer:
 
     def _next_expiration(self, kind: str, lifetime_s: float) -> float:
         # The DHT keeps the record that expires last, so a newer one must always expire later.
-        self._expires[kind] = max(self._now() + lifetime_s, self._expires.get(kind, 0.0) + 0.001)
+        self._expires[kind] = max(self.now() + lifetime_s, self._expires.get(kind, 0.0) + 0.001)
         return self._expires[kind]
 
     async def _store(self, kind: str, record: Record) -> None:
@@ -192,4 +172,4 @@ class Announcer:
         else:
             reason = "no DHT node accepted the record"
         if not stored:
-            self._on_fault(self._run.identity.peer_id, ProtocolError("dht", reason))
+            self.on_fault(self.run_state.identity.peer_id, ProtocolError("dht", reason))

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_swarm.base.errors import NetworkProcessError
-from spes_swarm.network.pipe import Reply, Sent
 from spes_swarm.network.process import run_network_process
 from spes_swarm.port.commands import Called, Commands, Event, News, Port
-from spes_swarm.port.messages import SwarmView
+from spes_swarm.port.messages import Reply, Sent, SwarmView
 
 _BEAT_S = 1.0
 _MAX_UNSENT = 4096  # commands queued for a process that does not read them; a trainer sends about ten a second

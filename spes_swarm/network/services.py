@@ -80,7 +80,6 @@ class RunServices(RunCommands):
         self._moments = Moments(
             p2p,
             state.run_id,
-            settings.layout,
             limits=MomentLimits.of(run.training.max_grad_norm, run.training.adam_beta1, run.training.adam_beta2),
             stall_timeout_s=stall_timeout_s,
             on_fault=self._on_fault,

@@ -67,9 +67,7 @@ class ProcessCommands(Protocol):
     async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
         """Joins the run's DHT and starts its services on the shared vectors of `settings`.
 
-        Args:
-            settings: of the run and of this peer.
-            review_reach: True to check this peer's reachability again from time to time.
+        With `review_reach`, this peer's reachability is checked again from time to time.
         """
 
     async def beat(self) -> None:
@@ -88,14 +86,9 @@ class RunCommands(Protocol):
         """Declares the shared reference (initial weights, a checkpoint, a publication) complete; returns its digest."""
 
     async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
-        """Fetches the reference from the other peers.
+        """Fetches the reference from the other peers, with `if_newer` only a newer one; returns None if there is none.
 
-        Args:
-            if_newer: fetch only a reference that is newer than this peer's.
-            partial: file that keeps verified chunks in case this peer is killed; see Transfer.download.
-
-        Returns:
-            A report; None if there is no newer reference.
+        `partial` is a file that keeps verified chunks in case this peer is killed; see Transfer.download.
 
         Raises:
             TransferError: no peer delivers it.
@@ -128,25 +121,16 @@ class RunCommands(Protocol):
         """Updates what this peer announces about itself."""
 
     async def volunteer(self, target: bytes | None, publishing: bool) -> None:
-        """Announces that this peer volunteers to publish to `target`; see protocol/members/election.py.
-
-        Args:
-            target: digest of the place; None withdraws.
-            publishing: True while this peer is publishing.
+        """Announces that this peer volunteers to publish (or is publishing) to the place with the digest `target`; None
+        withdraws. See protocol/members/election.py.
         """
 
     # Experts.
 
     async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
-        """Takes leases on these experts, or on that many chosen by the rules.
+        """Takes leases on these experts, or on that many chosen by the rules; returns the experts held.
 
-        Args:
-            experts: numbers, or how many.
-            room: the most experts that this peer can hold.
-            fixed: True if the user chose the experts, which must not change later.
-
-        Returns:
-            The experts held.
+        `room` is the most that this peer can hold. `fixed`: the user chose the experts, which must not change later.
         """
 
     async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
@@ -163,12 +147,8 @@ class RunCommands(Protocol):
     # Rounds.
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        """Holds a round with the contribution in shared memory.
-
-        Args:
-            tokens: tokens that this peer has processed since the last commit.
-            routed: how many of those went to each expert held.
-            leaving: True if it is this peer's last round.
+        """Holds a round with the contribution in shared memory, the tokens processed since the last commit and, of
+        those, how many went to each expert held. `leaving`: it is this peer's last round.
 
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
@@ -200,13 +180,7 @@ class Ask(Protocol):
         *args: _Args.args,
         **kwargs: _Args.kwargs,
     ) -> _Result:
-        """Sends `command` with the arguments.
-
-        Args:
-            command: a method of Commands.
-            wait_s: how long to wait; None for no limit.
-            args: of the command.
-            kwargs: of the command.
+        """Sends a method of Commands with its arguments, and waits for at most `wait_s` (None: no limit).
 
         Raises:
             NetworkProcessError: the network process has ended, or did not answer within `wait_s`.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spes_swarm.base.address import tcp_endpoint
+from spes_swarm.base.errors import SwarmError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.metrics import RoundMetrics
@@ -171,3 +172,22 @@ class Received:
     peer_id: str
     step: int  # of the previous holder's optimiser
     digest: str  # hex BLAKE3 of the values
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A command to the network process."""
+
+    number: int  # the reply has the same number
+    name: str  # a method of port.commands.Commands
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The outcome of a command."""
+
+    number: int
+    result: Any = None
+    error: SwarmError | None = None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spes_swarm.base.decoding import MAX_ELEMENTS, check_msgpack, load_json, unpack
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link import dht
+from spes_swarm.network.link import run_dht
 from spes_swarm.network.link.rpc import MAX_RPC_BYTES
 
 _SCALARS = (
@@ -154,7 +154,7 @@ def test_extensions_are_refused(code: int, size: int) -> None:
 def serializer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """hivemind's, as it is in a peer."""
     monkeypatch.setattr(MSGPackSerializer, "loads", MSGPackSerializer.loads)  # and back to what it was in the end
-    dht.bound_dht_decoding()
+    run_dht.bound_dht_decoding()
     return MSGPackSerializer
 
 

@@ -225,7 +225,7 @@ async def membership(
         services = RunServices(listener, daemon, rpc, identity, settings)
         limits = ExchangeLimits.of(run.round)
         exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
-        services._exchange = services._rounds._exchange = exchange
+        services._exchange = services._rounds.exchange = exchange
         await services.start()
         await services.download(if_newer=False)
         presence = Presence(

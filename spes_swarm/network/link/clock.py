@@ -100,19 +100,13 @@ class SwarmClock:
     def correct(self, offsets: Mapping[str, float], voices: Collection[str] = ()) -> float:
         """Corrects the clock to the upper median of the other peers' offsets (by peer id) and its own.
 
+        Returns the step in seconds, 0 if the clock makes none. A single offset is ignored if other peers have a voice.
         One peer cannot move a swarm of three or more. Of two peers, or two halves, the one that is behind adopts the
         other's time: no record expires early then, as the other's records would if the one that is ahead went back.
         The clock is set forward at once, because this peer's records have expired for peers that are ahead. To go back,
         it runs more slowly; it is set back only if it is so far ahead that the others seem to be gone. (The expirations
         of its own records do not go back: a newer record must always expire later.) All corrections together stay
         within MAX_TOTAL_S.
-
-        Args:
-            offsets: the measured offsets; a single one is ignored if other peers have a voice as well.
-            voices: all peers that have a voice; see standing.py.
-
-        Returns:
-            The step in seconds; zero if the clock makes none.
         """
         own = self.offset
         target = median_high([own, *offsets.values()])
@@ -174,14 +168,10 @@ def give_to_hivemind(now: Callable[[], float]) -> None:
 
 
 class Timekeeper:
-    """Keeps a peer's swarm clock in step with the others, and answers their requests for its time.
-
-    Attributes:
-        clock: the swarm clock of this process.
-    """
+    """Keeps a peer's swarm clock in step with the others, and answers their requests for its time."""
 
     def __init__(self, rpc: Rpc, run_id: str, me: str, on_fault: Callable[[str, ProtocolError], None]) -> None:
-        self.clock = SwarmClock()
+        self.clock = SwarmClock()  # the swarm clock of this process
         self._rpc = rpc
         self._run_id = run_id
         self._me = me

@@ -47,16 +47,8 @@ class Members(Protocol):
 class Connectivity:
     """Maintains this peer's connections in the background once it takes part in a run.
 
-    Args:
-        daemon: this peer's daemon.
-        rpc: this peer's calls.
-        announced: whether the user has given the addresses at which this peer can be reached.
-        relay: whether this peer serves as a relay and uses circuits.
-        tell: called with events for the metrics.
-        on_fault: called with errors of this peer.
-
-    Attributes:
-        found: the latest result of the check whether this peer can be reached.
+    `announced`: the user has given the addresses at which it can be reached. `relay`: it serves as a relay and uses
+    circuits.
     """
 
     def __init__(
@@ -77,7 +69,7 @@ class Connectivity:
         self._reach = ReachService(daemon, rpc)
         self._relay = Relay(daemon, enabled=relay)
         self._links: Links | None = None
-        self.found = UNKNOWN
+        self.found = UNKNOWN  # the latest result of the check whether this peer can be reached
         self._doubted = False
         self._next_review = time.monotonic() + _FIRST_REVIEW_S
         self._task: asyncio.Task[None] | None = None
@@ -99,10 +91,8 @@ class Connectivity:
     def attend(self, members: Members, *, review: bool, is_busy: Callable[[], bool]) -> None:
         """Starts maintaining the connections to the members of a run.
 
-        Args:
-            members: the run's members.
-            review: whether reachability is checked again from time to time, and `members` updated.
-            is_busy: returns True while a round is under way.
+        With `review`, reachability is checked again from time to time, and `members` updated. While `is_busy` in a
+        round, connections that work are left alone.
         """
         self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in members.neighbours())
         links = self._links = Links(

@@ -60,14 +60,10 @@ class Daemon:
     ) -> Daemon:
         """Starts p2pd and waits until it answers.
 
-        Args:
-            identity_path: file of the private key.
-            host_maddrs: where to listen.
-            announce_maddrs: addresses to announce instead of these.
-            client_mode: do not listen at all.
-            private: others cannot open connections to this peer. libp2p then tries to connect the ends of a circuit
-                directly, from both sides at the same time (hole punching); by itself, it takes minutes to detect that
-                this is needed. It learns its own public address once four peers with different addresses report it.
+        In `client_mode` it does not listen at all. A `private` peer is one that others cannot open connections to.
+        libp2p then tries to connect the ends of a circuit directly, from both sides at the same time (hole punching);
+        by itself, it takes minutes to detect that this is needed. It learns its own public address once four peers with
+        different addresses report it.
 
         Raises:
             AddressError: it cannot listen on the given addresses.

@@ -20,14 +20,7 @@ _MAX_UNDER_WAY = 32
 
 
 class Greetings:
-    """Greets peers, and answers their greetings with this peer's addresses.
-
-    Args:
-        rpc: calls the other peers.
-        roster: the other peers.
-        acquaintances: remembers the addresses that they report.
-        own_maddrs: returns this peer's addresses; none while it cannot be reached.
-    """
+    """Greets peers, and answers their greetings with this peer's own addresses, none while it cannot be reached."""
 
     def __init__(
         self, rpc: Rpc, roster: Roster, acquaintances: Acquaintances, own_maddrs: Callable[[], list[str]]

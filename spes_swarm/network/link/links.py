@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from spes_swarm.base.address import tcp_endpoint
@@ -47,42 +47,29 @@ class _Attempts:
         self.pause_s = min(2 * self.pause_s, self.longest_s)
 
 
+@dataclass(eq=False)
 class Links:
-    """The connections of one peer to the members of its run.
+    """The connections of one peer to the members of its run, through relays if `use_relays`.
 
-    Args:
-        daemon: this peer's daemon.
-        use_relays: whether circuits may be used.
-        maddrs_of: asks a peer for its addresses.
-        on_link: called when a member's connection starts (True) or stops (False) going through a relay.
+    `on_link` is called when a member's connection starts (True) or stops (False) going through a relay.
     """
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        *,
-        use_relays: bool,
-        maddrs_of: Callable[[str], Awaitable[list[str]]],
-        on_link: Callable[[str, bool], None],
-    ) -> None:
-        self._daemon = daemon
-        self._use_relays = use_relays
-        self._maddrs_of = maddrs_of
-        self._on_link = on_link
-        self._attempts: dict[str, _Attempts] = {}
-        self._returns: dict[str, _Attempts] = {}  # to a direct connection
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+    daemon: Daemon
+    _: KW_ONLY
+    use_relays: bool
+    maddrs_of: Callable[[str], Awaitable[list[str]]]  # asks a peer for its addresses
+    on_link: Callable[[str, bool], None]
+    _attempts: dict[str, _Attempts] = field(default_factory=dict)
+    _returns: dict[str, _Attempts] = field(default_factory=dict)  # to a direct connection
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def tend(self, members: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
-        """Maintains the connections to members; dialling continues in the background after the return.
+        """Maintains the connections to the other live peers of the run; dialling continues in the background.
 
-        Args:
-            members: the other live peers of the run.
-            reachable: whether this peer counts as reachable. Two peers that do not need no connection to each other:
-                neither reduces nor leads.
-            busy: whether a round is under way; connections that work are then left alone.
+        Two peers that are not `reachable` need no connection to each other: neither reduces nor leads. While `busy` in
+        a round, connections that work are left alone.
         """
-        connections = await self._daemon.connections()
+        connections = await self.daemon.connections()
         # Two clients exchange only experts' moments: worth a circuit for each pair while clients are few.
         all_pairs = sum(not member.reachable for member in members) <= _MAX_OTHER_CLIENTS
         wanted = {member.peer_id: member for member in members if reachable or member.reachable or all_pairs}
@@ -100,11 +87,11 @@ class Links:
             if relayed and peer_id not in self._returns:
                 self._returns[peer_id] = _Attempts(_MIN_RETURN_S, _MAX_RETURN_S)
                 self._returns[peer_id].postpone()
-                self._on_link(peer_id, True)
+                self.on_link(peer_id, True)
             if maddrs and not relayed:
                 self._attempts.pop(peer_id, None)
                 if self._returns.pop(peer_id, None) is not None:
-                    self._on_link(peer_id, False)
+                    self.on_link(peer_id, False)
             elif peer_id in self._tasks:
                 continue
             elif relayed and self._returns[peer_id].due() and not busy:
@@ -135,7 +122,7 @@ class Links:
                 finished, attempts = await asyncio.wait(attempts, timeout=_HEAD_START_S)
                 if any(task.result() for task in finished):
                     return
-            attempts.add(asyncio.create_task(self._dial_through(member.peer_id, relays if self._use_relays else [])))
+            attempts.add(asyncio.create_task(self._dial_through(member.peer_id, relays if self.use_relays else [])))
             while attempts:
                 finished, attempts = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.result() for task in finished):
@@ -146,7 +133,7 @@ class Links:
 
     async def _dial(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> bool:
         try:
-            await self._daemon.connect_peer(peer_id, maddrs, timeout_s)
+            await self.daemon.connect_peer(peer_id, maddrs, timeout_s)
         except OSError:
             return False
         return True
@@ -160,12 +147,12 @@ class Links:
 
     async def _return(self, peer_id: str) -> None:
         """Returns to a direct connection if the peer answers at an address that it reports."""
-        for maddr in await self._maddrs_of(peer_id):
+        for maddr in await self.maddrs_of(peer_id):
             endpoint = tcp_endpoint(maddr)
             if endpoint is not None and await greets(*endpoint, _PROBE_TIMEOUT_S):
-                await self._daemon.disconnect(peer_id)
+                await self.daemon.disconnect(peer_id)
                 with suppress(OSError):  # the next call of `tend` finds the connection missing
-                    await self._daemon.connect(maddr, _DIRECT_TIMEOUT_S)
+                    await self.daemon.connect(maddr, _DIRECT_TIMEOUT_S)
                     return
 
     def stop(self) -> None:

@@ -114,14 +114,10 @@ class ReachService:
         return {"host": host, "open": [port for port, is_open in zip(ports, found, strict=True) if is_open]}
 
     async def check(self, peers: Collection[str], maddrs: Sequence[str], *, announced: bool = False) -> Reach:
-        """Asks up to three of these peers whether this one can be reached on the TCP ports of its own addresses.
+        """Asks up to three connected peers whether this one can be reached on the TCP ports of its own addresses.
 
-        Takes as long as the slowest answer, 2 s at most; next to no time if all get through, or all are refused.
-
-        Args:
-            peers: connected peers.
-            maddrs: this peer's addresses.
-            announced: whether the user has given these addresses; results for other hosts are then ignored.
+        If the user has `announced` these, results for other hosts are ignored. Takes as long as the slowest answer, 2 s
+        at most; next to no time if all get through, or all are refused.
         """
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
         ports = list(dict.fromkeys(port for _, port in endpoints))[:_MAX_PORTS]

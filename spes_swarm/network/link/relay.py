@@ -138,18 +138,14 @@ def is_circuit(maddr: str) -> bool:
 
 
 class Relay:
-    """Relays connections between members. Refuses all until `admits` is set, and if `enabled` is False.
-
-    Attributes:
-        admits: returns True if a peer may be an end of a circuit through this one.
-        bytes_relayed: total so far, in both directions together.
-    """
+    """Relays connections between members. Refuses all until `admits` is set, and if `enabled` is False."""
 
     def __init__(self, daemon: Daemon, *, enabled: bool) -> None:
         self._daemon = daemon
         self._enabled = enabled
+        # Returns True if a peer may be an end of a circuit through this one.
         self.admits: Callable[[str], bool] = lambda peer_id: False
-        self.bytes_relayed = 0
+        self.bytes_relayed = 0  # total so far, in both directions together
         self._ends: Counter[str] = Counter()  # of circuits, by peer
         self._asking: Counter[str] = Counter()  # streams on which a request is expected or under way, by peer
         self._tasks: set[asyncio.Task[None]] = set()

@@ -1,38 +1,53 @@
-"""A process's node in the DHT of one run, and the requests that every node answers: the time and the manifest."""
+"""A process's node in the DHT of one run, and the requests that every node answers: the time and the manifest.
+
+Any connected peer can send a dictionary to be stored, or answer a search with one: up to 4 MiB of msgpack, which
+hivemind would decode by itself. So what it decodes is limited before any validator runs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
+import msgpack
 from hivemind.dht import DHTNode
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2P
+from hivemind.utils.serializer import MSGPackSerializer
 
+from spes_swarm.base.decoding import check_msgpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon
-from spes_swarm.network.link.dht import join_dht
 from spes_swarm.network.link.rpc import Rpc
+
+# The only extension that the swarm's records use. hivemind's other one, for tuples, would be decoded without a limit.
+_DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
+
+
+def _loads(buf: bytes) -> Any:
+    check_msgpack(buf, ext_codes=(_DICTIONARY,))
+    return msgpack.loads(buf, ext_hook=MSGPackSerializer._decode_ext_types, raw=False)
+
+
+def bound_dht_decoding() -> None:
+    """Makes hivemind in this process refuse messages with more values, or deeper nesting, than honest nodes send.
+
+    A dictionary is decoded by a separate call, so the limits hold for its content as well. A refused message ends the
+    call that brought it, as malformed bytes do.
+    """
+    MSGPackSerializer.loads = staticmethod(_loads)
+
 
 Trust = Callable[[set[str]], Collection[str]]
 """Returns those of the connected peers whose clocks count."""
 
 
 class RunDht:
-    """Joins and leaves the DHT, and keeps the swarm's time.
-
-    Args:
-        daemon: this process's daemon.
-        rpc: this process's calls.
-        manifest: the run's manifest.
-        on_fault: called if a peer's answer is invalid, or this machine's clock is wrong.
-
-    Attributes:
-        now: returns the swarm's time in Unix seconds.
-        own_maddrs: addresses at which other peers may reach this process, once it has joined.
-    """
+    """Joins and leaves the DHT, and keeps the swarm's time. `on_fault` gets invalid answers, and wrong clocks."""
 
     def __init__(
         self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: Callable[[str, ProtocolError], None]
@@ -42,8 +57,8 @@ class RunDht:
         self._manifest = manifest
         self._timekeeper = Timekeeper(rpc, manifest.run_id, daemon.peer_id, on_fault)
         self._node: DHTNode | None = None
-        self.now = self._timekeeper.clock.now
-        self.own_maddrs: list[str] = []
+        self.now = self._timekeeper.clock.now  # returns the swarm's time in Unix seconds
+        self.own_maddrs: list[str] = []  # addresses at which other peers may reach this process, once it has joined
 
     @property
     def node(self) -> DHTNode:
@@ -64,7 +79,7 @@ class RunDht:
         give_to_hivemind(self.now)
         trusted = set(trust(await self.connected()))
         await self._timekeeper.settle(trusted)
-        self._node = await join_dht(self._daemon.p2p, initial_peers, validator, client_mode=client_mode, **options)
+        self._node = await _join_dht(self._daemon.p2p, initial_peers, validator, client_mode=client_mode, **options)
         self.own_maddrs = await self._daemon.maddrs()
         more = set(trust(await self.connected()))
         if more != trusted:  # the DHT has found them
@@ -95,3 +110,23 @@ class RunDht:
         """Leaves the DHT."""
         if self._node is not None:
             await self._node.shutdown()
+
+
+async def _join_dht(
+    p2p: P2P, initial_peers: Sequence[str], validator: RecordValidatorBase, *, client_mode: bool, **options: Any
+) -> DHTNode:
+    """Creates this process's DHT node; `options` are passed on to `DHTNode.create`.
+
+    Succeeds even if no initial peer answers: `daemon.bootstrap` has run before, and reports failures better.
+    """
+    bound_dht_decoding()
+    return await DHTNode.create(
+        p2p=p2p,
+        initial_peers=list(initial_peers) or None,
+        client_mode=client_mode,
+        record_validator=validator,
+        reuse_get_requests=False,  # see run_records.search
+        strict=False,
+        ensure_bootstrap_success=False,
+        **options,
+    )

@@ -63,12 +63,7 @@ def record_key(run_id: str, kind: str) -> str:
 
 
 class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
-    """Accepts the records of one run and nothing else.
-
-    Args:
-        run_id: the run.
-        now: returns the swarm's time in Unix seconds.
-    """
+    """Accepts the records of one run and nothing else; `now` returns the swarm's time in Unix seconds."""
 
     def __init__(self, run_id: str, now: Callable[[], float]) -> None:
         self._run_id = run_id

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -64,55 +64,36 @@ class _Gathering:
     changed: Changes = field(default_factory=Changes)
 
 
+@dataclass(eq=False)
 class Rendezvous:
-    """Forms the groups of one run.
+    """Forms the groups of one run."""
 
-    Args:
-        reachable: whether others can connect to this peer; otherwise it leads no rounds. May change at any time.
-        live_peers: returns the other peers that a round may currently include.
-        defers: returns True while this peer leaves it to others to lead rounds.
-        target_round: returns the round that this peer wants to commit next.
-        on_called: called when a leader calls for a round; the trainer should join as soon as its step is done.
-        on_ahead: called when others gather for the round after `target_round`: this peer may have missed one.
-        window_s: how long a leader waits for live peers that have not come yet.
-    """
-
-    def __init__(
-        self,
-        rpc: Rpc,
-        identity: Identity,
-        run_id: str,
-        num_blocks: int,
-        *,
-        reachable: bool,
-        window_s: float,
-        live_peers: Callable[[], Collection[Neighbour]],
-        defers: Callable[[], bool],
-        target_round: Callable[[], int],
-        on_called: Callable[[int], None],
-        on_ahead: Callable[[int], None],
-    ) -> None:
-        self._rpc = rpc
-        self._identity = identity
-        self._run_id = run_id
-        self._num_blocks = num_blocks
-        self.reachable = reachable
-        self._window_s = window_s
-        self._live_peers = live_peers
-        self._defers = defers
-        self._target_round = target_round
-        self._on_called = on_called
-        self._on_ahead = on_ahead
-        self._gatherings: dict[int, _Gathering] = {}
-        self._leading: dict[int, asyncio.Task[None]] = {}
-        self._following: tuple[int, str] | None = None
-        self._failed: dict[int, set[str]] = {}  # by round: leaders that failed this peer, also in earlier attempts
-        # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
-        self._past: set[str] = set()
-        self._returned: set[str] = set()
-        self._ahead: dict[str, int] = {}  # by live peer: the newest round beyond the next one that it calls for
-        self._closed: Group | None = None  # the newest closed group known here
-        self._spent = b""  # id of the last group whose exchange failed
+    rpc: Rpc
+    identity: Identity
+    run_id: str
+    num_blocks: int
+    _: KW_ONLY
+    reachable: bool  # others can connect to this peer; otherwise it leads no rounds. May change at any time
+    window_s: float  # how long a leader waits for live peers that have not come yet
+    live_peers: Callable[[], Collection[Neighbour]]  # the other peers that a round may currently include
+    defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
+    target_round: Callable[[], int]  # the round that this peer wants to commit next
+    on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
+    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
+    _gatherings: dict[int, _Gathering] = field(default_factory=dict)
+    _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _following: tuple[int, str] | None = None
+    _failed: dict[int, set[str]] = field(
+        default_factory=dict
+    )  # by round: leaders that failed, also in earlier attempts
+    # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
+    _past: set[str] = field(default_factory=set)
+    _returned: set[str] = field(default_factory=set)
+    _ahead: dict[str, int] = field(
+        default_factory=dict
+    )  # by live peer: the newest round beyond the next that it calls for
+    _closed: Group | None = None  # the newest closed group known here
+    _spent: bytes = b""  # id of the last group whose exchange failed
 
     @property
     def gathering(self) -> bool:
@@ -121,8 +102,8 @@ class Rendezvous:
 
     async def start(self) -> None:
         """Registers the handlers."""
-        await self._rpc.serve("gather", self._serve_gather)
-        await self._rpc.serve("call", self._serve_call)
+        await self.rpc.serve("gather", self._serve_gather)
+        await self.rpc.serve("call", self._serve_call)
 
     async def join(self, statement: Statement) -> Group:
         """Submits this peer's statement to the round and returns the closed group.
@@ -130,8 +111,8 @@ class Rendezvous:
         Raises:
             RoundError: the round was closed without this peer, or no group formed in time.
         """
-        sealed = seal_statement(self._identity, self._run_id, statement)
-        deadline = time.monotonic() + 2 * self._window_s + 20.0
+        sealed = seal_statement(self.identity, self.run_id, statement)
+        deadline = time.monotonic() + 2 * self.window_s + 20.0
         failed = self._failed.get(statement.round, set())
         if statement.round not in self._failed:
             self._past.clear()
@@ -145,7 +126,7 @@ class Rendezvous:
                     self._past.clear()
                     self._returned.clear()
                     raise RoundError("no peer that could lead the round is reachable")
-                if leader == self._identity.peer_id:
+                if leader == self.identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
                 else:
                     group = await self._follow(leader, statement.round, sealed, deadline, failed)
@@ -163,7 +144,7 @@ class Rendezvous:
         A statement from an earlier attempt at the same round is accepted (fewer tokens give less weight), unless these
         have changed since.
         """
-        index = group.index_of(self._identity.peer_id)
+        index = group.index_of(self.identity.peer_id)
         if index is None:
             raise RoundError(f"round {statement.round} began without this peer")
         stated = group.members[index].statement
@@ -171,13 +152,13 @@ class Rendezvous:
             raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
-        able = [n for n in self._live_peers() if n.reachable and n.peer_id not in failed]
+        able = [n for n in self.live_peers() if n.reachable and n.peer_id not in failed]
         candidates = [n.peer_id for n in able if n.has_voice]
-        if self._defers():
+        if self.defers():
             candidates = candidates or [n.peer_id for n in able]
         elif self.reachable:
-            candidates.append(self._identity.peer_id)
-        return min(candidates, key=lambda peer: rank(self._run_id, round_number, peer), default=None)
+            candidates.append(self.identity.peer_id)
+        return min(candidates, key=lambda peer: rank(self.run_id, round_number, peer), default=None)
 
     # Leading.
 
@@ -197,7 +178,7 @@ class Rendezvous:
             self._leading.pop(round_number).cancel()
 
     def _add(self, gathering: _Gathering, round_number: int, sealed: bytes) -> Member:
-        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
         if gathering.sealed.get(member.peer_id) != sealed:
             gathering.sealed[member.peer_id] = sealed
             gathering.members[member.peer_id] = member
@@ -213,7 +194,7 @@ class Rendezvous:
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
-        self._following = (round_number, self._identity.peer_id)
+        self._following = (round_number, self.identity.peer_id)
         while time.monotonic() < deadline:
             group = self._closed_group(round_number)
             if group is not None:
@@ -228,24 +209,24 @@ class Rendezvous:
 
     async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
         """Calls missing peers, and closes the group when all have come or the window is over."""
-        me = self._identity.peer_id
+        me = self.identity.peer_id
         callers: dict[str, asyncio.Task[None]] = {}
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
-                patience_s = {n.peer_id: n.patience_s for n in self._live_peers()} | {me: self._window_s}
+                patience_s = {n.peer_id: n.patience_s for n in self.live_peers()} | {me: self.window_s}
                 missing = patience_s.keys() - gathering.sealed.keys() - gathering.lost
                 for peer_id in missing - {me} - callers.keys():
                     callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
-                    self._on_called(round_number)
+                    self.on_called(round_number)
                 waited_s = time.monotonic() - gathering.opened
                 if self._is_most(gathering.past):
                     return
                 awaited = {peer for peer in missing if waited_s < patience_s[peer]}
-                if gathering.sealed and (not awaited or waited_s > self._window_s):
+                if gathering.sealed and (not awaited or waited_s > self.window_s):
                     self._close(round_number, gathering)
                     return
-                await gathering.changed.wait(min(_POLL_S / 2, max(self._window_s - waited_s, 0.05)))
+                await gathering.changed.wait(min(_POLL_S / 2, max(self.window_s - waited_s, 0.05)))
         finally:
             for task in callers.values():
                 task.cancel()
@@ -255,8 +236,8 @@ class Rendezvous:
         failures = 0
         while failures < 2:
             try:
-                answer = await self._rpc.call(
-                    peer_id, "call", {"run": self._run_id, "round": round_number}, _CALL_TIMEOUT_S
+                answer = await self.rpc.call(
+                    peer_id, "call", {"run": self.run_id, "round": round_number}, _CALL_TIMEOUT_S
                 )
                 failures = 0
                 self._adopt_group(answer, round_number)
@@ -272,7 +253,7 @@ class Rendezvous:
                     gathering.past.add(peer_id)
                     break
             except ProtocolError as exc:
-                self._rpc.on_fault(peer_id, exc)
+                self.rpc.on_fault(peer_id, exc)
                 failures += 1
             except OSError:
                 failures += 1
@@ -282,8 +263,8 @@ class Rendezvous:
 
     def _voices(self) -> set[str]:
         """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
-        defers = self._defers()
-        return {n.peer_id for n in self._live_peers() if n.has_voice or defers}
+        defers = self.defers()
+        return {n.peer_id for n in self.live_peers() if n.has_voice or defers}
 
     def _is_most(self, peers: Iterable[str]) -> bool:
         """Returns True if these peers are enough to move the median of the records; see the top of this file."""
@@ -296,15 +277,15 @@ class Rendezvous:
             self._returned.add(leader)
 
     def _better(self, leader: str, round_number: int) -> bool:
-        live = {n.peer_id for n in self._live_peers() if n.reachable and n.has_voice}
-        mine = rank(self._run_id, round_number, self._identity.peer_id)
-        return leader in live and rank(self._run_id, round_number, leader) < mine
+        live = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice}
+        mine = rank(self.run_id, round_number, self.identity.peer_id)
+        return leader in live and rank(self.run_id, round_number, leader) < mine
 
     def _close(self, round_number: int, gathering: _Gathering) -> None:
         silent = {peer for peer, polled in gathering.last_poll.items() if time.monotonic() - polled > 3 * _POLL_S + 1.0}
         sealed = [data for peer, data in gathering.sealed.items() if peer not in silent]
         if sealed:
-            self._set_closed(form_group(self._run_id, round_number, sealed, self._num_blocks))
+            self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks))
         gathering.changed.notify()
 
     # Following.
@@ -314,16 +295,16 @@ class Rendezvous:
     ) -> Group | None:
         """Follows a leader, or those it redirects to, until the group is closed. Returns None if they fail."""
         redirects = 0
-        patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
-        arguments = {"run": self._run_id, "round": round_number, "statement": sealed}
+        patience = time.monotonic() + self.window_s + _LEADER_GRACE_S
+        arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
         while time.monotonic() < deadline:
             self._following = (round_number, leader)
             asked = time.monotonic()
             try:
-                answer = await self._rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
+                answer = await self.rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
                 self._adopt_group(answer, round_number)
             except ProtocolError as exc:
-                self._rpc.on_fault(leader, exc)
+                self.rpc.on_fault(leader, exc)
                 failed.add(leader)
                 return None
             except OSError:
@@ -343,24 +324,24 @@ class Rendezvous:
                 await _hold(asked)
                 continue
             redirect = answer.get("leader")
-            if redirect == self._identity.peer_id:
+            if redirect == self.identity.peer_id:
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
-                self._rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
+                self.rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
                 failed.add(leader)
                 return None
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 self._note_return(redirect)
                 redirects += 1
-                patience = time.monotonic() + self._window_s + _LEADER_GRACE_S
+                patience = time.monotonic() + self.window_s + _LEADER_GRACE_S
                 leader = redirect
             else:
                 await _hold(asked)
         return None
 
     def _may_lead(self, peer_id: str) -> bool:
-        return any(n.peer_id == peer_id and n.reachable for n in self._live_peers())
+        return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
 
     def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
         """Accepts a closed group that another peer passes on."""
@@ -369,10 +350,10 @@ class Rendezvous:
             return
         if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
             raise ProtocolError("malformed", "a group is a list of signed statements")
-        group = form_group(self._run_id, round_number, sealed, self._num_blocks)
-        if group.index_of(self._identity.peer_id) is None:
+        group = form_group(self.run_id, round_number, sealed, self.num_blocks)
+        if group.index_of(self.identity.peer_id) is None:
             voices = self._voices()
-            own = 0 if self._defers() else 1
+            own = 0 if self.defers() else 1
             if 2 * sum(member.peer_id in voices for member in group.members) <= len(voices) + own:
                 return  # any peer can form a group of one; this peer keeps looking for its own group
         self._set_closed(group)
@@ -405,7 +386,7 @@ class Rendezvous:
 
     def _check_request(self, request: dict[str, Any]) -> int:
         round_number = request.get("round")
-        if request.get("run") != self._run_id or type(round_number) is not int:  # a bool is an int, too
+        if request.get("run") != self.run_id or type(round_number) is not int:  # a bool is an int, too
             raise ProtocolError("run", "the call is for another run, or has no round")
         return round_number
 
@@ -415,7 +396,7 @@ class Rendezvous:
         self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in voices}
         self._ahead[peer_id] = round_number
         if self._is_most(peer for peer, claimed in self._ahead.items() if claimed >= round_number):
-            self._on_ahead(round_number)
+            self.on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a follower that submits its statement, or polls again."""
@@ -426,18 +407,18 @@ class Rendezvous:
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
-        target = self._target_round()
+        target = self.target_round()
         if round_number < target:
             return {"over": True}
         if round_number > target + 1:
             raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
-        member = open_statement(sealed, self._run_id, round_number, self._num_blocks)
+        member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "the statement is another peer's")
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        if round_number not in self._gatherings and (self._defers() or not has_voice):
+        if round_number not in self._gatherings and (self.defers() or not has_voice):
             # A newcomer may join a round, but starts none.
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1]}
@@ -458,16 +439,16 @@ class Rendezvous:
         group = self._closed_group(round_number)
         if group is not None:
             return {"group": list(group.sealed)}
-        target = self._target_round()
+        target = self.target_round()
         if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault
             if not 0 <= round_number <= target + 1:
                 raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
             return {"target": target}
         if round_number == target + 1:
             self._note_ahead(peer_id, round_number)
-        if round_number != self._target_round():
-            return {"target": self._target_round()}
-        self._on_called(round_number)
+        if round_number != self.target_round():
+            return {"target": self.target_round()}
+        self.on_called(round_number)
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 
 from spes_swarm.base.errors import RoundError
@@ -28,55 +29,43 @@ from spes_swarm.protocol.rounds.statement import Group, Statement
 from spes_swarm.protocol.rounds.stating import Work, difference_rms, make_statement
 
 
+@dataclass(eq=False)
 class SyncRounds:
     """Runs the rounds of one run, one at a time."""
 
-    def __init__(
-        self,
-        run_state: RunState,
-        rendezvous: Rendezvous,
-        exchange: Exchange,
-        transfer: Transfer,
-        moments: Moments,
-        announcer: Announcer,
-        listener: Listener,
-    ) -> None:
-        run = run_state.run
-        self._run = run_state
-        self._rendezvous = rendezvous
-        self._exchange = exchange
-        self._transfer = transfer
-        self._moments = moments
-        self._announcer = announcer
-        self._listener = listener
+    run_state: RunState
+    rendezvous: Rendezvous
+    exchange: Exchange
+    transfer: Transfer
+    moments: Moments
+    announcer: Announcer
+    listener: Listener
+
+    def __post_init__(self) -> None:
+        run = self.run_state.run
         self._codec = get_codec(run.round.codec)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
             make_plan,
-            layout=run_state.settings.layout,
+            layout=self.run_state.settings.layout,
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
             warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
         )
 
     async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
-        """Runs one round.
-
-        Args:
-            target_round: the round that this peer wants to commit.
-            tokens: how many this peer has processed since the last commit.
-            routed: of those, how many went to each expert held.
-            leaving: whether it is this peer's last round.
+        """Runs one round for `target_round`, with the tokens processed since the last commit and, of those, how many
+        went to each expert held. `leaving`: it is this peer's last round.
 
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
         started = time.monotonic()
         statement = await self._state(target_round, tokens, routed, leaving)
-        group = await self._rendezvous.join(statement)
+        group = await self.rendezvous.join(statement)
         grouped = time.monotonic()
         plan = self._make_plan(group)
-        self._listener.tell(GroupFormed(group.round, len(group.members)))
+        self.listener.tell(GroupFormed(group.round, len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
         self._count_tokens(group, tokens)
@@ -84,16 +73,16 @@ class SyncRounds:
             commit,
             grouped - started,
             time.monotonic() - grouped,
-            self._run.reference.digest.hex(),
+            self.run_state.reference.digest.hex(),
             experts,
-            self._run.swarm_tokens.count,
+            self.run_state.swarm_tokens.count,
         )
-        self._announcer.round_seconds = report.group_seconds + report.exchange_seconds
+        self.announcer.round_seconds = report.group_seconds + report.exchange_seconds
         return report
 
     async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:
         """Makes this peer's statement, which goes into the plan of all members."""
-        run = self._run
+        run = self.run_state
         held = run.leases.held
         rms = await asyncio.to_thread(difference_rms, run.reference, run.contribution_N, held)
         return make_statement(
@@ -103,12 +92,12 @@ class SyncRounds:
             run.leases,
             run.tracks,
             bandwidth_mbps=run.settings.bandwidth_mbps,
-            reachable=self._rendezvous.reachable,
+            reachable=self.rendezvous.reachable,
         )
 
     async def _all_reduce(self, group: Group, plan: Plan) -> CommitReport:
         """Moves the reference to the weighted mean of the members' contributions, part by part."""
-        run = self._run
+        run = self.run_state
         me = group.index_of(run.identity.peer_id)
         assert me is not None
         if group.round != run.reference.round + 1:
@@ -116,23 +105,23 @@ class SyncRounds:
         books = RoundState(group, plan, me, run.reference, run.contribution_N, self._codec, self._bounds, run.tracks)
         absent: set[str] = set()
         try:
-            with self._transfer.round_under_way():
-                commit = await self._exchange.run(books)
+            with self.transfer.round_under_way():
+                commit = await self.exchange.run(books)
         except RoundError:
-            self._rendezvous.spend(group)
+            self.rendezvous.spend(group)
             raise
         finally:
             absent = run.roster.absent({member.peer_id for member in group.members})
             for peer_id in absent:
                 run.roster.lose(peer_id)
-            self._listener.on_round_over()
+            self.listener.on_round_over()
         self._note_members(group, books, absent)
         run.lineage = common_lineage(group.members).after(group.round, group.id)
         return commit
 
     def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
         """Records which members have delivered: this decides whose claims count later."""
-        run = self._run
+        run = self.run_state
         delivered = {group.members[i].peer_id for result in books.results.values() for i in result.included}
         idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
         run.roster.committed(delivered, absent | idle)
@@ -142,12 +131,12 @@ class SyncRounds:
 
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> Reassignment:
         """Determines which experts this peer trains from now on."""
-        experts = self._run.leases.after_commit(group, plan)
-        self._moments.expect(group.round, experts.lost)
+        experts = self.run_state.leases.after_commit(group, plan)
+        self.moments.expect(group.round, experts.lost)
         if (experts.gained or experts.lost) and not leaving:
-            self._announcer.renew_lease_soon()
+            self.announcer.renew_lease_soon()
         return experts
 
     def _count_tokens(self, group: Group, own: int) -> None:
-        self._announcer.has_contributed(own)
-        self._run.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
+        self.announcer.has_contributed(own)
+        self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))

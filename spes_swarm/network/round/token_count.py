@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from spes_swarm.base.errors import ProtocolError
@@ -19,50 +20,36 @@ from spes_swarm.protocol.members.roster import PeerView
 _TIMEOUT_S = 1.0
 
 
+@dataclass(eq=False)
 class TokenCount:
-    """Reports this peer's tokens to other peers, and asks them for theirs.
+    """Reports this peer's tokens since the commit of its reference to other peers, and asks them for theirs."""
 
-    Args:
-        rpc: calls the other peers.
-        run_state: counts start at the commit of its reference.
-        announcer: has this peer's own count.
-        reachable: returns True if other peers can open connections to this one.
-        gathering: returns True while this peer waits for the group of a round.
-    """
+    rpc: Rpc
+    run_state: RunState
+    announcer: Announcer  # has this peer's own count
+    reachable: Callable[[], bool]  # whether other peers can open connections to this one
+    gathering: Callable[[], bool]  # whether this peer waits for the group of a round
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        run_state: RunState,
-        announcer: Announcer,
-        reachable: Callable[[], bool],
-        gathering: Callable[[], bool],
-    ) -> None:
-        self._rpc = rpc
-        self._reference = run_state.reference
-        self._roster = run_state.roster
-        self._inner_steps = run_state.run.round.inner_steps
-        self._announcer = announcer
-        self._reachable = reachable
-        self._gathering = gathering
+    def __post_init__(self) -> None:
+        self._reference, self._roster = self.run_state.reference, self.run_state.roster
 
     async def start(self) -> None:
         """Registers the handler."""
-        await self._rpc.serve("tokens", self._serve)
+        await self.rpc.serve("tokens", self._serve)
 
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
-        presence = self._announcer.presence
+        presence = self.announcer.presence
         return {
             "round": self._reference.round,
             "tokens": presence.tokens if presence else 0,
-            "gathering": self._gathering(),
+            "gathering": self.gathering(),
         }
 
     async def others(self) -> TokenCounts:
         """Asks the voices among the other peers. For a peer that does not answer, its last record counts."""
-        largest_step = self._roster.largest_step(self._announcer.tokens_per_step)
-        limit = 4 * self._inner_steps * largest_step
+        largest_step = self._roster.largest_step(self.announcer.tokens_per_step)
+        limit = 4 * self.run_state.run.round.inner_steps * largest_step
         called = False
 
         def bounded(tokens: object, number: object) -> int:
@@ -75,10 +62,10 @@ class TokenCount:
         async def ask(view: PeerView) -> int:
             nonlocal called
             stale = bounded(view.progress.tokens, view.progress.round)
-            if not (self._reachable() or view.progress.reachable):  # between two clients there may be no connection
+            if not (self.reachable() or view.progress.reachable):  # between two clients there may be no connection
                 return stale
             try:
-                answer = await self._rpc.call(view.peer_id, "tokens", {}, _TIMEOUT_S)
+                answer = await self.rpc.call(view.peer_id, "tokens", {}, _TIMEOUT_S)
             except (OSError, ProtocolError):
                 return stale
             number = answer.get("round")

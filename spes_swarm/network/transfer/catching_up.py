@@ -25,13 +25,7 @@ _RECORDS_LAG_S = 4.0
 
 
 class CatchingUp:
-    """Replaces this peer's reference by the swarm's.
-
-    Args:
-        run_state: its reference is replaced.
-        transfer: downloads a reference.
-        refresh: reads the other peers' records again.
-    """
+    """Replaces this peer's reference by the swarm's; `refresh` reads the other peers' records again."""
 
     def __init__(self, run_state: RunState, transfer: Transfer, refresh: Callable[[], Awaitable[None]]) -> None:
         self._reference = run_state.reference

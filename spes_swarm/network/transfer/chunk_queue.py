@@ -16,11 +16,9 @@ _PACE_WEIGHT = 0.7  # of the past, in the moving average
 
 
 class ChunkQueue:
-    """The chunks of one pass.
+    """The wanted chunks of one pass, in the order in which they are to be requested.
 
-    Args:
-        wanted: chunk numbers in the order in which they are to be requested.
-        default_pace_s: assumed seconds per chunk of a donor that has delivered none yet.
+    `default_pace_s` is assumed, per chunk, of a donor that has delivered none yet.
     """
 
     def __init__(self, wanted: Iterable[int], default_pace_s: float) -> None:

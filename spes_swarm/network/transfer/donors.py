@@ -30,15 +30,12 @@ class Donors(Protocol):
 
     def known(self) -> Collection[str]:
         """Returns the peers that may be asked."""
-        ...
 
     async def table(self, donor: str) -> ReferenceTable:
         """Asks for a table; raises OSError or ProtocolError."""
-        ...
 
     def connect(self, donor: str) -> AbstractAsyncContextManager[Channel]:
         """Opens a stream for requests; raises STREAM_ERRORS."""
-        ...
 
 
 def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bool]:
@@ -56,11 +53,7 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
 
 
 class Electorate:
-    """The donors of one download.
-
-    Args:
-        on_fault: called for donors that fail or lie.
-    """
+    """The donors of one download; `on_fault` is called for those that fail or lie."""
 
     def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._donors = donors

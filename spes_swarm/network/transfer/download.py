@@ -43,10 +43,8 @@ _MAX_UNWRITTEN = 64  # chunks that wait for the disk; further ones are not writt
 class Download:
     """One download into `reference`, which is consistent with its own table at all times.
 
-    Args:
-        partial: the file that earlier attempts have left and that verified chunks are written to; None for no file.
-        on_fault: called for donors that fail or lie.
-        on_progress: called with the progress about once a second.
+    `partial` keeps verified chunks of unfinished attempts. `on_progress` is called about once a second, `on_fault` for
+    donors that fail or lie.
     """
 
     def __init__(

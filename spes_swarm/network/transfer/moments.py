@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from hivemind.p2p import P2P
 
@@ -21,7 +22,6 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 from spes_swarm.port.messages import Received
 from spes_swarm.protocol.consensus.codec import EXACT
-from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, moments_digest
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -31,34 +31,29 @@ _MAX_STEP = 1 << 40
 _ATTEMPTS = 3
 
 
+@dataclass(eq=False)
 class Moments:
     """Serves the moments of experts that this peer gives up, and fetches those of experts that it adopts."""
 
-    def __init__(
-        self,
-        p2p: P2P,
-        run_id: str,
-        layout: Layout,
-        *,
-        limits: MomentLimits,
-        stall_timeout_s: float,
-        on_fault: Callable[[str, ProtocolError], None],
-    ) -> None:
-        self._p2p = p2p
-        self._layout = layout
-        self._limits = limits
-        self._stall_timeout_s = stall_timeout_s
-        self._on_fault = on_fault
-        self._name = f"{run_id}/moments"
-        self._round = -1
-        self._due: dict[int, set[str]] = {}  # expert -> peers that have not fetched its moments yet
-        self._offered: dict[int, FloatArray] = {}
-        self._step = 0
-        self._changed = Changes()
+    p2p: P2P
+    run_id: str
+    _: KW_ONLY
+    limits: MomentLimits
+    stall_timeout_s: float
+    on_fault: Callable[[str, ProtocolError], None]
+    _round: int = -1
+    _due: dict[int, set[str]] = field(default_factory=dict)  # expert -> peers that have not fetched its moments yet
+    _offered: dict[int, FloatArray] = field(default_factory=dict)
+    _step: int = 0
+    _changed: Changes = field(default_factory=Changes)
+
+    @property
+    def _name(self) -> str:
+        return f"{self.run_id}/moments"
 
     async def start(self) -> None:
         """Registers the handler."""
-        await serve_channel(self._p2p, self._name, self._serve, self._stall_timeout_s, self._on_fault)
+        await serve_channel(self.p2p, self._name, self._serve, self.stall_timeout_s, self.on_fault)
 
     # Giving.
 
@@ -92,7 +87,7 @@ class Moments:
             raise ProtocolError("malformed", "moments are asked for by round and expert")
         try:
             # The adopter may commit first, and this peer's trainer takes a while to hand over the moments.
-            async with asyncio.timeout(self._stall_timeout_s / 2):
+            async with asyncio.timeout(self.stall_timeout_s / 2):
                 while number > self._round or (number == self._round and expert not in self._offered):
                     await self._changed.wait()
         except TimeoutError:
@@ -123,8 +118,7 @@ class Moments:
     ) -> dict[int, Received]:
         """Fetches the moments of adopted experts into `out`, each of shape (2N,).
 
-        Returns:
-            By expert, the moments that arrived and that clipped gradients could have produced.
+        Returns, by expert, those that arrived and that clipped gradients could have produced.
         """
         found = await asyncio.gather(
             *(self._fetch_one(round_number, expert, peers, out[expert]) for expert, peers in sources.items())
@@ -139,7 +133,7 @@ class Moments:
                 try:
                     step = await self._receive(peer, round_number, expert, out_2N)
                 except ProtocolError as exc:
-                    self._on_fault(peer, exc)
+                    self.on_fault(peer, exc)
                 except STREAM_ERRORS:
                     pass  # the giver is gone: try the next one, or keep fresh moments
                 else:
@@ -148,7 +142,7 @@ class Moments:
 
     async def _receive(self, peer: str, round_number: int, expert: int, out_2N: FloatArray) -> int:
         step = 0
-        async with open_channel(self._p2p, peer, self._name, self._stall_timeout_s) as channel:
+        async with open_channel(self.p2p, peer, self._name, self.stall_timeout_s) as channel:
             await channel.send_hello(round=round_number, expert=expert)
             for index, start in enumerate(range(0, out_2N.size, CHUNK_ELEMENTS)):
                 size = min(CHUNK_ELEMENTS, out_2N.size - start)
@@ -159,7 +153,7 @@ class Moments:
                     raise ProtocolError("malformed", "moments must arrive in order and without gaps")
                 step = int.from_bytes(frame.extra, "little")
                 out_2N[start : start + size] = EXACT.decode(frame.payload, size)
-            check_moments(out_2N, self._limits)
+            check_moments(out_2N, self.limits)
             if step > _MAX_STEP:
                 raise ProtocolError("moments", f"the optimiser claims to have taken {step} steps")
             await channel.send(Frame(FrameKind.END))

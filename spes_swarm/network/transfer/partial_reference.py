@@ -22,14 +22,11 @@ class PartialReference:
     """Reads and writes chunks of one file; may be used from several threads.
 
     Disk errors never raise: the file only saves time, and is given up.
-
-    Attributes:
-        error: why the file was given up, None while it is in use.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.error: str | None = None
+        self.error: str | None = None  # why the file was given up, None while it is in use
         self._lock = threading.RLock()
         self._fd: int | None = None
         try:

@@ -156,11 +156,7 @@ async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack
 
 
 class Transfer:
-    """Serves this peer's reference and downloads that of other peers.
-
-    Args:
-        upload_mbps: declared upload bandwidth, None if none is declared; see base/rate_limit.py.
-    """
+    """Serves this peer's reference and downloads that of other peers; see base/rate_limit.py on `upload_mbps`."""
 
     def __init__(
         self,
@@ -221,13 +217,10 @@ class Transfer:
         partial: Path | None = None,
         on_progress: Callable[[SyncProgress], None] = lambda progress: None,
     ) -> TransferReport:
-        """Brings this peer's reference up to date with the donors'.
+        """Brings this peer's reference up to date with the donors', which are asked for repeatedly.
 
-        Args:
-            donors: returns the peers that may be asked; called repeatedly.
-            partial: file for the chunks that have arrived, in case this process is killed; removed when the download
-                is complete.
-            on_progress: called with the progress about once a second.
+        `partial` is a file for the chunks that have arrived, in case this process is killed. `on_progress` is called
+        about once a second.
 
         Raises:
             TransferError: no donor answered, or none delivered.

@@ -23,11 +23,9 @@ class Codec(Protocol):
 
     def num_bytes(self, num_elements: int) -> int:
         """Length of the encoding of `num_elements` values."""
-        ...
 
     def encode(self, values_N: FloatArray) -> bytes:
         """Encodes finite fp32 values."""
-        ...
 
     def decode(self, data: bytes, num_elements: int) -> FloatArray:
         """Decodes `num_elements` values, up to the codec's precision.
@@ -35,7 +33,6 @@ class Codec(Protocol):
         Raises:
             ProtocolError: (`shape`) the length is wrong; (`nonfinite`) a value is NaN or infinite.
         """
-        ...
 
 
 class Fp32:

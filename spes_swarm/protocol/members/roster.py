@@ -37,20 +37,13 @@ class Roster:
 
     Remote clocks are never compared with the local one: what counts is when a record was first seen here. A record
     that has not been renewed for twice the lifetime of an honest one is stale, however late it claims to expire.
-
-    Attributes:
-        me: this peer's id.
-        progress_ttl_s: lifetime of an honest progress record.
-        standing: which of the others have taken part in rounds.
-        peers: all peers with an unexpired record.
-        committed_at: monotonic time of this peer's last commit.
     """
 
-    me: str
-    progress_ttl_s: float = math.inf
-    standing: Standing = field(default_factory=Standing)
-    peers: dict[str, PeerView] = field(default_factory=dict)
-    committed_at: float = field(default_factory=time.monotonic)
+    me: str  # this peer's id
+    progress_ttl_s: float = math.inf  # lifetime of an honest progress record
+    standing: Standing = field(default_factory=Standing)  # which of the others have taken part in rounds
+    peers: dict[str, PeerView] = field(default_factory=dict)  # all peers with an unexpired record
+    committed_at: float = field(default_factory=time.monotonic)  # monotonic time of this peer's last commit
     _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of its record when it was lost
     _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
     _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> reported round, valid until
@@ -103,11 +96,8 @@ class Roster:
             self._lost[peer_id] = self.peers[peer_id].progress.expires
 
     def committed(self, took_part: Collection[str] = (), absent: Collection[str] = ()) -> None:
-        """Notes that a round was committed just now: all token counts restart from zero.
-
-        Args:
-            took_part: peers whose work is in it; may include this one.
-            absent: live peers in training that did not take part, or delivered nothing.
+        """Notes that a round was committed just now, which restarts all token counts: whose work is in it (maybe this
+        peer's), and which live peers in training were absent or delivered nothing.
         """
         self.committed_at = time.monotonic()
         if took_part or absent:

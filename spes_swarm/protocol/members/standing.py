@@ -51,9 +51,6 @@ class Standing:
     """Which peers have taken part in rounds, and how reliably.
 
     Times are those of one monotonic clock, in seconds.
-
-    Args:
-        told: the initial peers, named by the user.
     """
 
     def __init__(self, told: Collection[str] = ()) -> None:
@@ -109,12 +106,8 @@ class Standing:
         return recent or voices
 
     def committed(self, now: float, took_part: Collection[str], absent: Collection[str]) -> None:
-        """Notes the outcome of a round.
-
-        Args:
-            now: when it was committed.
-            took_part: the other peers whose work is in it.
-            absent: live peers in training that did not take part, or delivered nothing.
+        """Notes which other peers' work is in a round, and which live peers in training were absent or delivered
+        nothing.
         """
         if self._committed_at is not None:
             self._round_s = now - self._committed_at

@@ -8,15 +8,11 @@ class SwarmTokens:
 
     A peer that missed some of these commits learns the number from records of the same round. If all records are of a
     later round already, it learns it after its next commit.
-
-    Attributes:
-        count: tokens known to this peer.
-        complete: True if `count` includes all of these commits.
     """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.complete = True
+        self.count = 0  # tokens known to this peer
+        self.complete = True  # True if `count` includes all of these commits
 
     @property
     def published_count(self) -> int:

@@ -17,12 +17,7 @@ Message = TypeVar("Message")
 
 
 class VerifiedRecords(Generic[Message]):
-    """An LRU cache, limited by the memory of its messages.
-
-    Args:
-        max_bytes: of all messages together.
-        num_bytes: estimates the memory of a decoded message.
-    """
+    """An LRU cache, limited by the (estimated) memory of its messages."""
 
     def __init__(self, max_bytes: int, num_bytes: Callable[[Message], int]) -> None:
         self._max_bytes = max_bytes

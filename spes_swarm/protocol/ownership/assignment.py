@@ -126,9 +126,7 @@ class Rules:
 def reserved_experts(held: Iterable[int], views: Collection[Collection[int]]) -> set[int]:
     """Experts that no member of the group holds, but on which at least half of the members see an unexpired lease.
 
-    Args:
-        held: experts of the members, including those that are leaving: their leases end with this round.
-        views: for each member, the experts on which it sees others' leases.
+    The leases of members that are leaving end with this round, so `held` includes their experts.
     """
     seen = Counter(expert for view in views for expert in view)
     return {expert for expert, count in seen.items() if 2 * count >= len(views)} - set(held)

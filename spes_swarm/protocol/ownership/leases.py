@@ -25,11 +25,7 @@ class Reassignment:
 
 
 class Leases:
-    """The experts of one peer.
-
-    Attributes:
-        held: the experts that this peer trains now.
-    """
+    """The experts of one peer."""
 
     def __init__(self, me: str, num_experts: int, rules: Rules, lease_s: float = math.inf) -> None:
         self._me = me
@@ -38,7 +34,7 @@ class Leases:
         self._rules = rules
         self._others: dict[str, list[int]] = {}
         self._seen: dict[str, tuple[float, float]] = {}  # peer -> its lease's expiration, and when first seen
-        self.held: tuple[int, ...] = ()
+        self.held: tuple[int, ...] = ()  # the experts that this peer trains now
         self.room = 0
         self.fixed = False
 

@@ -59,12 +59,6 @@ def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[i
 
     This is the reducer of a part. But a reducer that has ended its stream in order had nothing to average: then it is
     the contributor, if there is only one.
-
-    Args:
-        plan: of the round.
-        me: the member that lacks the parts.
-        parts: the missing parts.
-        finished: reducers that have ended their streams in order.
     """
     counts: Counter[tuple[int, bool]] = Counter()
     for part in parts:

@@ -66,11 +66,8 @@ class Stated:
 
 
 def believed_tokens(claimed: Sequence[int], earned: Sequence[float]) -> list[float]:
-    """The tokens that count for weights and limits, by member.
-
-    Args:
-        claimed: the tokens that each member claims to have trained on.
-        earned: the multiple of the median that each member is granted, at least MAX_WEIGHT_RATIO.
+    """The tokens that count for weights and limits, by member: what it claims, up to the multiple of the median that it
+    has `earned`, at least MAX_WEIGHT_RATIO.
     """
     positive = [tokens for tokens in claimed if tokens > 0]
     median = median_low(positive) if positive else 0
@@ -82,11 +79,8 @@ def limits(
 ) -> dict[int, float]:
     """The largest RMS of a block's difference that counts in full, by contributor.
 
-    Args:
-        stated: of all members, with believed tokens.
-        contributors: of the block.
-        expert: of the block; None for the shared block.
-        clip: how many times as long as the lower median a difference may be, for equal tokens; 0 for no limits.
+    `stated` has all members, with believed tokens; `expert` is None for the shared block. For equal tokens, a
+    difference may be `clip` times as long as the lower median; 0 means no limits.
     """
     if clip == 0:
         return dict.fromkeys(contributors, math.inf)
@@ -168,14 +162,11 @@ class Agreement:
     the geometric median. The component along the median's direction is kept, so a fast member's longer difference
     counts in full; the deviation from it is shortened to MAX_DEVIATION times the median deviation. A contribution of
     pure noise then does no more harm than the noise in every honest one.
-
-    Attributes:
-        coefficients_M: the result is the linear combination of the contributions with these coefficients.
-        factors_M: the share of each member's deviation that is left; 1 if nothing was shortened.
     """
 
+    # The result is the linear combination of the contributions with these coefficients.
     coefficients_M: NDArray[np.float64]
-    factors_M: NDArray[np.float64]
+    factors_M: NDArray[np.float64]  # the share of each member's deviation that is left; 1 if nothing was shortened
 
     @classmethod
     def of(

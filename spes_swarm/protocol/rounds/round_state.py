@@ -91,9 +91,6 @@ class RoundState:
         contribution_N: this member's live weights (only shared and held blocks are read); the commit sets
             those blocks to the new live weights.
         tracks: this peer's record of the others.
-
-    Attributes:
-        on_reduced: called when a part has been reduced here.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class RoundState:
         self.results: dict[int, Result] = {}
         self.dropped: set[int] = set()  # parts whose results have arrived and were refused
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
-        self.on_reduced: Callable[[], None] = lambda: None
+        self.on_reduced: Callable[[], None] = lambda: None  # called when a part has been reduced here
         self.ended: set[int] = set()  # reducers that have ended their streams in order
         self.finished = False  # no more results will arrive from reducers
         self.committed = False
