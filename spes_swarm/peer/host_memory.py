@@ -24,12 +24,7 @@ def free_host_bytes() -> int:
 
 
 def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yields the bytes left in each control group that has a limit.
-
-    Args:
-        process: file that lists the control groups of the process.
-        mount: where control groups are mounted.
-    """
+    """Yields the bytes left in each control group of the process (listed in a file) that has a limit."""
     try:
         lines = process.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -71,16 +71,10 @@ class Stay:
 
 
 class Joining:
-    """Joins a run. Each step reads the attributes that earlier steps have set.
+    """Joins a run. Each step reads the attributes that earlier steps have set."""
 
-    Attributes:
-        manifest: of the run; set once the run is found.
-        trainer: set once the experts are claimed.
-        joined: True once all steps are done.
-    """
-
-    manifest: Manifest
-    trainer: Trainer
+    manifest: Manifest  # of the run; set once the run is found
+    trainer: Trainer  # set once the experts are claimed
 
     def __init__(self, stay: Stay) -> None:
         self._stay = stay
@@ -88,7 +82,7 @@ class Joining:
         self._console = stay.console
         self._tokens_per_step = 0
         self._maddrs: list[str] = []
-        self.joined = False
+        self.joined = False  # True once all steps are done
 
     def run(self) -> Trainer:
         """Joins the run; returns a trainer that is ready.

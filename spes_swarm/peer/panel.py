@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spes_swarm.base.wording import loss_with_error, plural
+from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.training.setup import TrainingStatus
 
 _REFRESH_S = 0.5
@@ -99,14 +99,7 @@ class LivePanel:
 
 def experts_text(experts: tuple[int, ...]) -> str:
     """Formats experts as ranges: 0-3, 7."""
-    ranges: list[str] = []
-    remaining = sorted(experts)
-    while remaining:
-        first = last = remaining.pop(0)
-        while remaining and remaining[0] == last + 1:
-            last = remaining.pop(0)
-        ranges.append(str(first) if first == last else f"{first}-{last}")
-    return ", ".join(ranges) or "none"
+    return ranges(sorted(experts), ", ", "none")
 
 
 def round_line(status: TrainingStatus) -> str:

@@ -60,14 +60,7 @@ class LocalData:
 
 
 class PeerData:
-    """The data of one peer, from the command line or from its last session.
-
-    Args:
-        peer: the peer's configuration.
-        directory: remembers where the data are.
-        say: prints a line.
-        stop: set when the user wants to leave.
-    """
+    """The data of one peer, from the command line or its last session; `stop` is set when the user wants to leave."""
 
     def __init__(
         self, peer: PeerConfig, directory: RunDirectory, say: Callable[[str], None], stop: threading.Event

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -61,42 +61,22 @@ class _Filled:
     origin: str  # for the message if the digest differs
 
 
+@dataclass(eq=False)
 class StartingPoint:
-    """Finds a reference to start from.
+    """Finds a reference to start from; writes `sync`, `from_hub`, `hub_blocks` and `fault` events."""
 
-    Args:
-        peer: the peer's configuration.
-        directory: of this peer.
-        identity: of this peer.
-        manifest: of the run.
-        ask: sends a command to the network process.
-        stop: set when the user wants to leave.
-        console: prints progress.
-        metrics: gets `sync`, `from_hub`, `hub_blocks` and `fault` events.
-    """
-
-    def __init__(
-        self,
-        peer: PeerConfig,
-        directory: RunDirectory,
-        identity: Identity,
-        manifest: Manifest,
-        ask: Ask,
-        stop: threading.Event,
-        console: PeerConsole,
-        metrics: Metrics,
-    ) -> None:
-        self._peer = peer
-        self._directory = directory
-        self._identity = identity
-        self._manifest = manifest
-        self._ask = ask
-        self._stop = stop
-        self._console = console
-        self._metrics = metrics
-        self._filled: _Filled | None = None
-        self._source: PublicationSource | None = None  # used once it is known whether other peers are present
-        self._lost_checkpoints = False
+    peer: PeerConfig
+    directory: RunDirectory
+    identity: Identity
+    manifest: Manifest
+    ask: Ask  # sends a command to the network process
+    stop: threading.Event  # set when the user wants to leave
+    console: PeerConsole
+    metrics: Metrics
+    _filled: _Filled | None = field(default=None, init=False)
+    # Used once it is known whether other peers are present.
+    _source: PublicationSource | None = field(default=None, init=False)
+    _lost_checkpoints: bool = field(default=False, init=False)
 
     def fill(
         self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout, source: PublicationSource | None
@@ -124,7 +104,7 @@ class StartingPoint:
         if (
             checkpoint is None
             and source is None
-            and self._manifest.founder == self._identity.peer_id
+            and self.manifest.founder == self.identity.peer_id
             and not self._lost_checkpoints
         ):
             self._fill_with_initial_weights(reference_N, model, layout)
@@ -132,14 +112,14 @@ class StartingPoint:
 
     def _load_checkpoint(self, layout: Layout) -> Checkpoint | None:
         checkpoint, complaints = load_newest(
-            self._directory.checkpoints, self._manifest.run_id, self._identity.peer_id, layout, set_aside=True
+            self.directory.checkpoints, self.manifest.run_id, self.identity.peer_id, layout, set_aside=True
         )
         self._lost_checkpoints = bool(complaints) and checkpoint is None
         for complaint in complaints:
-            self._console.say(f"skipping a checkpoint: {complaint}")
-            self._metrics.write("fault", kind="checkpoint", peer=self._identity.peer_id, detail=complaint)
+            self.console.say(f"skipping a checkpoint: {complaint}")
+            self.metrics.write("fault", kind="checkpoint", peer=self.identity.peer_id, detail=complaint)
         if checkpoint is not None:
-            self._console.say(f"checkpoint of round {checkpoint.meta.round} found")
+            self.console.say(f"checkpoint of round {checkpoint.meta.round} found")
         return checkpoint
 
     def _load_publication(self, source: PublicationSource, reference_N: FloatArray) -> _Filled:
@@ -148,10 +128,10 @@ class StartingPoint:
         try:
             loaded = source.load(reference_N)
         except PublicationError as exc:
-            raise PublicationError(f"{exc}; {another_revision(self._peer.from_hub)}") from exc
+            raise PublicationError(f"{exc}; {another_revision(self.peer.from_hub)}") from exc
         seconds = time.monotonic() - started
-        self._metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
-        self._console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
+        self.metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
+        self.console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
         return _Filled(
             round=loaded.round,
             versions=loaded.versions,
@@ -168,15 +148,15 @@ class StartingPoint:
         if not initial_peers or not self._num_others():
             return False
         announce_syncing()
-        table = self._ask(Commands.swarm_table, None)
+        table = self.ask(Commands.swarm_table, None)
         if table is None or table.round < source.publication.round:
             return False
         pairs = zip(source.publication.blocks, table.digests, strict=False)
         same = [index for index, (block, digest) in enumerate(pairs) if bytes.fromhex(block.digest) == digest]
         if not same:
-            self._console.say("every published block has changed since; fetching everything from peers")
+            self.console.say("every published block has changed since; fetching everything from peers")
             return True
-        kept = PartialReference(self._directory.partial_reference)
+        kept = PartialReference(self.directory.partial_reference)
         try:
             self._fetch_blocks(source, same, table, kept)
         finally:
@@ -202,26 +182,26 @@ class StartingPoint:
                     break
                 fetched.append(loaded.index)
                 payload_bytes += loaded.values_N.nbytes
-                if self._stop.is_set():
+                if self.stop.is_set():
                     raise LeftEarlyError("stopped while joining")
         except (HubError, PublicationError) as exc:  # peers have these blocks, too
             problem = str(exc)
         seconds = time.monotonic() - started
         if problem is not None:
-            self._console.say(f"fetching no more from the publication: {problem}")
-            self._metrics.write("fault", kind="from_hub", peer=self._identity.peer_id, detail=problem)
-        self._metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
-        self._console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
+            self.console.say(f"fetching no more from the publication: {problem}")
+            self.metrics.write("fault", kind="from_hub", peer=self.identity.peer_id, detail=problem)
+        self.metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
+        self.console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
 
     def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
-        wanted, directory = self._manifest.run.model.initial_weights, self._peer.initial_weights
+        wanted, directory = self.manifest.run.model.initial_weights, self.peer.initial_weights
         if wanted is None:
             reference_N[:] = flat_from_model(model, layout)
         elif directory is None:
             raise ConfigError("the run started from a model directory: give it with --initial-weights")
         elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
             raise ConfigError(f"{directory} does not have the weights that the run started from")
-        num_blocks = self._manifest.run.model.num_experts + 1
+        num_blocks = self.manifest.run.model.num_experts + 1
         self._filled = _Filled(
             round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
         )
@@ -231,10 +211,7 @@ class StartingPoint:
     ) -> ReferenceTable:
         """Adopts what `fill` has put into the reference, then fetches the swarm's reference if that is newer.
 
-        Args:
-            reference_N: the reference, shared with the network process.
-            initial_peers: peers through which the swarm was found; empty if none was.
-            announce_syncing: announces that this peer is downloading.
+        `initial_peers` are those through which the swarm was found, `announce_syncing` announces a download.
 
         Raises:
             UserError: there is no reference to start from.
@@ -250,41 +227,41 @@ class StartingPoint:
             self._adopt(self._filled)
         elif self._lost_checkpoints and not initial_peers:
             raise CheckpointError(
-                f"none of the checkpoints in {self._directory.checkpoints} can be used, and no peer of the run was "
+                f"none of the checkpoints in {self.directory.checkpoints} can be used, and no peer of the run was "
                 "found; give --initial-peers, or a new --output-dir to found another run"
             )
         elif not initial_peers:
             raise UserError(
-                f"output directory {self._directory.path} has no checkpoint to resume from, and no peer of the run was "
+                f"output directory {self.directory.path} has no checkpoint to resume from, and no peer of the run was "
                 "found; give --initial-peers, or --from-hub if it was published"
             )
         if initial_peers and (self._filled is None or self._num_others()):
             announce_syncing()
-            self._console.say("fetching the swarm's reference")
+            self.console.say("fetching the swarm's reference")
             try:
                 if not self.download(if_newer=self._filled is not None):
-                    self._console.say("no peer has a newer reference than this one")
+                    self.console.say("no peer has a newer reference than this one")
             except BootstrapError as exc:
                 if source is None or self._filled is not None:
                     raise
-                self._console.say(f"{exc}; starting from the publication")
+                self.console.say(f"{exc}; starting from the publication")
                 self._adopt(self._load_publication(source, reference_N))
-        own = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
+        own = self.ask(Commands.table, _COMMAND_TIMEOUT_S)
         if source is not None and own.round < source.publication.round:
             raise UserError(
                 f"this peer's reference is of round {own.round}, but round {source.publication.round} is published: "
                 "give --initial-peers to catch up with the swarm, or a new --output-dir to start from the publication"
             )
         with suppress(OSError):
-            self._directory.partial_reference.unlink(missing_ok=True)
+            self.directory.partial_reference.unlink(missing_ok=True)
         return own
 
     def _num_others(self) -> int:
-        view = self._ask(Commands.view, _COMMAND_TIMEOUT_S)
+        view = self.ask(Commands.view, _COMMAND_TIMEOUT_S)
         return view.num_peers
 
     def _adopt(self, filled: _Filled) -> None:
-        digest = self._ask(
+        digest = self.ask(
             Commands.adopt,
             _COMMAND_TIMEOUT_S,
             table_round=filled.round,
@@ -299,15 +276,15 @@ class StartingPoint:
         """Fetches the reference from other peers, with `if_newer` only a newer one; returns False if there is none."""
         started = time.monotonic()
         # A peer with a reference fetches only chunks that differ; only a newcomer would have to start from scratch.
-        partial = None if if_newer else self._directory.partial_reference
+        partial = None if if_newer else self.directory.partial_reference
         try:
-            report = self._ask(Commands.download, None, if_newer=if_newer, partial=partial)
+            report = self.ask(Commands.download, None, if_newer=if_newer, partial=partial)
         except TransferError as exc:
             raise BootstrapError(f"{exc}; try again when the swarm is reachable") from exc
         if report is None:
             return False
         seconds = time.monotonic() - started
-        self._metrics.write(
+        self.metrics.write(
             "sync",
             round=report.round,
             seconds=seconds,
@@ -320,7 +297,7 @@ class StartingPoint:
             donors=dict(report.chunks_by_donor),
             moved_on=dict(report.moved_on),
         )
-        self._console.say(
+        self.console.say(
             f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "
             f"{plural(len(report.chunks_by_donor), 'donor')} in {seconds:.1f} s, verified"
             + (f"; {report.resumed_bytes / 1e6:.1f} MB were already on disk" if report.resumed_bytes else "")

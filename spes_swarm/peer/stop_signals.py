@@ -23,14 +23,10 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handles both signals.
-
-    Attributes:
-        told: set by the first signal.
-    """
+    """Handles both signals."""
 
     def __init__(self) -> None:
-        self.told = threading.Event()
+        self.told = threading.Event()  # set by the first signal
         self._interrupts = False
 
     def install(self) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,84 +29,61 @@ _POLL_S = 0.2
 _MAX_OUTPUT = 64 * 1024
 
 
+@dataclass(eq=False)
 class Publishing:
-    """Publishes the model at regular intervals.
-
-    Args:
-        network: announces this volunteer, and provides the view of the others.
-        metrics: gets `publish` events, and `fault` events of the kind `publish`.
-        output_dir: of this peer.
-        run_id: the run.
-        peer_id: this peer.
-        target: USER/REPO or file:DIRECTORY.
-        every: rounds between publications.
-        say: prints a line.
-        upload_mbps: upload limit; part of the bandwidth that rounds need as well.
-        keep: number of newest rounds that remain readable by name; None: all.
+    """Publishes the model to USER/REPO or file:DIRECTORY every so many rounds, of which the newest `keep` (None: all)
+    remain readable by name. `upload_mbps` is part of the bandwidth that rounds need as well.
     """
 
-    def __init__(
-        self,
-        network: Port,
-        metrics: Metrics,
-        *,
-        output_dir: Path,
-        run_id: str,
-        peer_id: str,
-        target: str,
-        every: int,
-        keep: int | None,
-        upload_mbps: float,
-        say: Callable[[str], None],
-    ) -> None:
-        self._network = network
-        self._metrics = metrics
-        self._output_dir = output_dir
-        self._peer_id = peer_id
-        self._target = target
-        self._digest = target_digest(run_id, target)
-        self._every = every
-        self._keep = keep
-        self._upload_mbps = upload_mbps
-        self._say = say
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output: IO[bytes] | None = None
-        self._published = -1  # the newest round known to be published
-        self._has_failed = False
-        self._retry_at = 0.0
-        self._retry_s = _MIN_RETRY_S
+    network: Port  # announces this volunteer, and provides the view of the others
+    metrics: Metrics  # gets `publish` events, and `fault` events of the kind `publish`
+    _: KW_ONLY
+    output_dir: Path
+    run_id: str
+    peer_id: str
+    target: str
+    every: int
+    keep: int | None
+    upload_mbps: float
+    say: Callable[[str], None]
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _output: IO[bytes] | None = field(default=None, init=False)
+    _published: int = field(default=-1, init=False)  # the newest round known to be published
+    _has_failed: bool = field(default=False, init=False)
+    _retry_at: float = field(default=0.0, init=False)
+    _retry_s: float = field(default=_MIN_RETRY_S, init=False)
+
+    def __post_init__(self) -> None:
+        self._digest = target_digest(self.run_id, self.target)
         self._volunteer()
 
     def _volunteer(self) -> None:
         """Announces whether this peer volunteers. After a failure it does so only once it publishes again."""
         publishing = self._process is not None
         stands = publishing or not self._has_failed
-        self._network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
+        self.network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], None]) -> None:
-        """Starts publishing if a publication is due and it is this peer's turn.
-
-        Args:
-            round_number: round of the last commit.
-            save: writes a checkpoint of it.
+        """Starts publishing, after `save` has written a checkpoint, if the last commit makes it due and it is this
+        peer's turn.
 
         Raises:
             CheckpointError: from `save`.
         """
-        due = round_number // self._every * self._every
+        due = round_number // self.every * self.every
         if self._process is not None or due <= max(self._published, 0) or time.monotonic() < self._retry_at:
             return
-        view = self._network.view
-        if view is None or round_number < due + view.publishing_periods * self._every:
+        view = self.network.view
+        if view is None or round_number < due + view.publishing_periods * self.every:
             return
         save()
         self._start(due)
 
     def _start(self, due: int) -> None:
-        command = [sys.executable, "-m", "spes_swarm.publish", str(self._output_dir), "--to", self._target]
-        command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self._upload_mbps)]
-        if self._keep is not None:
-            command += ["--keep", str(self._keep)]
+        command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self.target]
+        command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self.upload_mbps)]
+        if self.keep is not None:
+            command += ["--keep", str(self.keep)]
         parent = os.getpid()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process runs
         self._process = subprocess.Popen(
@@ -130,8 +108,8 @@ class Publishing:
         self._volunteer()
         if summary is None:
             detail = lines[-1][-500:] if lines else f"publishing exited with code {process.returncode}"
-            self._metrics.write("fault", kind="publish", peer=self._peer_id, detail=detail)
-            self._say(f"{detail}; training continues, and publishing is retried in {self._retry_s:.0f} s")
+            self.metrics.write("fault", kind="publish", peer=self.peer_id, detail=detail)
+            self.say(f"{detail}; training continues, and publishing is retried in {self._retry_s:.0f} s")
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
             return
@@ -139,8 +117,8 @@ class Publishing:
         self._published = max(self._published, int(summary["round"]))
         if summary["status"] == "published":
             fields = ("round", "digest", "revision", "bytes_sent", "seconds")
-            self._metrics.write("publish", **{key: summary.get(key) for key in fields})
-            self._say(f"round {summary['round']} is published")
+            self.metrics.write("publish", **{key: summary.get(key) for key in fields})
+            self.say(f"round {summary['round']} is published")
 
     def _last_lines(self) -> list[str]:
         assert self._output is not None
@@ -160,7 +138,7 @@ class Publishing:
             if self._process is None:
                 if self._published >= round_number:
                     return
-                view = self._network.view
+                view = self.network.view
                 if view is not None and view.publishing_periods == 0 and time.monotonic() >= self._retry_at:
                     self._start(round_number)
             stop.wait(_POLL_S)

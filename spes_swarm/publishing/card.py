@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from spes_swarm.base.decoding import first_complaint
+from spes_swarm.base.decoding import StrictModel, first_complaint
 from spes_swarm.base.errors import DataError, UserError
 from spes_swarm.base.names import clean_name
 from spes_swarm.base.wording import amount, loss_with_error, plural
@@ -29,14 +29,6 @@ _MAX_ROWS = 100
 _MARKUP = re.compile(r"([*_~#+\-.!(){}=^:@/])")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,95}")
 _DOTS_PER_INCH = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contributor:
-    """A peer whose owner has agreed to be named."""
-
-    name: str
-    tokens: int  # trained on in this run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,24 +215,20 @@ _MARK = '"round"'  # lines without it belong to other events
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class NamedTokens(_Strict):
-    """A contributor who has agreed to be named."""
+class Contributor(StrictModel):
+    """A peer whose owner has agreed to be named."""
 
     name: Annotated[str, Field(max_length=_MAX_NAME_CHARS)]
-    tokens: _Count
+    tokens: _Count  # trained on in this run
 
 
-class Results(_Strict):
+class Results(StrictModel):
     """What is known about a run: the content of the file given to `--results`."""
 
     tokens: _Count | None = None  # trained on by all peers together
     peers: _Count | None = None  # that took part in the newest round
-    history: list[LossPoint] = []
-    contributors: list[NamedTokens] = []
+    history: list[LossPoint] = Field(default_factory=list)
+    contributors: list[Contributor] = Field(default_factory=list)
 
 
 def read_results(path: Path) -> Results:

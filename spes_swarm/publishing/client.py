@@ -50,17 +50,12 @@ FAILURES = (httpx2.TransportError, HfHubHTTPError, json.JSONDecodeError, Runtime
 
 
 class Traffic:
-    """Counts and limits the request bodies that this process sends to Hubs, except for those that Xet sends.
-
-    Attributes:
-        bytes_sent: total so far.
-        limit: shared by all threads.
-    """
+    """Counts and limits the request bodies that this process sends to Hubs, except for those that Xet sends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.bytes_sent = 0
-        self.limit = RateLimit()
+        self.bytes_sent = 0  # total so far
+        self.limit = RateLimit()  # shared by all threads
 
     def wait_for(self, count: int) -> None:
         """Waits until `count` bytes may be sent; thread-safe."""
@@ -149,11 +144,7 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def wait_or_raise(exc: Exception, attempt: int) -> None:
-    """Waits before another attempt, for as long as the Hub asks.
-
-    Args:
-        exc: why the last attempt failed.
-        attempt: its number, from 0.
+    """Waits before another attempt (numbers start at 0), for as long as the Hub asks.
 
     Raises:
         `exc`, if another attempt will not help.
@@ -188,10 +179,7 @@ def root_of(exc: BaseException) -> BaseException:
 
 @contextmanager
 def explained(label: str) -> Iterator[None]:
-    """Maps exceptions of the library to a HubError that explains them to the user.
-
-    Args:
-        label: name of the repository, for the message.
+    """Maps exceptions of the library to a HubError that explains them to the user, and names the repository.
 
     Raises:
         HubError: in place of the library's exceptions.

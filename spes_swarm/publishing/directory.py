@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spes_swarm.base.errors import HubError, PublicationError, UserError
+from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.publication import (
     PUBLICATION_FILE,
@@ -139,11 +140,11 @@ class DirectoryTarget:
         for other in sorted(others - {PUBLICATION_FILE}):
             written += _copy(export / other, incoming / other)
         written += _copy(export / PUBLICATION_FILE, incoming / PUBLICATION_FILE)
-        _sync(incoming)
+        sync_to_disk(incoming)
         if final.exists():  # it is damaged
             final.rename(self._revisions / f"{_DOOMED}{name}")
         incoming.rename(final)
-        _sync(self._revisions)
+        sync_to_disk(self._revisions)
         return written
 
     @staticmethod
@@ -162,7 +163,7 @@ class DirectoryTarget:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target)
         temporary.replace(link)
-        _sync(link.parent)
+        sync_to_disk(link.parent)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -275,11 +276,3 @@ def _copy(source: Path, destination: Path, expected: PublishedFile | None = None
     if expected is not None and (size, sha256.hexdigest()) != (expected.size, expected.sha256):
         raise PublicationError(f"{source.name} has changed since it was exported; export it again")
     return size
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -35,13 +35,7 @@ class RunFacts:
 
 
 def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size: str = MAX_SHARD_SIZE) -> Publication:
-    """Writes a complete publication to a new or empty directory.
-
-    Args:
-        snapshot: the reference to export.
-        destination: complete when it exists.
-        facts: for the publication and its card.
-        max_shard_size: see `write_export`.
+    """Writes a complete publication to a new or empty directory, which is complete when it exists.
 
     Raises:
         UserError: the destination cannot be written, a fact is invalid, or the tokenizer cannot be used.

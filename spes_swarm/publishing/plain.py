@@ -49,14 +49,9 @@ def write_export(
     directory: Path,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Writes everything that `from_pretrained` needs.
+    """Writes everything that `from_pretrained` needs, of a model on the meta device and its blocks' values.
 
-    Args:
-        manifest: of the run.
-        model: of the run, as built, on the meta device; its configuration is completed in place.
-        blocks: the blocks' values, e.g. mapped from a file.
-        directory: an existing directory.
-        max_shard_size: largest weight file, unless a single tensor is larger: "500MB", "1GB" ...
+    Weight files are smaller than `max_shard_size` ("500MB", "1GB"), unless a single tensor is larger.
 
     Raises:
         UserError: the tokenizer cannot be loaded.
@@ -172,11 +167,8 @@ def split_blocks(layout: Layout, reference_N: FloatArray) -> list[FloatArray]:
 
 
 def saved_tensors(model: PreTrainedModel, layout: Layout) -> dict[str, SavedTensor]:
-    """Returns all tensors of an export by name, in the order in which `save_pretrained` writes them.
-
-    Args:
-        model: as built, on the meta device.
-        layout: of the model.
+    """Returns all tensors of an export (of a model on the meta device) by name, in the order in which `save_pretrained`
+    writes them.
 
     Raises:
         ConfigError: transformers saves this model in a form that is not a rearrangement of its parameters.

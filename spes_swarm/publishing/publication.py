@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from spes_swarm.base.decoding import check_json, first_complaint
+from spes_swarm.base.decoding import StrictModel, check_json, first_complaint
 from spes_swarm.base.errors import ManifestError, ProtocolError, PublicationError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.protocol.consensus.reference import whole_digest
@@ -41,13 +41,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=512 * 1024)]
 
 
-class _Strict(BaseModel):
-    """Strict types, no other fields, immutable."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class PublishedFile(_Strict):
+class PublishedFile(StrictModel):
     """A file that a reader needs, with its expected size and hash."""
 
     name: FileName
@@ -55,14 +49,14 @@ class PublishedFile(_Strict):
     sha256: _Hex64
 
 
-class PublishedBlock(_Strict):
+class PublishedBlock(StrictModel):
     """One block of the reference."""
 
     version: _Count  # round of its last change
     digest: _Hex64  # BLAKE3, see protocol/consensus/reference.py
 
 
-class LossPoint(_Strict):
+class LossPoint(StrictModel):
     """The loss on held-out text after a round."""
 
     round: _Count
@@ -71,14 +65,14 @@ class LossPoint(_Strict):
     stderr: _NotNegative | None = None  # standard error of the loss; None: unknown
 
 
-class RunDescription(_Strict):
+class RunDescription(StrictModel):
     """The run's signed manifest, as sent between peers."""
 
     manifest: _Base64
     signature: _Base64
 
 
-class Publication(_Strict):
+class Publication(StrictModel):
     """The content of `spes_swarm.json`.
 
     The card and its picture are not among `files`: people edit cards, and no reader relies on one.
@@ -95,7 +89,7 @@ class Publication(_Strict):
     steps: _Count  # inner steps of the swarm: rounds times the run's inner steps
     peers: _Count | None  # that took part in the round
     files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
-    history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = []
+    history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -146,11 +140,7 @@ def describe_run(manifest: Manifest) -> RunDescription:
 
 
 def parse_publication(data: bytes, source: str) -> Publication:
-    """Parses an untrusted publication manifest, and verifies the run's manifest inside.
-
-    Args:
-        data: content of the file.
-        source: where it is from, for messages.
+    """Parses an untrusted publication manifest, and verifies the run's manifest inside; messages name the `source`.
 
     Raises:
         PublicationError: the content is invalid.

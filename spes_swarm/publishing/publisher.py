@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from spes_swarm.base.errors import ConfigError, HubError, PublicationError
-from spes_swarm.publishing.card import CardFacts, Contributor, Results, read_results, results_of_metrics
+from spes_swarm.publishing.card import CardFacts, Results, read_results, results_of_metrics
 from spes_swarm.publishing.client import limit_upload
 from spes_swarm.publishing.location import parse_location
 from spes_swarm.publishing.pack import RunFacts, pack
@@ -23,10 +23,7 @@ _OF_THE_CARD = ("results", "license", "base_model", "data", "join_address")
 
 
 def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
-    """Executes the command line of `spes_swarm.publish`.
-
-    Returns:
-        The result, and the rounds whose names were removed.
+    """Executes the command line of `spes_swarm.publish`; returns the result, and the rounds whose names were removed.
 
     Raises:
         UserError: publishing failed; earlier publications are intact.
@@ -60,7 +57,7 @@ def _card(options: argparse.Namespace, results: Results | None) -> CardFacts:
         license=options.license,
         base_model=options.base_model,
         data=options.data,
-        contributors=[Contributor(name=c.name, tokens=c.tokens) for c in (results.contributors if results else ())],
+        contributors=results.contributors if results else (),
         join_address=options.join_address,
     )
 
@@ -70,14 +67,7 @@ def publish_newest(
 ) -> Published:
     """Exports the newest checkpoint of a peer and publishes it; reuses the export of an interrupted publication.
 
-    Args:
-        output_dir: of the peer, which may be running.
-        target: where to publish.
-        results: what is known about the run; None reads it from this peer's event log. In both cases the history is
-            completed by the one already published.
-        card: additional facts for the card.
-        tag: an additional name, or None.
-        shard_size: of the weight files.
+    Without `results` they are read from this peer's event log. The published history is continued.
 
     Raises:
         UserError: publishing failed; earlier publications are intact.

@@ -74,11 +74,7 @@ def take_snapshot(
 
 
 def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lambda complaint: None) -> Snapshot:
-    """Returns a snapshot of the newest checkpoint that verifies.
-
-    Args:
-        output_dir: of a peer.
-        on_complaint: called for each newer checkpoint that is skipped, with the reason.
+    """Returns a snapshot of the newest checkpoint that verifies; `on_complaint` gets the reason for each one skipped.
 
     Raises:
         CheckpointError: the directory does not belong to a run, or has no usable checkpoint.

@@ -99,10 +99,8 @@ class LoadedBlock:
 def open_source(location: str, expected_run_id: str | None = None) -> PublicationSource:
     """Finds a publication and verifies its manifest; no weights are fetched yet.
 
-    Args:
-        location: `USER/REPO` or `file:DIRECTORY`, optionally with `@REVISION` (a tag such as round-000120, or a
-            commit; default: the newest).
-        expected_run_id: reject any other run.
+    The location is USER/REPO or file:DIRECTORY, optionally with @REVISION (a tag or a commit; default: the newest). Any
+    run but `expected_run_id` is rejected.
 
     Raises:
         ConfigError: `location` is malformed.
@@ -131,17 +129,12 @@ def another_revision(location: str | None) -> str:
 
 
 class PublicationSource:
-    """One published revision.
-
-    Attributes:
-        publication: the publication manifest.
-        revision: name of exactly this revision.
-    """
+    """One published revision."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.publication = files.publication()
-        self.revision = files.revision
+        self.publication = files.publication()  # the publication manifest
+        self.revision = files.revision  # name of exactly this revision
 
     @property
     def manifest(self) -> Manifest:

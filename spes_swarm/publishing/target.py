@@ -59,13 +59,9 @@ class Target(Protocol):
         """
 
     def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
-        """Makes an export the newest revision, atomically.
+        """Makes an export (written by `pack`) the newest revision, atomically, with a line for the history.
 
-        Args:
-            export: directory that `pack` has written.
-            publication: its manifest.
-            message: one line for the history.
-            tag: an additional name, e.g. of a milestone, which `prune` never removes.
+        `tag` is an additional name, e.g. of a milestone, which `prune` never removes.
 
         Raises:
             SupersededError: the target has a newer round, or another state of this round.
@@ -78,11 +74,9 @@ class Target(Protocol):
 
 
 def open_target(text: str, *, private: bool = False) -> Target:
-    """Returns the target that `--to` names; contacts no server.
+    """Returns the target that `--to` names (USER/REPO or file:DIRECTORY); contacts no server.
 
-    Args:
-        text: `USER/REPO` or `file:DIRECTORY`.
-        private: make the repository private if it has to be created (on a Hub).
+    A repository that has to be created is `private` if so wanted.
 
     Raises:
         ConfigError: `text` is malformed.
@@ -116,14 +110,8 @@ def round_of(revision: str) -> int | None:
 
 
 def is_there(current: Publication | None, run_id: str, round_number: int, digest: str, label: str) -> bool:
-    """Returns True if a round is already published, False if the newest publication is older.
-
-    Args:
-        current: the newest publication.
-        run_id: of the round to publish.
-        round_number: of the round to publish.
-        digest: hex, of the whole reference of that round.
-        label: of the target.
+    """Returns True if a round with that digest (hex, of the whole reference) is published, False if the newest is
+    older.
 
     Raises:
         SupersededError: the newest publication is newer, or another state of the same round.

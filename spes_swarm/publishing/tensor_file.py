@@ -39,12 +39,7 @@ class StoredTensor:
 
 
 def read_header(read: Read, file_bytes: int, name: str) -> dict[str, StoredTensor]:
-    """Reads the header of a file of fp32 tensors.
-
-    Args:
-        read: reads bytes of the file.
-        file_bytes: size of the file.
-        name: of the file, for messages.
+    """Reads the header of a file of fp32 tensors; `name` is for messages.
 
     Raises:
         PublicationError: it is not a safetensors file, or has tensors other than fp32.
@@ -75,11 +70,7 @@ def _stored(entry: dict[str, Any], data_begin: int, file_bytes: int) -> StoredTe
 
 
 def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
-    """Maps all tensors of a local file, read-only: only what is accessed is read from disk.
-
-    Args:
-        path: a regular file.
-        name: for messages; None: the path's last part.
+    """Maps all tensors of a regular local file, read-only: only what is accessed is read from disk.
 
     Raises:
         PublicationError: as in `read_header`, or the path is not a regular file.
@@ -99,12 +90,8 @@ def map_tensors(path: Path, name: str | None = None) -> dict[str, FloatArray]:
 
 
 def open_regular(path: Path, *, size: int | None = None, max_size: int | None = None) -> BinaryIO:
-    """Opens a regular file for reading; never blocks, and never follows a symbolic link at the end of the path.
-
-    Args:
-        path: of the file.
-        size: required size in bytes; None: any.
-        max_size: largest size allowed in bytes; None: any.
+    """Opens a regular file, of `size` or at most `max_size` bytes; never blocks, and never follows a symbolic link at
+    the end of the path.
 
     Raises:
         PublicationError: it is not a regular file, or has another size.

@@ -60,13 +60,10 @@ class ForkedPeer:
 
 
 class ForkServer:
-    """Starts peers; a `launch` argument of LocalPeer.
+    """Starts peers, in a network namespace if given; a `launch` argument of LocalPeer.
 
-    Args:
-        namespace: network namespace of the peers (see local_network.py); None for the machine's own.
-        main: called with their arguments, returns the exit code; may be a `functools.partial`.
-        environment: of the peers; None for the caller's at the time of the start. Variables that modules read at
-            import (huggingface_hub reads HF_ENDPOINT) keep the server's values.
+    `main` may be a `functools.partial`. The environment is the caller's at the time of the start, unless given;
+    variables that modules read at import (huggingface_hub reads HF_ENDPOINT) keep the server's values.
     """
 
     def __init__(

@@ -76,12 +76,10 @@ def enter_namespace(name: str) -> None:
 
 
 class LocalNetwork:
-    """`num_hosts` hosts in one IPv4 network, numbered from 0; a context manager.
+    """`num_hosts` hosts (at most 250) in one IPv4 network, numbered from 0; a context manager.
 
-    Args:
-        num_hosts: number of hosts, 250 at most.
-        prefix: first three numbers of the addresses. The default is from a public range (none of which is reachable
-            from inside), because libp2p treats private addresses differently.
+    The default prefix of the addresses is from a public range (none of which is reachable from inside), because libp2p
+    treats private addresses differently.
 
     Raises:
         LocalNetworkError: the network cannot be created here; see `unavailable_reason`.

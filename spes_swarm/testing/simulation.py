@@ -177,12 +177,7 @@ class Report:
 
 
 class Simulation:
-    """One run of a scenario.
-
-    Args:
-        scenario: what to simulate.
-        on_round: called with the group of every round.
-    """
+    """One run of a scenario; `on_round` is called with the group of every round."""
 
     def __init__(self, scenario: Scenario, on_round: Callable[[Group], None] = lambda group: None) -> None:
         self._scenario = scenario

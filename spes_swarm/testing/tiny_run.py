@@ -16,20 +16,9 @@ def tiny_run(
     experts_per_peer: int,
     evaluation: dict[str, Any],
 ) -> dict[str, Any]:
-    """The `run:` section of a configuration file: two layers of eight experts on bytes, in sequences of 64.
+    """A new `run:` section of a configuration file: two layers of eight experts on bytes, in sequences of 64.
 
-    Args:
-        name: name of the run.
-        hidden_size: width of the model; with `intermediate_size` it sets the bytes of an exchange.
-        intermediate_size: width of an expert.
-        training: the `training` section, except sequence length and batch size.
-        round: the `round` section; its deadlines decide how long the others wait for a peer that has stopped.
-        merge: the `merge` section.
-        experts_per_peer: the key of that name.
-        evaluation: the `evaluation` section.
-
-    Returns:
-        A new dict on every call.
+    The sizes set the bytes of an exchange; the deadlines in `round` decide how long others wait for a stopped peer.
     """
     return {
         "name": name,

@@ -21,18 +21,7 @@ def accuses(fault: Event) -> bool:
 
 
 class ChaosPeer:
-    """One start of a peer, and what it has reported so far.
-
-    Attributes:
-        rounds: the `round` events by number.
-        commits: Unix time of its commit of each of them.
-        groups: Unix time at which the newest group of each round formed.
-        accusations: faults since the last check that name a liar or a laggard; all peers here are honest.
-        steps: local steps since its last commit.
-        told_to_end: its end is expected.
-        over: it has ended, and all of its metrics have been read.
-        side: its side during a cut; "" for none.
-    """
+    """One start of a peer, and what it has reported so far."""
 
     def __init__(self, name: str, process: LocalPeer, host: int | None) -> None:
         self.name = name
@@ -40,16 +29,17 @@ class ChaosPeer:
         self.host = host  # in the local network
         self.peer_id = ""
         self.run_id = ""
-        self.rounds: dict[int, Event] = {}
-        self.commits: dict[int, float] = {}
-        self.groups: dict[int, float] = {}
+        self.rounds: dict[int, Event] = {}  # the `round` events by number
+        self.commits: dict[int, float] = {}  # Unix time of its commit of each of them
+        self.groups: dict[int, float] = {}  # Unix time at which the newest group of each round formed
+        # Faults since the last check that name a liar or a laggard; all peers here are honest.
         self.accusations: list[str] = []
-        self.steps = 0
+        self.steps = 0  # local steps since its last commit
         self.synced_at: float | None = None
-        self.told_to_end = False
+        self.told_to_end = False  # its end is expected
         self.stopped = False
-        self.over = False
-        self.side = ""
+        self.over = False  # it has ended, and all of its metrics have been read
+        self.side = ""  # its side during a cut; "" for none
         self._steps_of = -1
         self._processes: list[psutil.Process] = []
 

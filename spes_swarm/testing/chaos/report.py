@@ -276,13 +276,7 @@ def to_json(outcome: Outcome, pace: Pace) -> dict[str, Any]:
     """An outcome with its derived figures, as JSON values."""
     fault = outcome.fault
     return {
-        "number": fault.number,
-        "kind": fault.kind,
-        "phase": fault.phase,
-        "role": fault.role,
-        "newcomer": fault.newcomer,
-        "running": fault.running,
-        "seconds": fault.seconds,
+        **{key: getattr(fault, key) for key in ("number", "kind", "phase", "role", "newcomer", "running", "seconds")},
         "victims": outcome.victims,
         "at": outcome.at,
         "round": outcome.round,

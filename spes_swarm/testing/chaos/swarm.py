@@ -45,11 +45,7 @@ class HangError(SwarmError):
 class ChaosSwarm:
     """Starts peers, injects faults and watches the other peers; a context manager that ends all of them.
 
-    Args:
-        directory: parent of the peers' output directories.
-        run: the `run` section of the configuration.
-        hang_s: a wait longer than this is a hang.
-        network: of the peers; None for 127.0.0.1. Needed for cuts.
+    A wait longer than `hang_s` is a hang. Cuts need a `network`; without one all peers are on 127.0.0.1.
     """
 
     def __init__(
