@@ -214,7 +214,7 @@ def test_slowing_down_ends_when_the_others_have_come(machine: Machine) -> None:
 def test_expirations_of_a_peers_own_records_never_go_back(corrections: list[float]) -> None:
     with machine_of(Machine()) as made:
         own = SwarmClock()
-        announcer: Any = SimpleNamespace(_expires={}, _now=own.now)
+        announcer: Any = SimpleNamespace(_expires={}, now=own.now)
         last = 0.0
         for correction in corrections:
             expires = Announcer._next_expiration(announcer, "progress", 30.0)
