@@ -26,7 +26,7 @@ from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
-from spes_swarm.data.corpus import STDLIB, open_source
+from spes_swarm.data.corpus import STDLIB, open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import load_tokenizer
@@ -36,10 +36,10 @@ from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
 from spes_swarm.protocol.rounds.statement import Statement, form_group, seal_statement
-from spes_swarm.protocol.rounds.stating import difference_rms
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.held_out import held_out_loss
 from spes_swarm.training.live_weights import LiveWeights
@@ -220,7 +220,7 @@ def main() -> int:
     torch.set_num_threads(1)
     run = load_config(default_config_path()).run
     assert run is not None
-    stream = TokenStream([TokenFile.open(p) for p in open_source(STDLIB, load_tokenizer(run.tokenizer.name))])
+    stream = TokenStream([TokenFile.open(p) for p in open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))])
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="bounds-") as name:
         identities = [Identity.load_or_create(Path(name) / f"{i}.key") for i in range(NUM_PEERS)]

@@ -40,7 +40,7 @@ from spes_swarm.monitor.history import History
 from spes_swarm.monitor.state import to_text
 from spes_swarm.monitor.views.prometheus import metrics_text
 from spes_swarm.monitor.views.terminal import screen
-from spes_swarm.monitor.watcher import NetworkOptions, connect
+from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
@@ -186,7 +186,7 @@ async def measure(directory: Path, keys: Path, count: int, looks: int) -> Row:
         run_id=None,
         timeout_s=60.0,
     )
-    watcher = await connect(options, None)
+    watcher = await open_watcher(options, None)
     history = History(directory / f"{count}.sqlite")
     collector = Collector(watcher, history, 2.0)
     before = psutil.Process().memory_info().rss

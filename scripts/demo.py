@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.user_paths import remake_directory
 from spes_swarm.base.wording import loss_with_error, plural
-from spes_swarm.data.corpus import open_source, unigram_entropy
+from spes_swarm.data.corpus import open_corpus, unigram_entropy
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.peer.panel import experts_text
 from spes_swarm.testing.local_peer import LocalPeer
@@ -148,7 +148,7 @@ def main() -> int:
         return 2
     started = time.monotonic()
     tokenizer = load_tokenizer("bytes")
-    tokens = np.concatenate([np.load(path, mmap_mode="r") for path in open_source("stdlib", tokenizer)])
+    tokens = np.concatenate([np.load(path, mmap_mode="r") for path in open_corpus("stdlib", tokenizer)])
     entropy = unigram_entropy(tokens)
     say(f"The text: {len(tokens):,} bytes of Python's standard library; unigram entropy {entropy:.3f} nats per byte")
     common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--wait-for-peers"]

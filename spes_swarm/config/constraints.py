@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from spes_swarm.base.strict import Pattern, Range
 
 Count = Annotated[int, Range(1, 2**40)]
-CountOrNone = Annotated[int, Range(0, 2**40)]  # 0 switches something off
+CountOrZero = Annotated[int, Range(0, 2**40)]  # 0 switches something off
 BatchSize = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(0, open_low=True)]
 NotNegative = Annotated[float, Range(0)]

@@ -21,7 +21,7 @@ from spes_swarm.config.constraints import (
     BatchSize,
     Beta,
     Count,
-    CountOrNone,
+    CountOrZero,
     Fraction,
     Hex64,
     NotNegative,
@@ -185,7 +185,7 @@ class TrainingConfig(Section):
     sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
     batch_size: BatchSize  # sequences per local step, unless a peer overrides it
     learning_rate: Positive  # peak, after warm-up
-    warmup_steps: CountOrNone  # inner steps of linear warm-up
+    warmup_steps: CountOrZero  # inner steps of linear warm-up
     total_steps: Count  # inner steps until the learning rate reaches its minimum
     # After total_steps, training continues at the minimum, or the run ends with a last checkpoint and publication.
     at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
@@ -261,8 +261,8 @@ class MergeConfig(Section):
     """Expert-merging warm-up (SPES, Eqs. 5-6); alpha 0 switches it off."""
 
     alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
-    steps: CountOrNone  # T_merge: inner steps over which alpha falls to 0
-    interval: CountOrNone  # inner steps between merges; 0 = never
+    steps: CountOrZero  # T_merge: inner steps over which alpha falls to 0
+    interval: CountOrZero  # inner steps between merges; 0 = never
     neighbours: Count = 4  # K: how many of the most similar experts are averaged
 
 
@@ -275,7 +275,7 @@ class OwnershipConfig(Section):
     # Largest share of the experts that one peer holds while others can hold the rest, whatever it claims.
     max_share: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     # Steps over which an adopter without moments reaches the full step size; 0 = at once.
-    warmup_steps: CountOrNone = 10
+    warmup_steps: CountOrZero = 10
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -283,7 +283,7 @@ class EvaluationConfig(Section):
     """Loss on held-out text."""
 
     holdout_fraction: Annotated[float, Range(0, 0.5)] = 0.02  # share of every data source
-    every_rounds: CountOrNone = 5  # rounds between evaluations; all peers evaluate the same rounds; 0 = never
+    every_rounds: CountOrZero = 5  # rounds between evaluations; all peers evaluate the same rounds; 0 = never
     sequences: Count = 128  # sequences per evaluation, spread over all held-out text
 
     def _check(self) -> None:

@@ -28,7 +28,7 @@ class ScheduleEnd:
     def __init__(self, run: RunConfig) -> None:
         self._training = run.training
         self._inner_steps = run.round.inner_steps
-        self._told = False
+        self._reported = False
         # The round whose commit completes the schedule.
         self.round = -(-run.training.total_steps // run.round.inner_steps)
 
@@ -43,9 +43,9 @@ class ScheduleEnd:
 
     def tell_if_reached(self, round_number: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
         """Reports the end of the schedule once, and what the user can do then."""
-        if self._told or round_number < self.round:
+        if self._reported or round_number < self.round:
             return
-        self._told = True
+        self._reported = True
         training = self._training
         write(
             "schedule_end",

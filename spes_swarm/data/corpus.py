@@ -46,7 +46,7 @@ def default_cache_dir() -> Path:
     return base / "spes_swarm"
 
 
-def open_source(
+def open_corpus(
     source: str, tokenizer: Tokenizer, cache_dir: Path | None = None, *, document_format: DocumentFormat | None = None
 ) -> list[Path]:
     """Returns the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
@@ -71,7 +71,7 @@ def open_source(
 
 
 def check_source(source: str) -> None:
-    """Checks a data source (see `open_source`), as far as possible without the run's tokenizer.
+    """Checks a data source (see `open_corpus`), as far as possible without the run's tokenizer.
 
     Raises:
         DataError: the source does not exist, holds neither text nor token files, or a token file is damaged.

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # without UTF-8, curves become question marks instead of errors
-        return asyncio.run(_until_told(_replay(options) if options.replay is not None else _watch(options)))
+        return asyncio.run(_until_stopped(_replay(options) if options.replay is not None else _watch(options)))
     except UserError as exc:
         # The message may quote peers: keep it on one line, without control characters.
         print("monitor: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-async def _until_told(work: Coroutine[Any, Any, None]) -> int:
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
     """Runs `work` until it is done or SIGINT or SIGTERM arrives; returns the exit code."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ async def _watch(options: Options) -> None:
             cleanup.callback(history.close)
         # hivemind imports torch, which takes seconds: a mistyped flag or a replay must not wait for it.
         from spes_swarm.monitor.collector import Collector
-        from spes_swarm.monitor.watcher import NetworkOptions, connect
+        from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
         from spes_swarm.protocol.members.identity import Identity
         from spes_swarm.storage.run_directory import lock_file
 
@@ -133,7 +133,7 @@ async def _watch(options: Options) -> None:
             lock = lock_file(network.identity_path, f"identity file {options.identity}", "each monitor needs its own")
             cleanup.callback(os.close, lock)
         remembered = history.manifest() if history is not None else None
-        watcher = await connect(network, remembered, history.addresses() if history is not None else [])
+        watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])
         try:
             collector = Collector(watcher, history, options.refresh_s)
             if options.once:

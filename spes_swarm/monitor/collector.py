@@ -64,7 +64,7 @@ class Collector:
         Raises:
             NetworkProcessError: the P2P daemon has ended.
         """
-        look = await self._watcher.look()
+        look = await self._watcher.read_records()
         ledger = self._ledger
         ledger.take(look.now, look.at, look.progress, look.leases)
         self._watcher.live = ledger.live_peers()

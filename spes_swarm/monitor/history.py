@@ -26,10 +26,10 @@ from spes_swarm.monitor.history_file import (
     COLUMNS,
     SCHEMA_VERSION,
     check_version,
-    explained,
     missing_columns,
     read_meta,
     read_points,
+    translate_sqlite_errors,
 )
 from spes_swarm.monitor.state import Fault, HistoryPoint, SwarmState
 from spes_swarm.storage.run_directory import lock_file
@@ -61,7 +61,7 @@ class History:
             raise DataError(f"history {path}: {exc.strerror}") from exc
         # Released after SQLite has closed the file: closing any descriptor of it drops SQLite's POSIX locks.
         self._lock = lock_file(path, f"history {path}", "each monitor needs its own file")
-        with explained(path):
+        with translate_sqlite_errors(path):
             self._db = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             self._prepare()
@@ -70,7 +70,7 @@ class History:
             raise
 
     def _prepare(self) -> None:
-        with explained(self.path):
+        with translate_sqlite_errors(self.path):
             if self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -94,7 +94,7 @@ class History:
         Raises:
             DataError: the file is corrupt.
         """
-        with explained(self.path):
+        with translate_sqlite_errors(self.path):
             stored = read_meta(self._db, "manifest")
         if stored is None:
             return None
@@ -106,7 +106,7 @@ class History:
 
     def addresses(self) -> list[str]:
         """Addresses of peers that earlier monitors met."""
-        with explained(self.path):
+        with translate_sqlite_errors(self.path):
             stored = read_meta(self._db, "addresses")
         return [text for text in stored if isinstance(text, str)] if isinstance(stored, list) else []
 
@@ -116,7 +116,7 @@ class History:
         Raises:
             DataError: the file is corrupt.
         """
-        with explained(self.path):
+        with translate_sqlite_errors(self.path):
             peers = self._db.execute("SELECT peer_id, name, tokens FROM peers").fetchall()
             rest = read_meta(self._db, "known") or {}
             self._peers = {peer_id: (name, tokens) for peer_id, name, tokens in peers}
@@ -183,7 +183,7 @@ class History:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with explained(self.path):
+        with translate_sqlite_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield

@@ -45,7 +45,7 @@ def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
     """
     if not path.is_file():
         raise DataError(f"history {path}: no such file")
-    with explained(path):
+    with translate_sqlite_errors(path):
         # Even reading a WAL database creates files beside it, except as immutable, which is safe while no process has
         # it open (no -wal file).
         mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
@@ -99,7 +99,7 @@ def read_points(db: sqlite3.Connection) -> list[HistoryPoint]:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def translate_sqlite_errors(path: Path) -> Iterator[None]:
     """Turns errors of SQLite and of the decoders into one that names the file.
 
     Raises:

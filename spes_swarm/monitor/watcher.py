@@ -23,8 +23,8 @@ from spes_swarm.base.errors import BootstrapError, NetworkProcessError, Protocol
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.network.link.acquaintances import Acquaintances, checked_maddrs
 from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
@@ -44,7 +44,7 @@ _REDIAL_S: Final = 5.0  # while no peer is present
 
 
 @dataclass(frozen=True)
-class Look:
+class Reading:
     """The records found by one read of the DHT."""
 
     now: float  # swarm time
@@ -78,8 +78,8 @@ class Watcher:
                 "leases": round_config.lease_s + _CLOCK_SLACK_S,
             },
         )
-        self._acquaintances = Acquaintances(maddrs)
-        self._told = set(map(peer_id_of, maddrs))
+        self._known_peers = KnownPeers(maddrs)
+        self._initial_ids = set(map(peer_id_of, maddrs))
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))
         self._clock_task: asyncio.Task[None] | None = None
         self._dialled_at = -math.inf
@@ -117,7 +117,7 @@ class Watcher:
 
     def _trusted(self, connected: set[str]) -> set[str]:
         """Peers whose clocks count: the initial peers while any is connected, else all connected peers."""
-        return connected & self._told or connected
+        return connected & self._initial_ids or connected
 
     async def _keep_time(self) -> None:
         while True:
@@ -126,7 +126,7 @@ class Watcher:
 
     # Reading.
 
-    async def look(self) -> Look:
+    async def read_records(self) -> Reading:
         """Reads and verifies all records; those that cannot be read in time are missing from the result.
 
         Raises:
@@ -136,7 +136,7 @@ class Watcher:
             raise NetworkProcessError("the P2P daemon (p2pd) has ended")
         progress, leases = await asyncio.gather(self._read("progress"), self._read("leases"))
         self.verifier.forget()
-        return Look(
+        return Reading(
             self.now(),
             time.monotonic(),
             {peer: record for peer, record in progress.items() if isinstance(record, Progress)},
@@ -170,7 +170,7 @@ class Watcher:
         async def greet(peer_id: str) -> None:
             with suppress(OSError, ProtocolError):
                 answer = await self._rpc.call(peer_id, "ping", {}, _CALL_TIMEOUT_S)
-                self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
+                self._known_peers.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
             self._met[peer_id] = None
 
         await asyncio.gather(*(greet(peer) for peer in sorted(peers)[:_GREETINGS_AT_A_TIME]))
@@ -182,7 +182,7 @@ class Watcher:
         turn = [peer for peer in self._met if peer not in given][:_DIALS_AT_A_TIME]
         for peer in turn:
             self._met.move_to_end(peer)  # the others have their turn next time
-        answering = set(await self._acquaintances.dial(self._daemon, [*given, *turn])) | await self._dht.connected()
+        answering = set(await self._known_peers.dial(self._daemon, [*given, *turn])) | await self._dht.connected()
         if answering:
             self._dht.node.blacklist.clear()
             # This puts both nodes back into each other's routing tables.
@@ -192,7 +192,7 @@ class Watcher:
 
     def addresses(self) -> list[str]:
         """Addresses of peers of the run for the next start, present ones first."""
-        return list(dict.fromkeys([*self._acquaintances.of(self.live), *self._acquaintances.of(self._met)]))[
+        return list(dict.fromkeys([*self._known_peers.of(self.live), *self._known_peers.of(self._met)]))[
             :_MAX_REMEMBERED
         ]
 
@@ -201,7 +201,7 @@ class Watcher:
         offers = best_first(self._dht.own_maddrs) if self._is_entry else []
         reachable = [peer for peer, is_reachable in self.live.items() if is_reachable]
         given = [maddr for maddr in self._initial_peers if peer_id_of(maddr) in reachable]
-        offers += best_first([*given, *self._acquaintances.of(reachable)]) or list(self._initial_peers[:1])
+        offers += best_first([*given, *self._known_peers.of(reachable)]) or list(self._initial_peers[:1])
         if not offers:
             return None
         return join_command(self.manifest, offers[0])
@@ -225,7 +225,7 @@ class NetworkOptions:
     timeout_s: float  # to reach any peer
 
 
-async def connect(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
+async def open_watcher(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
     """Starts the daemon and finds the run.
 
     Args:

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_swarm.base.errors import NetworkProcessError
 from spes_swarm.network.process import run_network_process
-from spes_swarm.port.commands import Called, Commands, Event, News, Port
+from spes_swarm.port.commands import Called, Commands, Event, Notification, Port
 from spes_swarm.port.messages import Reply, Sent, SwarmView
 
 _BEAT_S = 1.0
@@ -71,7 +71,7 @@ class NetworkClient(Port):
     def _read_forever(self) -> None:
         try:
             while True:
-                message: Reply | News = self._pipe.recv()
+                message: Reply | Notification = self._pipe.recv()
                 if not isinstance(message, Reply):
                     self._take(message)
                     continue
@@ -102,13 +102,13 @@ class NetworkClient(Port):
                     self.submit(Commands.beat)
                 time.sleep(_BEAT_S)
 
-    def _take(self, news: News) -> None:
-        if isinstance(news, SwarmView):
-            self._take_view(news)
-        elif isinstance(news, Called):
-            self._called_round = max(self._called_round, news.round)
+    def _take(self, notification: Notification) -> None:
+        if isinstance(notification, SwarmView):
+            self._take_view(notification)
+        elif isinstance(notification, Called):
+            self._called_round = max(self._called_round, notification.round)
         else:
-            self._on_event(news)
+            self._on_event(notification)
 
     def _take_view(self, view: SwarmView) -> None:
         with self._lock:

@@ -27,7 +27,7 @@ from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_socke
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.services import RunServices
-from spes_swarm.port.commands import Commands, FaultSeen, News, ProcessCommands, RunCommands
+from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
 from spes_swarm.port.messages import Reach, Reply, RunSettings, Sent
 from spes_swarm.protocol.members.identity import Identity
 
@@ -94,21 +94,21 @@ class NetworkProcess(ProcessCommands):
             raise NetworkProcessError("no run is open")
         return self._run
 
-    def _send(self, message: Reply | News) -> None:
+    def _send(self, message: Reply | Notification) -> None:
         with suppress(OSError):  # the trainer is gone; the next read ends this process
             self._pipe.send(message)
 
-    def tell(self, news: News) -> None:
-        """Sends news to the trainer, or drops it if the trainer is stopped and the pipe is full, so as not to block."""
+    def notify(self, notification: Notification) -> None:
+        """Sends it to the trainer; drops it if the pipe is full because the trainer is stopped, so as not to block."""
         _, writable, _ = select.select([], [self._pipe], [], 0)
         if writable:
-            self._send(news)
+            self._send(notification)
 
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a peer's fault to the trainer's metrics, a limited number of times per peer and round."""
         self._fault_counts[peer_id] += 1
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
-            self.tell(FaultSeen(error.kind, peer_id, error.detail))
+            self.notify(FaultSeen(error.kind, peer_id, error.detail))
 
     def on_round_over(self) -> None:
         """Resets the limit on reported faults."""
@@ -136,7 +136,7 @@ class NetworkProcess(ProcessCommands):
             self._rpc,
             announced=bool(announce_maddrs),
             relay=relay,
-            tell=self.tell,
+            notify=self.notify,
             on_fault=self.on_fault,
         )
         if before is not None:

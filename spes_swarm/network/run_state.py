@@ -30,7 +30,7 @@ class RunState:
 
     settings: RunSettings
     identity: Identity
-    told: frozenset[str]  # ids of the initial peers, other than this one
+    initial_peers: frozenset[str]  # ids of the initial peers, other than this one
     reference: Reference
     contribution_N: FloatArray  # shared with the trainer
     roster: Roster
@@ -43,16 +43,16 @@ class RunState:
     def of(cls, identity: Identity, settings: RunSettings) -> Self:
         """Creates the initial state on the trainer's shared vectors."""
         run, layout, me = settings.manifest.run, settings.layout, identity.peer_id
-        told = frozenset(map(peer_id_of, settings.initial_peers)) - {me}
+        initial_peers = frozenset(map(peer_id_of, settings.initial_peers)) - {me}
         rules = Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts)
         values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
         return cls(
             settings=settings,
             identity=identity,
-            told=told,
+            initial_peers=initial_peers,
             reference=Reference(layout, values_N),
             contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
-            roster=Roster(me, run.round.progress_ttl_s, Standing(told)),
+            roster=Roster(me, run.round.progress_ttl_s, Standing(initial_peers)),
             leases=Leases(me, layout.num_experts, rules, run.round.lease_s),
         )
 

@@ -16,9 +16,9 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.base.shared_vector import attach_from
 from spes_swarm.network.announcer import Announcer
-from spes_swarm.network.link.acquaintances import Acquaintances
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.run_records import Records, RunRecordValidator
@@ -68,10 +68,10 @@ class RunServices(RunCommands):
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._volunteers: dict[str, Volunteer] = {}
-        self._acquaintances = Acquaintances(settings.initial_peers)
+        self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
-        self._greetings = Greetings(rpc, state.roster, self._acquaintances, self._told_maddrs)
+        self._greetings = Greetings(rpc, state.roster, self._known_peers, self._initial_maddrs)
         self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
         stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
@@ -94,7 +94,7 @@ class RunServices(RunCommands):
             live_peers=lambda: state.roster.neighbours(run.round.window_s),
             defers=lambda: state.roster.defers,
             target_round=self._target_round,
-            on_called=lambda round_number: listener.tell(Called(round_number)),
+            on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
@@ -109,10 +109,13 @@ class RunServices(RunCommands):
 
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
-        settings, run_id, told = self._state.settings, self._state.run_id, self._state.told
+        settings, run_id, initial_peers = self._state.settings, self._state.run_id, self._state.initial_peers
         validator = RunRecordValidator(run_id, self._dht.now)
         await self._dht.join(
-            settings.initial_peers, validator, lambda connected: told or connected, client_mode=settings.client_mode
+            settings.initial_peers,
+            validator,
+            lambda connected: initial_peers or connected,
+            client_mode=settings.client_mode,
         )
         self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now)
         self._announcer.open(self._records)
@@ -141,7 +144,7 @@ class RunServices(RunCommands):
         """The run's reference, as this peer has it."""
         return self._state.reference
 
-    def _told_maddrs(self) -> list[str]:
+    def _initial_maddrs(self) -> list[str]:
         """Addresses to announce to other peers."""
         return self._dht.own_maddrs if self.reachable else []
 
@@ -195,7 +198,7 @@ class RunServices(RunCommands):
 
     async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
         """See RunCommands."""
-        report = await self._catching_up.download(if_newer, partial, self._listener.tell)
+        report = await self._catching_up.download(if_newer, partial, self._listener.notify)
         if report is not None:
             self._state.roster.standing.follow()
             self._state.swarm_tokens.missed_commits()
@@ -226,11 +229,11 @@ class RunServices(RunCommands):
 
     async def _look_around(self) -> None:
         await self.refresh()
-        self._listener.tell(self._view())
+        self._listener.notify(self._view())
 
     async def _reunite(self) -> None:
         live = {self._state.identity.peer_id, *(view.peer_id for view in self._state.roster.present())}
-        await self._acquaintances.reunite(live, self._daemon, self._dht.node)
+        await self._known_peers.reunite(live, self._daemon, self._dht.node)
 
     async def _keep_time(self) -> None:
         if await self._dht.check_time(self._clock_voices) > 0:
@@ -299,7 +302,7 @@ class RunServices(RunCommands):
 
     async def peer_maddrs(self) -> list[str]:
         """See RunCommands."""
-        return self._acquaintances.of([view.peer_id for view in self._state.roster.answering()])
+        return self._known_peers.of([view.peer_id for view in self._state.roster.answering()])
 
     async def set_presence(self, presence: Presence) -> None:
         """See RunCommands."""
@@ -396,7 +399,7 @@ class RunServices(RunCommands):
                 self._state.lineage = Lineage({})  # no block of its old lineage is left, as for a newcomer
             self._state.swarm_tokens.missed_commits()
             self._ahead = 0
-            self._rendezvous.begin_anew()
+            self._rendezvous.reset()
             return caught_up
         return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
 

@@ -55,7 +55,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stay:
+class SessionContext:
     """What a peer keeps from the start to the end of its session in a run."""
 
     request: JoinRequest
@@ -76,10 +76,10 @@ class Joining:
     manifest: Manifest  # of the run; set once the run is found
     trainer: Trainer  # set once the experts are claimed
 
-    def __init__(self, stay: Stay) -> None:
-        self._stay = stay
-        self._peer = stay.request.peer
-        self._console = stay.console
+    def __init__(self, context: SessionContext) -> None:
+        self._context = context
+        self._peer = context.request.peer
+        self._console = context.console
         self._tokens_per_step = 0
         self._maddrs: list[str] = []
         self.joined = False  # True once all steps are done
@@ -119,17 +119,17 @@ class Joining:
             torch.set_num_threads(self._peer.num_threads)
 
     def _listen(self) -> None:
-        self._maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._stay.directory.known_port()))
-        self._console.say(f"peer {self._stay.identity.peer_id}")
+        self._maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._context.directory.known_port()))
+        self._console.say(f"peer {self._context.identity.peer_id}")
 
     def _find_run(self) -> None:
-        stay = self._stay
-        finder = RunFinder(stay.request, stay.directory, stay.identity, self._ask, self._console, stay.data)
+        context = self._context
+        finder = RunFinder(context.request, context.directory, context.identity, self._ask, self._console, context.data)
         self.manifest = finder.find()
         self._run = self.manifest.run
         self._source = finder.source
         self._initial_peers = finder.initial_peers
-        stay.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
+        context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
 
     def _settle_reach(self) -> None:
         self._reach = self._check_reach()
@@ -137,18 +137,18 @@ class Joining:
             self._go_private()
             self._maddrs = []
         elif self._reach.address is not None:
-            maddr = f"{self._reach.address}/p2p/{self._stay.identity.peer_id}"
+            maddr = f"{self._reach.address}/p2p/{self._context.identity.peer_id}"
             if maddr not in self._maddrs:
                 self._maddrs.insert(0, maddr)
         self._console.say(f"run {self.manifest.run_id}")
 
     def _open_data(self) -> None:
-        run, stay = self._run, self._stay
+        run, context = self._run, self._context
         self._room = plan_experts(run, self._peer, self._device)
-        self._local = stay.data.open(run.data, run_tokenizer(run))
-        stay.metrics.write("data", **self._local.to_event())
+        self._local = context.data.open(run.data, run_tokenizer(run))
+        context.metrics.write("data", **self._local.to_event())
         # By default each identity has its own data order, the same in every session.
-        own_seed = int.from_bytes(blake3(stay.identity.peer_id.encode()).digest()[:6], "little")
+        own_seed = int.from_bytes(blake3(context.identity.peer_id.encode()).digest()[:6], "little")
         self._sampler = Sampler(
             TokenStream(self._local.files),
             sequence_length=run.training.sequence_length,
@@ -178,9 +178,16 @@ class Joining:
 
     def _fill_reference(self) -> None:
         """Fills the reference from local sources: a checkpoint or initial weights."""
-        stay = self._stay
+        context = self._context
         self._start = StartingPoint(
-            self._peer, stay.directory, stay.identity, self.manifest, self._ask, stay.stop, self._console, stay.metrics
+            self._peer,
+            context.directory,
+            context.identity,
+            self.manifest,
+            self._ask,
+            context.stop,
+            self._console,
+            context.metrics,
         )
         self._checkpoint = self._start.fill(self._reference.values_N, self._model, self._layout, self._source)
         self._leave_if_over(self._checkpoint.meta.round if self._checkpoint is not None else 0)
@@ -192,7 +199,7 @@ class Joining:
             )
 
     def _enter_swarm(self) -> None:
-        stay, peer = self._stay, self._peer
+        context, peer = self._context, self._peer
         settings = RunSettings(
             manifest=self.manifest,
             layout=self._layout,
@@ -210,9 +217,9 @@ class Joining:
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
         # From here on this peer answers others: a script that starts a swarm need not wait for its first step.
-        stay.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
-        stay.directory.remember(self.manifest)
-        stay.data.remember(self._local)
+        context.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
+        context.directory.remember(self.manifest)
+        context.data.remember(self._local)
         if self._run.training.at_end == "stop" and self._initial_peers:
             newest = self._ask(Commands.swarm_table, None)
             self._leave_if_over(newest.round if newest is not None else 0)
@@ -240,28 +247,28 @@ class Joining:
         self._held = self._ask(Commands.claim, _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
 
     def _make_trainer(self) -> None:
-        stay, peer = self._stay, self._peer
+        context, peer = self._context, self._peer
         self.trainer = Trainer(
             TrainerSetup(
                 run_id=self.manifest.run_id,
-                peer_id=stay.identity.peer_id,
+                peer_id=context.identity.peer_id,
                 nickname=peer.name or "",
                 run=self._run,
                 model=SparseModel(self._model.to(self._device), self._held, peer.kernel),
-                network=stay.network,
+                network=context.network,
                 reference_N=self._reference.values_N,
                 contribution_N=self._contribution.values_N,
                 sampler=self._sampler,
                 evaluation=self._evaluation,
                 device=self._device,
                 batch_size=self._batch_size,
-                metrics=stay.metrics,
-                checkpoints=stay.directory.checkpoints,
+                metrics=context.metrics,
+                checkpoints=context.directory.checkpoints,
                 checkpoint_every_rounds=peer.checkpoint_every_rounds,
                 keep_checkpoints=peer.keep_checkpoints,
                 max_rounds=peer.max_rounds,
-                stop=stay.stop,
-                status=stay.status,
+                stop=context.stop,
+                status=context.status,
                 say=self._console.say,
                 on_round=self._say_round,
                 on_saved=self._remember_peers,
@@ -277,14 +284,14 @@ class Joining:
             return
         self._announce("waiting")
         shown = 0
-        while not self._stay.stop.is_set():
+        while not self._context.stop.is_set():
             here = self._ask(Commands.view, _COMMAND_TIMEOUT_S).num_ready + 1
             if here >= wanted:
                 break
             if here != shown:
                 shown = here
                 self._console.say(f"waiting for peers: {here} of {wanted}")
-            self._stay.stop.wait(0.5)
+            self._context.stop.wait(0.5)
         # The peers may have resumed from different checkpoints: all continue from the newest.
         self._start.download(if_newer=True)
         self._table = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
@@ -300,19 +307,19 @@ class Joining:
         if self._peer.wait_for_peers > 1:
             self._announce("training")
             others = self._peer.wait_for_peers - 1
-            await_training(lambda: self._ask(Commands.view, _COMMAND_TIMEOUT_S), others, self._stay.stop)
+            await_training(lambda: self._ask(Commands.view, _COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:
-        held, stay = self._held, self._stay
+        held, context = self._held, self._context
         self.joined = True
-        stay.metrics.write("lease", gained=list(held), lost=[])
-        stay.metrics.write(
+        context.metrics.write("lease", gained=list(held), lost=[])
+        context.metrics.write(
             "join",
             run_id=self.manifest.run_id,
             maddrs=self._maddrs,
             experts=list(held),
             round=self._table.round,
-            seconds=time.monotonic() - stay.started,
+            seconds=time.monotonic() - context.started,
         )
         first = self._table.round
         self._console.say(f"training experts {experts_text(held)} from round {first}; Ctrl-C leaves the swarm")
@@ -332,13 +339,13 @@ class Joining:
         Raises:
             LeftEarlyError: the user stopped the peer.
         """
-        future = self._stay.network.submit(command, *args, **kwargs)
+        future = self._context.network.submit(command, *args, **kwargs)
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
             with suppress(FutureTimeoutError):
                 future.exception(_STOP_POLL_S)  # only waits
                 return future.result()
-            if self._stay.stop.is_set():
+            if self._context.stop.is_set():
                 raise LeftEarlyError("stopped while joining")
             if deadline is not None and time.monotonic() > deadline:
                 raise no_answer(command.__name__)
@@ -367,7 +374,7 @@ class Joining:
         )
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
         if endpoints and not self._peer.announce_maddrs:
-            self._stay.directory.remember_port(endpoints[0][1])
+            self._context.directory.remember_port(endpoints[0][1])
         return maddrs
 
     def _go_private(self) -> None:
@@ -375,7 +382,7 @@ class Joining:
         peer = self._peer
         if peer.client_mode:
             return  # it never listens
-        self._start_daemon(with_port(peer.host_maddrs, self._stay.directory.known_port()), private=True)
+        self._start_daemon(with_port(peer.host_maddrs, self._context.directory.known_port()), private=True)
         if self._initial_peers:
             self._ask(
                 Commands.bootstrap,
@@ -392,13 +399,13 @@ class Joining:
             reach = Reach(True, None, ())
         else:
             reach = self._ask(Commands.check_reach, _COMMAND_TIMEOUT_S)
-        self._stay.metrics.write(reach.metric, **asdict(reach))
+        self._context.metrics.write(reach.metric, **asdict(reach))
         for line in reach.describe():
             self._console.say(line)
         return reach
 
     def _announce(self, state: Any) -> None:
-        self._stay.status.phase = state
+        self._context.status.phase = state
         self._ask(
             Commands.set_presence,
             _COMMAND_TIMEOUT_S,
@@ -418,11 +425,11 @@ class Joining:
         if self._peer.publish_to is None:
             return None
         return Publishing(
-            self._stay.network,
-            self._stay.metrics,
-            output_dir=self._stay.directory.path,
+            self._context.network,
+            self._context.metrics,
+            output_dir=self._context.directory.path,
             run_id=self.manifest.run_id,
-            peer_id=self._stay.identity.peer_id,
+            peer_id=self._context.identity.peer_id,
             target=self._peer.publish_to,
             every=self._peer.publish_every,
             keep=self._peer.publish_keep,
@@ -431,7 +438,7 @@ class Joining:
         )
 
     def _remember_peers(self) -> None:
-        self._stay.directory.remember_peers(self._stay.network.ask(Commands.peer_maddrs, _COMMAND_TIMEOUT_S))
+        self._context.directory.remember_peers(self._context.network.ask(Commands.peer_maddrs, _COMMAND_TIMEOUT_S))
 
     def _tell_how_to_join(self) -> None:
         if not self._maddrs:
@@ -443,7 +450,7 @@ class Joining:
 
     def _say_round(self) -> None:
         if not self._console.is_terminal:  # on a terminal the panel shows it
-            self._console.say(round_line(self._stay.status))
+            self._console.say(round_line(self._context.status))
 
 
 def await_training(

@@ -29,7 +29,7 @@ from spes_swarm.config.join_command import describe_data
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import DataConfig
 from spes_swarm.data.content_check import check_contents_once
-from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_source
+from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_corpus
 from spes_swarm.data.corpus_index import Membership, membership
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from spes_swarm.storage.run_directory import RunDirectory
 class LocalData:
     """What this peer trains on."""
 
-    source: str  # for open_source; a path is absolute
+    source: str  # for open_corpus; a path is absolute
     files: tuple[TokenFile, ...]
     described: DataConfig  # as a founder would describe it
     num_shards: int  # of the whole corpus; at least as many as files
@@ -130,7 +130,7 @@ class PeerData:
             return self._founded
         source, may_differ = self.choose(run)
         self._say(f"opening data: {source}")
-        files = tuple(TokenFile.open(path) for path in open_source(source, tokenizer))
+        files = tuple(TokenFile.open(path) for path in open_corpus(source, tokenizer))
         if source == STDLIB:
             here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
             if run.python_version not in (None, here.python_version):
@@ -140,7 +140,7 @@ class PeerData:
                 )
         else:
             if run.kind != "own":  # `own` is compared with nothing
-                check_contents_once(files, default_cache_dir(), self._say, self._leave_if_told)
+                check_contents_once(files, default_cache_dir(), self._say, self._leave_if_stopped)
             member = membership(files)
             here = DataConfig(kind="corpus", name=name_of(source), digest=member.digest)
         differs = not _same(run, here)
@@ -158,7 +158,7 @@ class PeerData:
         """
         self._directory.remember_data(data.source, differs=data.differs)
 
-    def _leave_if_told(self) -> None:
+    def _leave_if_stopped(self) -> None:
         if self._stop.is_set():
             raise LeftEarlyError("stopped while reading the data")
 

@@ -19,7 +19,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import JoinRequest
-from spes_swarm.peer.joining import Joining, Stay
+from spes_swarm.peer.joining import Joining, SessionContext
 from spes_swarm.peer.panel import PeerConsole, interpreter
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
@@ -94,7 +94,7 @@ class Session:
 
     def stop(self) -> None:
         """Makes `run` leave the swarm in order, after a last round; may be called from any thread."""
-        self._signals.told.set()
+        self._signals.requested.set()
 
     def run(self, *, handle_signals: bool = False) -> SessionResult:
         """Joins, trains until stopped, leaves.
@@ -103,7 +103,7 @@ class Session:
 
         Args:
             handle_signals: the first SIGINT or SIGTERM calls `stop`, a second SIGINT raises KeyboardInterrupt; needs
-                the main thread. By default the caller's handlers stay, and Ctrl-C keeps only the last checkpoint.
+                the main thread. By default the caller's handlers remain, and Ctrl-C keeps only the last checkpoint.
 
         Raises:
             UserError: an error that the user can fix.
@@ -115,21 +115,21 @@ class Session:
         with ExitStack() as stack:
             if handle_signals:
                 stack.enter_context(self._signals.handled())
-            stay, joining = self._enter(stack)
+            context, joining = self._enter(stack)
             with as_user_error("while joining, in a round or in an evaluation"):
                 with self._signals.interruptible():
                     trainer = joining.run()
-                self._train(trainer, stay, joining.manifest.run_id)
+                self._train(trainer, context, joining.manifest.run_id)
         return SessionResult(
             run_id=joining.manifest.run_id,
-            output_dir=stay.directory.path,
+            output_dir=context.directory.path,
             round=trainer.round,
             run_is_over=trainer.run_is_over,
-            loss=stay.status.loss,
-            eval_loss=stay.status.eval_loss,
+            loss=context.status.loss,
+            eval_loss=context.status.eval_loss,
         )
 
-    def _enter(self, stack: ExitStack) -> tuple[Stay, Joining]:
+    def _enter(self, stack: ExitStack) -> tuple[SessionContext, Joining]:
         """Locks the output directory and starts the network process; `stack` undoes both."""
         started = time.monotonic()
         peer = self._request.peer
@@ -143,22 +143,22 @@ class Session:
         stack.callback(metrics.close)
         status = TrainingStatus()
         network = NetworkClient(identity.path, self._listener(metrics, status))
-        stay = Stay(
+        context = SessionContext(
             request=replace(self._request, peer=peer),
             directory=directory,
             identity=identity,
             console=self._console,
             metrics=metrics,
             network=network,
-            data=PeerData(peer, directory, self._console.say, self._signals.told),
-            stop=self._signals.told,
+            data=PeerData(peer, directory, self._console.say, self._signals.requested),
+            stop=self._signals.requested,
             status=status,
             started=started,
         )
-        joining = Joining(stay)
-        stack.callback(_record_leave, stay, joining)
+        joining = Joining(context)
+        stack.callback(_record_leave, context, joining)
         stack.callback(network.stop)
-        return stay, joining
+        return context, joining
 
     def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[Event], None]:
         """Returns what takes the events of the network process, in the reader's thread."""
@@ -180,20 +180,20 @@ class Session:
 
         return listen
 
-    def _train(self, trainer: Trainer, stay: Stay, run_id: str) -> None:
-        with self._console.live(stay.status, run_id):
+    def _train(self, trainer: Trainer, context: SessionContext, run_id: str) -> None:
+        with self._console.live(context.status, run_id):
             trainer.run()
         if trainer.run_is_over:
             self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")
         else:
-            self._console.say(f"left the swarm after round {stay.status.round}; the same command resumes from there")
+            self._console.say(f"left the swarm after round {context.status.round}; the same command resumes from there")
         self._console.say("export the model with:")
         self._console.command(
-            shlex.join([interpreter(), "-m", "spes_swarm.export", str(stay.directory.path), "MODEL_DIR"])
+            shlex.join([interpreter(), "-m", "spes_swarm.export", str(context.directory.path), "MODEL_DIR"])
         )
 
 
-def _record_leave(stay: Stay, joining: Joining) -> None:
+def _record_leave(context: SessionContext, joining: Joining) -> None:
     with suppress(UserError):  # on a full disk; the error that ended the session matters more
         if joining.joined:
-            stay.metrics.write("leave", round=stay.status.round)
+            context.metrics.write("leave", round=context.status.round)

@@ -26,7 +26,7 @@ class StopSignals:
     """Handles both signals."""
 
     def __init__(self) -> None:
-        self.told = threading.Event()  # set by the first signal
+        self.requested = threading.Event()  # set by the first signal
         self._interrupts = False
 
     def install(self) -> None:
@@ -58,7 +58,7 @@ class StopSignals:
         """
         try:
             self._interrupts = True
-            if self.told.is_set():
+            if self.requested.is_set():
                 raise LeftEarlyError("stopped while joining")
             yield
         except _Interrupted:
@@ -68,8 +68,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        again = self.told.is_set()
-        self.told.set()
+        again = self.requested.is_set()
+        self.requested.set()
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not again and self._interrupts:

@@ -6,7 +6,7 @@ function, never by a string, so that mypy checks arguments and results on both s
     counts = port.ask(Commands.count_tokens, 30.0)
     report = port.submit(Commands.run_round, tokens=4096, routed=(1024,), leaving=False)  # a Future[RoundReport | ...]
 
-The other direction is `News`: what the network process reports unprompted.
+The other direction is `Notification`: what the network process reports unprompted.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Called:
 Event: TypeAlias = FaultSeen | GroupFormed | LinkMade | Reach | SyncProgress
 """What the network process reports for the metrics, as the event named by `metric`."""
 
-News: TypeAlias = Event | SwarmView | Called
+Notification: TypeAlias = Event | SwarmView | Called
 """All that the network process reports to the trainer unprompted."""
 
 
@@ -275,5 +275,5 @@ class Listener(Protocol):
     def on_round_over(self) -> None:
         """A round has ended, with or without a commit."""
 
-    def tell(self, news: News) -> None:
+    def notify(self, notification: Notification) -> None:
         """Passes on a message."""

@@ -119,7 +119,7 @@ def uses_xet() -> bool:
     return bool(is_xet_available())
 
 
-def connect() -> HfApi:
+def hub_api() -> HfApi:
     """Configures the library for this process and returns its API object; contacts no server."""
     set_client_factory(_make_client)
     disable_progress_bars()
@@ -178,7 +178,7 @@ def root_of(exc: BaseException) -> BaseException:
 
 
 @contextmanager
-def explained(label: str) -> Iterator[None]:
+def translate_hub_errors(label: str) -> Iterator[None]:
     """Maps exceptions of the library to a HubError that explains them to the user, and names the repository.
 
     Raises:

@@ -15,7 +15,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported la
 )
 
 from spes_swarm.base.errors import PublicationError
-from spes_swarm.publishing.client import TIMEOUT, connect, endpoint, explained, patiently
+from spes_swarm.publishing.client import TIMEOUT, endpoint, hub_api, patiently, translate_hub_errors
 from spes_swarm.publishing.publication import (
     MAX_PUBLICATION_BYTES,
     PUBLICATION_FILE,
@@ -39,13 +39,13 @@ class RemoteFiles:
 
     def __init__(self, repo_id: str, revision: str | None) -> None:
         self.label = repo_id
-        api: HfApi = connect()
-        with explained(repo_id):
+        api: HfApi = hub_api()
+        with translate_hub_errors(repo_id):
             self.revision = str(patiently(lambda: api.repo_info(repo_id, revision=revision or MAIN)).sha)
 
     def publication(self) -> Publication:
         """Returns the verified publication manifest."""
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             publication = patiently(lambda: read_publication(self.label, self.revision))
         if publication is None:
             raise PublicationError(
@@ -59,7 +59,7 @@ class RemoteFiles:
         Interrupted downloads are resumed, within this process. Nothing is fetched if the file on the server has another
         size.
         """
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             if self._cached(file) is None:
                 found_bytes = patiently(lambda: _size_of(self.label, self.revision, file.name))
                 if found_bytes is not None and found_bytes != file.size:
@@ -77,7 +77,7 @@ class RemoteFiles:
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
         """Returns bytes of a file, from the cache if possible; the caller has to verify them."""
         cached = self._cached(file)
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             if cached is not None:
                 return read_part(cached, file, begin, end)
             data = patiently(lambda: _read_range(self.label, self.revision, file.name, begin, end))

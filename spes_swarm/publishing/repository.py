@@ -21,10 +21,10 @@ from spes_swarm.publishing.client import (
     ATTEMPTS,
     FAILURES,
     TRAFFIC,
-    connect,
-    explained,
+    hub_api,
     patiently,
     root_of,
+    translate_hub_errors,
     uses_xet,
     wait_or_raise,
 )
@@ -42,7 +42,7 @@ class RepositoryTarget:
     def __init__(self, repo_id: str, *, private: bool = False) -> None:
         self._repo_id = repo_id
         self._private = private
-        self._api = connect()
+        self._api = hub_api()
 
     @property
     def label(self) -> str:
@@ -51,7 +51,7 @@ class RepositoryTarget:
 
     def check_rights(self) -> None:
         """See `Target`."""
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             user = patiently(lambda: self._api.whoami(cache=True))
             if patiently(self._head) is not None:
                 patiently(lambda: self._api.auth_check(self._repo_id, write=True))
@@ -62,14 +62,14 @@ class RepositoryTarget:
 
     def rounds(self) -> list[int]:
         """See `Target`."""
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             refs = patiently(self._refs)
         numbers = [round_of(tag.name) for tag in refs.tags] if refs else []
         return sorted(number for number in numbers if number is not None)
 
     def newest(self) -> Publication | None:
         """See `Target`."""
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             head = patiently(self._head)
             return None if head is None else self._publication(head)
 
@@ -77,7 +77,7 @@ class RepositoryTarget:
         """See `Target`."""
         check_tag(tag)
         sent_before = TRAFFIC.bytes_sent
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             self._create()
             tags = self._tags()
             commit, there = self._commit(export, publication, message, tag, tags)
@@ -94,7 +94,7 @@ class RepositoryTarget:
 
     def prune(self, keep: int) -> list[int]:
         """See `Target`. Only the tags are removed: the commits stay in the history of `main`."""
-        with explained(self.label):
+        with translate_hub_errors(self.label):
             tags = self._tags()
             named = {commit for name, commit in tags.items() if round_of(name) is None}
             rounds = sorted((number for name in tags if (number := round_of(name)) is not None), reverse=True)

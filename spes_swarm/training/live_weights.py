@@ -76,7 +76,7 @@ class LiveWeights:
         """Like `follow`, for all blocks."""
         self.follow(range(len(self._model.layout.blocks)))
 
-    def put_back(self, blocks: Iterable[int] | None = None) -> None:
+    def reset_to_reference(self, blocks: Iterable[int] | None = None) -> None:
         """Resets blocks (default: all) to the reference; local progress is lost."""
         for index in range(len(self._model.layout.blocks)) if blocks is None else blocks:
             self._model.write_block(index, self._reference_N[self._where(index)])

@@ -97,7 +97,7 @@ class Trainer:
     def load_reference(self, table: ReferenceTable) -> None:
         """Starts from the reference, as a newcomer, and applies the merge that the others applied to it."""
         self.round = table.round
-        self._live.put_back()
+        self._live.reset_to_reference()
         self._live.merge_if_due(self.round)
 
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
@@ -105,7 +105,7 @@ class Trainer:
         meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
         late = table.round > meta.round
         self.round = table.round
-        self._live.put_back()
+        self._live.reset_to_reference()
         if not late:  # the saved blocks, written below, are merged already
             self._live.merge_if_due(self.round)
         live_N = self._setup.contribution_N
@@ -153,7 +153,7 @@ class Trainer:
             elif self._due():
                 if not self._begin_round():
                     self._divergence.restart()
-                    self._begin_again()
+                    self._restart_from_reference()
                     continue
                 if not self._round_config.overlap:
                     self._await_round()
@@ -167,7 +167,7 @@ class Trainer:
         if self._pending is not None:
             self._await_round()
         if not self._finished():
-            self._say_goodbye()
+            self._run_last_round()
         if self.run_is_over:
             self._await_latecomers()
         self._announce("leaving")  # so that no peer waits for this one in the next round
@@ -205,7 +205,7 @@ class Trainer:
     def _is_last_round(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
 
-    def _say_goodbye(self) -> None:
+    def _run_last_round(self) -> None:
         """Runs a last round, so that the work since the last commit is not lost and others take over the experts."""
         view = self._network.view
         if self._leaving or view is None or view.num_training == 0:
@@ -215,7 +215,7 @@ class Trainer:
         self._leaving = True
         before = self._rounds_done
         if not self._begin_round():
-            self._begin_again()  # the others must still learn that it leaves
+            self._restart_from_reference()  # the others must still learn that it leaves
             self._begin_round()
         has_work = self._work.steps > 0
         self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
@@ -251,7 +251,7 @@ class Trainer:
         if not finite:
             self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
             if self._divergence.record_bad_step():
-                self._begin_again()
+                self._restart_from_reference()
             self._announce("training")
             return
         self._divergence.stepped()
@@ -273,18 +273,18 @@ class Trainer:
         )
         self._announce("training")
 
-    def _begin_again(self) -> None:
+    def _restart_from_reference(self) -> None:
         """Restarts from the reference with fresh moments, because the live weights are unusable."""
         if self._pending is not None:
-            self._put_back()  # now, because the commit may save a checkpoint
+            self._reset_to_reference()  # now, because the commit may save a checkpoint
             self._await_round()
         self._warn("diverged", f"the loss is NaN or infinite: restarting from round {self.round}'s reference")
-        self._put_back()
+        self._reset_to_reference()
         self._handover.warm_up.start(self._model.held)
         self._work.discard()
 
-    def _put_back(self) -> None:
-        self._live.put_back()
+    def _reset_to_reference(self) -> None:
+        self._live.reset_to_reference()
         self._live.merge_if_due(self.round)
         self._optimiser.state.clear()
 
@@ -410,7 +410,7 @@ class Trainer:
             self._model.hold(change.held, self._optimiser)
             self._parameters = dict(self._model.trainable_parameters())
             changed = [*change.gained, *change.lost]
-            self._live.put_back(layout.expert_block(expert).index for expert in changed)
+            self._live.reset_to_reference(layout.expert_block(expert).index for expert in changed)
             self._work.forget_experts(changed)
             self._handover.warm_up.stop(change.lost)
             self._handover.warm_up.start(change.gained)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from spes_swarm.base.errors import DataError
 from spes_swarm.data import readers
-from spes_swarm.data.corpus import default_cache_dir, open_source, stdlib_files, unigram_entropy
+from spes_swarm.data.corpus import default_cache_dir, open_corpus, stdlib_files, unigram_entropy
 from spes_swarm.data.readers import find_documents, parse_piece, read_pieces
 from spes_swarm.data.sharding import DocumentFormat
 from spes_swarm.data.token_file import TokenFile
@@ -223,7 +223,7 @@ def test_stdlib_is_the_librarys_own_source() -> None:
 
 
 def test_stdlib_tokens(tmp_path: Path) -> None:
-    (path,) = open_source("stdlib", BYTES, tmp_path)
+    (path,) = open_corpus("stdlib", BYTES, tmp_path)
     file = open_checked(path, BYTES)
     assert file.sidecar.num_documents > 300
     assert len(file.tokens) > 5_000_000
@@ -232,33 +232,33 @@ def test_stdlib_tokens(tmp_path: Path) -> None:
     assert file.tokens[len(first)] == 256
     assert 2.5 < unigram_entropy(file.tokens) < 3.8
     before = path.stat()
-    assert open_source("stdlib", BYTES, tmp_path) == [path]
+    assert open_corpus("stdlib", BYTES, tmp_path) == [path]
     assert path.stat().st_mtime_ns == before.st_mtime_ns  # from the cache
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
     text = put(tmp_path / "a.txt", b"hello")
-    (path,) = open_source(str(text), BYTES, tmp_path / "cache")
+    (path,) = open_corpus(str(text), BYTES, tmp_path / "cache")
     os.truncate(path, 130)
-    assert open_source(str(text), BYTES, tmp_path / "cache") == [path]
+    assert open_corpus(str(text), BYTES, tmp_path / "cache") == [path]
     assert TokenFile.open(path, BYTES).tokens.tolist() == [*b"hello", 256]
 
 
 def test_the_cache_knows_what_changed(tmp_path: Path) -> None:
     text = put(tmp_path / "a.txt", b"hello\nworld")
     cache = tmp_path / "cache"
-    entries = {open_source(str(text), BYTES, cache)[0].parent}
-    entries.add(open_source(str(text), BYTES, cache, document_format=DocumentFormat(text_mode="line"))[0].parent)
-    entries.add(open_source(str(text), train_bpe([], 257), cache)[0].parent)
+    entries = {open_corpus(str(text), BYTES, cache)[0].parent}
+    entries.add(open_corpus(str(text), BYTES, cache, document_format=DocumentFormat(text_mode="line"))[0].parent)
+    entries.add(open_corpus(str(text), train_bpe([], 257), cache)[0].parent)
     put(text, b"hello\nworld!")
-    entries.add(open_source(str(text), BYTES, cache)[0].parent)
+    entries.add(open_corpus(str(text), BYTES, cache)[0].parent)
     assert len(entries) == 4
     assert not list(cache.glob("*.partial"))
 
 
 def _open_at_the_same_time(barrier: Any, results: Any, source: str, cache: Path) -> None:
     barrier.wait(PATIENCE_S)
-    results.put([(str(p), p.stat().st_ino) for p in open_source(source, ByteTokenizer(), cache)])
+    results.put([(str(p), p.stat().st_ino) for p in open_corpus(source, ByteTokenizer(), cache)])
 
 
 def test_several_processes_may_start_at_the_same_time(tmp_path: Path) -> None:
@@ -283,25 +283,25 @@ def test_token_files_are_used_where_they_lie(tmp_path: Path) -> None:
     for name in ("b.npy", "a.npy"):
         with token_writer(tmp_path / name, BYTES) as writer:
             writer.append(np.arange(5), 1)
-    assert open_source(str(tmp_path), BYTES) == [tmp_path / "a.npy", tmp_path / "b.npy"]
-    assert open_source(str(tmp_path / "b.npy"), BYTES) == [tmp_path / "b.npy"]
+    assert open_corpus(str(tmp_path), BYTES) == [tmp_path / "a.npy", tmp_path / "b.npy"]
+    assert open_corpus(str(tmp_path / "b.npy"), BYTES) == [tmp_path / "b.npy"]
     with pytest.raises(DataError, match="made with the tokenizer 'bytes'"):
-        open_source(str(tmp_path), train_bpe([], 257))
+        open_corpus(str(tmp_path), train_bpe([], 257))
 
 
 def test_sources_that_cannot_be_opened(tmp_path: Path) -> None:
     for source in ("nowhere.txt", "stdlibb"):
         with pytest.raises(DataError, match=f"'{source}' does not exist: give 'stdlib'"):
-            open_source(source, BYTES, tmp_path)
+            open_corpus(source, BYTES, tmp_path)
     with pytest.raises(DataError, match="does not exist"):
-        open_source(str(tmp_path / "a.npy"), BYTES)
+        open_corpus(str(tmp_path / "a.npy"), BYTES)
     with pytest.raises(DataError, match="holds no file"):
-        open_source(str(tmp_path), BYTES, tmp_path)
+        open_corpus(str(tmp_path), BYTES, tmp_path)
     empty = put(tmp_path / "a.jsonl", b"{}\n")
     with pytest.raises(DataError, match=r"no usable document.*1 missing_field"):
-        open_source(str(empty), BYTES, tmp_path / "cache")
+        open_corpus(str(empty), BYTES, tmp_path / "cache")
     with pytest.raises(DataError, match="set XDG_CACHE_HOME"):
-        open_source(str(put(tmp_path / "b.txt", b"x")), BYTES, empty / "cache")
+        open_corpus(str(put(tmp_path / "b.txt", b"x")), BYTES, empty / "cache")
 
 
 def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import zstandard
 
 from spes_swarm import tokenize
 from spes_swarm.base.errors import DataError
-from spes_swarm.data.corpus import open_source
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.sharding import DocumentFormat, sample_documents, write_shards
 from spes_swarm.data.token_file import TokenFile
@@ -161,7 +161,7 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     assert rows["bad_json"].strip() == rows["wrong_type"].strip() == "1"
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
-    stream = TokenStream([open_checked(path, tokenizer) for path in open_source(str(tmp_path), tokenizer)])
+    stream = TokenStream([open_checked(path, tokenizer) for path in open_corpus(str(tmp_path), tokenizer)])
     assert f"{stream.num_tokens:,}" == rows["tokens"].strip()
 
 

@@ -32,7 +32,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.services import RunServices
-from spes_swarm.port.commands import Called, GroupFormed, News
+from spes_swarm.port.commands import Called, GroupFormed, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
@@ -167,14 +167,14 @@ class _Listener:
 
     def on_round_over(self) -> None: ...
 
-    def tell(self, news: News) -> None:
-        match news:
+    def notify(self, notification: Notification) -> None:
+        match notification:
             case Called():
                 self.called.set()
             case SwarmView():
                 self.viewed.set()
             case GroupFormed():
-                self.group = (news.round, news.peers)
+                self.group = (notification.round, notification.peers)
 
 
 async def beat_forever(services: RunServices) -> None:

@@ -29,9 +29,9 @@ from spes_swarm.network.round import sync_round
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.rounds.stating import difference_rms
 from tests.helpers.hostile_peer import membership
 
 KINDS = ("loud", "measured", "understated", "reducer")

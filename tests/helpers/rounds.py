@@ -17,10 +17,10 @@ from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
-from spes_swarm.protocol.rounds.stating import difference_rms
 
 RUN_ID = "test-run"
 UNBOUNDED = Bounds(max_update_rms=1e3, bounded=False)

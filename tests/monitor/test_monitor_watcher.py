@@ -23,7 +23,7 @@ from spes_swarm.config.file import load_config
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
-from spes_swarm.monitor.watcher import NetworkOptions, Watcher, connect
+from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
@@ -120,7 +120,7 @@ def options(*maddrs: str, **changes: Any) -> NetworkOptions:
 
 @asynccontextmanager
 async def watching(options: NetworkOptions, **known: Any) -> AsyncIterator[Watcher]:
-    watcher = await connect(options, known.get("remembered"), known.get("addresses", ()))
+    watcher = await open_watcher(options, known.get("remembered"), known.get("addresses", ()))
     try:
         yield watcher
     finally:
@@ -226,7 +226,7 @@ async def entry_point() -> None:
         own = options(entry, identity_path=identity(8).path)
         async with watching(own) as second:
             assert second.manifest.run_id == manifest().run_id
-            assert set((await second.look()).progress) == {identity(0).peer_id, identity(1).peer_id}
+            assert set((await second.read_records()).progress) == {identity(0).peer_id, identity(1).peer_id}
 
 
 def test_an_entry_point_brings_newcomers_in() -> None:
@@ -236,10 +236,10 @@ def test_an_entry_point_brings_newcomers_in() -> None:
 async def wrong_addresses() -> None:
     nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{identity(0).peer_id}"
     with pytest.raises(BootstrapError, match="the initial peer did not answer within 0 s"):
-        await connect(options(nobody, timeout_s=0.5), None)
+        await open_watcher(options(nobody, timeout_s=0.5), None)
     async with node(0) as peer:
         with pytest.raises(ManifestError, match="not other-run"):
-            await connect(options(peer.maddr, run_id="other-run"), None)
+            await open_watcher(options(peer.maddr, run_id="other-run"), None)
 
 
 def test_without_a_run_it_says_why() -> None:

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals, piece_frames, read_request, request_frame
+from spes_swarm.network.transfer.chunk_stream import (
+    PIECE_BYTES,
+    ChunkAssembler,
+    piece_frames,
+    read_request,
+    request_frame,
+)
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.network.transfer.transfer import Copies
 from spes_swarm.protocol.consensus.layout import Layout
@@ -36,8 +42,8 @@ def payload_of(number: int) -> bytes:
     return REFERENCE.values_N[chunk.start : chunk.start + chunk.size].tobytes()
 
 
-def asking(*numbers: int) -> Arrivals:
-    arrivals = Arrivals(CHUNKS)
+def asking(*numbers: int) -> ChunkAssembler:
+    arrivals = ChunkAssembler(CHUNKS)
     for number in numbers:
         arrivals.ask(number, REFERENCE.digest_of(CHUNKS[number]))
     return arrivals

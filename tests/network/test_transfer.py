@@ -15,7 +15,7 @@ import pytest
 
 from spes_swarm.base.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
 from spes_swarm.network.link.wire import Channel, open_channel
-from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, Arrivals, piece_frames, request_frame
+from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, ChunkAssembler, piece_frames, request_frame
 from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.consensus.reference import Reference, chunks_of
 from tests.helpers.transfer_net import (
@@ -232,7 +232,7 @@ def test_a_block_under_way_stays_as_it_was_over_several_commits(net: Net) -> Non
         async with net.peers(1) as (newcomer, (donor,)):
             chunks = [chunk for block in LAYOUT.blocks for chunk in chunks_of(block)]
             digests = [donor.reference.digest_of(chunk) for chunk in chunks]
-            arrivals = Arrivals(chunks)
+            arrivals = ChunkAssembler(chunks)
             name = f"{newcomer.run_id}/fetch"
 
             async def fetch(channel: Channel, number: int) -> Answer:

@@ -70,7 +70,7 @@ def test_a_signal_interrupts_only_what_may_be() -> None:
         with signals.interruptible():
             pass
         signal.raise_signal(signal.SIGTERM)  # as to a peer that trains: it looks itself
-        assert signals.told.is_set()
+        assert signals.requested.is_set()
         with pytest.raises(LeftEarlyError), signals.interruptible():
             pytest.fail("it was told before")
         with pytest.raises(KeyboardInterrupt):

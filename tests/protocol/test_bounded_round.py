@@ -8,7 +8,7 @@ import pytest
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
@@ -136,7 +136,7 @@ def test_while_the_rate_rises_ten_steps_are_a_hundred_times_as_long_as_one(warmu
     peers[0].tokens = 10_000
     group = form(peers, 1)
     plan = make_plan(group, LARGE, 1024, clip=CLIP, warmup_rounds=warmup_rounds)
-    assert bool(blame.clipped(plan, {}, new={0, 1, 2, 3})) == named
+    assert bool(round_faults.clipped(plan, {}, new={0, 1, 2, 3})) == named
 
 
 def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:

@@ -17,9 +17,9 @@ from spes_swarm.testing.chaos.report import (
     Attempt,
     Commit,
     Outcome,
-    Pace,
     Problem,
     Report,
+    UndisturbedRounds,
     compare_digests,
     describe,
     fault_table,
@@ -123,15 +123,15 @@ def test_a_cut_has_two_sides_and_the_first_is_not_the_smaller(seed: int, num_pee
 # Time lost.
 
 
-def pace_of(**intervals: float) -> Pace:
-    pace = Pace()
+def pace_of(**intervals: float) -> UndisturbedRounds:
+    pace = UndisturbedRounds()
     for peers, seconds in intervals.items():
         pace.add(int(peers.removeprefix("n")), seconds)
     return pace
 
 
 def test_the_pace_is_the_median_for_a_number_of_peers_or_the_least_that_follows_from_the_nearest() -> None:
-    pace = Pace()
+    pace = UndisturbedRounds()
     with pytest.raises(ValueError, match="no undisturbed round"):
         pace.interval(4)
     for seconds in (4.0, 30.0, 5.0):

@@ -113,10 +113,10 @@ def test_with_overlap_what_was_learnt_during_the_round_is_kept(tmp_path_factory:
 def test_blocks_that_are_put_back_are_the_reference_bit_by_bit(peer: Peer) -> None:
     peer.train(1)
     expert = peer.layout.expert_block(HELD[0])
-    peer.live.put_back([expert.index])
+    peer.live.reset_to_reference([expert.index])
     assert np.array_equal(peer.read()[expert.start : expert.stop], peer.reference_N[expert.start : expert.stop])
     assert not np.array_equal(peer.read(), peer.reference_N)
-    peer.live.put_back()
+    peer.live.reset_to_reference()
     assert np.array_equal(peer.read(), peer.reference_N)
 
 

@@ -151,7 +151,7 @@ def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     peer.network.run_round = note  # type: ignore[method-assign]
     for _ in range(7):
         peer.trainer._train_step()
-    peer.trainer._begin_again()
+    peer.trainer._restart_from_reference()
     peer.trainer._train_step()
     assert peer.trainer._begin_round()
     peer.trainer._end_round()

@@ -19,21 +19,21 @@ def open_swarm_tracker(kind: str, run_id: str) -> Tracker:
 
 async def follow(source: StateSource, tracker: Tracker) -> None:
     """Logs each new round once the next one has been seen, until cancelled; logs the last one at the end."""
-    told = max((point.round for point in source.history()), default=0) - 1
+    logged = max((point.round for point in source.history()), default=0) - 1
     try:
         while True:
             points = source.history()
-            told = _log(tracker, points[:-1], told)
+            logged = _log(tracker, points[:-1], logged)
             await source.wait_for_change(60.0)
     finally:
-        _log(tracker, source.history(), told)
+        _log(tracker, source.history(), logged)
         tracker.close()
 
 
-def _log(tracker: Tracker, points: list[HistoryPoint], told: int) -> int:
+def _log(tracker: Tracker, points: list[HistoryPoint], logged: int) -> int:
     for point in points:
-        if point.round > told:
+        if point.round > logged:
             values = {f"swarm/{name}": getattr(point, name) for name in metrics_of(HistoryPoint)}
             tracker.log(point.round, {name: float(value) for name, value in values.items() if value is not None})
-            told = point.round
-    return told
+            logged = point.round
+    return logged

@@ -58,13 +58,13 @@ class Connectivity:
         *,
         announced: bool,
         relay: bool,
-        tell: Callable[[Reach | LinkMade], None],
+        notify: Callable[[Reach | LinkMade], None],
         on_fault: Callable[[str, ProtocolError], None],
     ) -> None:
         self._daemon = daemon
         self._announced = announced
         self._use_relays = relay
-        self._tell = tell
+        self._tell = notify
         self._on_fault = on_fault
         self._reach = ReachService(daemon, rpc)
         self._relay = Relay(daemon, enabled=relay)

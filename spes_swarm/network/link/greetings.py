@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.acquaintances import Acquaintances, checked_maddrs
+from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.roster import Roster
 
@@ -23,11 +23,11 @@ class Greetings:
     """Greets peers, and answers their greetings with this peer's own addresses, none while it cannot be reached."""
 
     def __init__(
-        self, rpc: Rpc, roster: Roster, acquaintances: Acquaintances, own_maddrs: Callable[[], list[str]]
+        self, rpc: Rpc, roster: Roster, acquaintances: KnownPeers, own_maddrs: Callable[[], list[str]]
     ) -> None:
         self._rpc = rpc
         self._roster = roster
-        self._acquaintances = acquaintances
+        self._known_peers = acquaintances
         self._own_maddrs = own_maddrs
         self._tried_at: dict[str, float] = {}
         self._under_way: set[asyncio.Task[list[str]]] = set()
@@ -62,5 +62,5 @@ class Greetings:
         """Asks a peer for its addresses; returns the last known ones if it does not answer."""
         with suppress(OSError, ProtocolError):  # a round will find out whether it can be reached
             answer = await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
-            self._acquaintances.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
-        return self._acquaintances.of([peer_id])
+            self._known_peers.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
+        return self._known_peers.of([peer_id])

@@ -28,7 +28,7 @@ from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 from spes_swarm.protocol.consensus.codec import EXACT
-from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Part
 from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
@@ -95,7 +95,7 @@ class Exchange:
         self._report(state, state.clipped())
         missing = state.missing()
         did_not_come = [state.wanted[i] for i in missing if i not in state.dropped]
-        self._report(state, blame.missing(state.plan, state.me, did_not_come, state.ended))
+        self._report(state, round_faults.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         return state.commit()

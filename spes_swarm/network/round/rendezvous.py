@@ -364,7 +364,7 @@ class Rendezvous:
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets groups and claims, since this peer has adopted the reference of others, at whatever round."""
         self._closed = None
         self._ahead.clear()

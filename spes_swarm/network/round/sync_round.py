@@ -23,10 +23,10 @@ from spes_swarm.port.commands import GroupFormed, Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
-from spes_swarm.protocol.rounds.stating import Work, difference_rms, make_statement
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class SyncRounds:
         group = await self.rendezvous.join(statement)
         grouped = time.monotonic()
         plan = self._make_plan(group)
-        self.listener.tell(GroupFormed(group.round, len(group.members)))
+        self.listener.notify(GroupFormed(group.round, len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
         self._count_tokens(group, tokens)

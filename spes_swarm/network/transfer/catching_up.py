@@ -19,7 +19,7 @@ from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.members.roster import PeerView
 
 # A peer that has missed more rounds than this would be sent nearly the whole model in the middle of a round.
-_HOPELESS_ROUNDS = 8
+_MAX_ROUNDS_BEHIND = 8
 # Records are written and read about once a second.
 _RECORDS_LAG_S = 4.0
 
@@ -71,7 +71,7 @@ class CatchingUp:
         swarm = await self._round_of_most(before)
         if before > swarm:
             why = f"this peer had committed round {before}, most others only {swarm}"
-        elif swarm - before > _HOPELESS_ROUNDS:
+        elif swarm - before > _MAX_ROUNDS_BEHIND:
             why = f"this peer had committed round {before}, most others already {swarm}"
         else:
             return None

@@ -71,7 +71,7 @@ class Answer:
     values_N: FloatArray | None  # verified; None: the donor does not have that digest, or no longer has it
 
 
-class Arrivals:
+class ChunkAssembler:
     """Assembles the pieces of one stream into chunks. What was requested bounds all that a donor may send."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:

@@ -52,7 +52,7 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
     return by_digest[best], 2 * votes[best] > len(tables)
 
 
-class Electorate:
+class DonorVote:
     """The donors of one download; `on_fault` is called for those that fail or lie."""
 
     def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:

@@ -22,8 +22,8 @@ from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, TransferError
 from spes_swarm.network.link.wire import STREAM_ERRORS
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
-from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Arrivals
-from spes_swarm.network.transfer.donors import Donors, Electorate
+from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, ChunkAssembler
+from spes_swarm.network.transfer.donors import Donors, DonorVote
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.port.messages import SyncProgress, TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
@@ -58,7 +58,7 @@ class Download:
     ) -> None:
         self._reference = reference
         self._donors = donors
-        self._electorate = Electorate(donors, reference.layout, on_fault)
+        self._electorate = DonorVote(donors, reference.layout, on_fault)
         self._stall_timeout_s = stall_timeout_s
         self._partial = partial
         self._on_progress = on_progress
@@ -242,7 +242,7 @@ class Download:
     async def _converse(self, donor: str, first: int, round_number: int) -> None:
         """Fetches `first` and whatever else the queue has for this donor over one stream."""
         queue, report = self._queue, self._report
-        arrivals = Arrivals(self._chunks)
+        arrivals = ChunkAssembler(self._chunks)
         num_received = num_kept = 0
         try:
             async with self._donors.connect(donor) as channel:

@@ -23,7 +23,7 @@ from spes_swarm.base.rate_limit import TransferLimit
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
-from spes_swarm.network.transfer.donors import Electorate
+from spes_swarm.network.transfer.donors import DonorVote
 from spes_swarm.network.transfer.download import Download
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.port.messages import SyncProgress, TransferReport
@@ -111,7 +111,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class _Links:
+class _DonorLinks:
     """A newcomer's access to donors; see donors.Donors."""
 
     p2p: P2P
@@ -237,11 +237,11 @@ class Transfer:
 
     async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
         """Returns what a download would fetch: the table that most donors have, None if no donor answers."""
-        table, _ = await Electorate(self._links(donors), self._reference.layout, self._on_fault).vote()
+        table, _ = await DonorVote(self._links(donors), self._reference.layout, self._on_fault).vote()
         return table
 
-    def _links(self, donors: Callable[[], Collection[str]]) -> _Links:
-        return _Links(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+    def _links(self, donors: Callable[[], Collection[str]]) -> _DonorLinks:
+        return _DonorLinks(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
 
     # The donor.
 

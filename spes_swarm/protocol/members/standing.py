@@ -53,8 +53,8 @@ class Standing:
     Times are those of one monotonic clock, in seconds.
     """
 
-    def __init__(self, told: Collection[str] = ()) -> None:
-        self._told = frozenset(told)
+    def __init__(self, initial_peers: Collection[str] = ()) -> None:
+        self._initial_peers = frozenset(initial_peers)
         self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()
         self._answered: OrderedDict[str, None] = OrderedDict()
@@ -65,7 +65,7 @@ class Standing:
 
     def defers(self, peers: Iterable[str]) -> bool:
         """Returns True if this peer follows its initial peers, and `peers` include one of them."""
-        return self._follows and not self._members and not self._told.isdisjoint(peers)
+        return self._follows and not self._members and not self._initial_peers.isdisjoint(peers)
 
     def follow(self) -> None:
         """Notes that this peer has fetched its reference: until its first commit it follows its initial peers."""
@@ -89,7 +89,7 @@ class Standing:
         if self._members:
             return peers & self._members.keys()
         if self.defers(peers):
-            return peers & self._told
+            return peers & self._initial_peers
         return {peer for peer in peers if self.has_answered(peer)}
 
     def clock_voices(self, peers: Iterable[str], now: float) -> set[str]:
@@ -99,7 +99,7 @@ class Standing:
         this peer's first round they are its initial peers, or the voices if none of these is present.
         """
         peers = set(peers)
-        voices = self.voices(peers) if self._members else peers & self._told or self.voices(peers)
+        voices = self.voices(peers) if self._members else peers & self._initial_peers or self.voices(peers)
         recent = {
             peer for peer in voices & self._members.keys() if now - self._members[peer].last_commit <= CLOCK_MEMORY_S
         }

@@ -20,7 +20,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.reference import Reference
-from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
@@ -88,7 +88,7 @@ class RoundState:
     """One round as one member sees it.
 
     Args:
-        contribution_N: this member's live weights (only shared and held blocks are read); the commit sets
+        live_N: this member's live weights (only shared and held blocks are read); the commit sets
             those blocks to the new live weights.
         tracks: this peer's record of the others.
     """
@@ -99,7 +99,7 @@ class RoundState:
         plan: Plan,
         me: int,
         reference: Reference,
-        contribution_N: FloatArray,
+        live_N: FloatArray,
         codec: Codec,
         bounds: Bounds,
         tracks: TrackRecords | None = None,
@@ -108,7 +108,7 @@ class RoundState:
         self.plan = plan
         self.me = me
         self.reference = reference
-        self.contribution_N = contribution_N
+        self.live_N = live_N
         self.codec = codec
         self._bounds = bounds
         self.results: dict[int, Result] = {}
@@ -174,12 +174,12 @@ class RoundState:
     def own_difference(self, part: Part) -> FloatArray:
         """This member's difference to its own reference."""
         where = slice(part.start, part.start + part.size)
-        return self.contribution_N[where] - self.reference.values_N[where]
+        return self.live_N[where] - self.reference.values_N[where]
 
     def push_frame(self, part: Part, contribution: Contribution) -> Frame:
         """The message that carries this member's contribution."""
         if contribution.form is Form.FULL:
-            payload = EXACT.encode(self.contribution_N[part.start : part.start + part.size])
+            payload = EXACT.encode(self.live_N[part.start : part.start + part.size])
         else:
             payload = self.codec.encode(self.own_difference(part))
         return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
@@ -319,14 +319,14 @@ class RoundState:
         return mean_N.astype(np.float32)
 
     def clipped(self) -> list[tuple[int, ProtocolError]]:
-        """The members whose contributions were shortened; see blame.clipped."""
+        """The members whose contributions were shortened; see round_faults.clipped."""
         if not self._bounds.bounded:
             return []
         ids = [member.peer_id for member in self.group.members]
         new = {i for i, peer_id in enumerate(ids) if self._tracks.is_new(peer_id)}
         left = self.deviations_left()
         known = {i: self._tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
-        return blame.clipped(self.plan, left | known, new)
+        return round_faults.clipped(self.plan, left | known, new)
 
     def deviations_left(self) -> dict[int, float]:
         """The share of each member's deviation that clipping left, averaged over the parts reduced here."""
@@ -335,7 +335,7 @@ class RoundState:
     def record_commit(self, tracks: TrackRecords) -> None:
         """Adds this round's commit to the track records of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
-        aside = {member for member, left in self.deviations_left().items() if left < blame.MATERIAL_DEVIATION}
+        aside = {member for member, left in self.deviations_left().items() if left < round_faults.MATERIAL_DEVIATION}
         honoured = {
             i for i, claim in enumerate(self.plan.claims) if i in seen and claim.excess <= 1 and not claim.absurd
         }
@@ -421,7 +421,7 @@ class RoundState:
         return errors
 
     def commit(self) -> CommitReport:
-        """Applies the outcome of the round to the reference, and to `contribution_N` as the new live weights."""
+        """Applies the outcome of the round to the reference, and to `live_N` as the new live weights."""
         held = self.group.members[self.me].statement.held
         trained = {block.index for block in self.reference.layout.trained_blocks(held)}
         incomplete: set[int] = set()
@@ -471,6 +471,6 @@ class RoundState:
             return
         if contributed and self.me not in result.included:
             # The reducer left out this member's work: carry it over to the new reference.
-            self.contribution_N[where] = new_N + (self.contribution_N[where] - self.reference.values_N[where])
+            self.live_N[where] = new_N + (self.live_N[where] - self.reference.values_N[where])
         else:
-            self.contribution_N[where] = new_N
+            self.live_N[where] = new_N

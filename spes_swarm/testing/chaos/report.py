@@ -25,7 +25,7 @@ class Commit(NamedTuple):
     peers: int  # in the group
 
 
-class Pace:
+class UndisturbedRounds:
     """The duration of undisturbed rounds."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Pace:
         return median(self.samples[nearest]) * min(1.0, peers / nearest)
 
 
-def seconds_lost(commits: Sequence[Commit], pace: Pace) -> float:
+def seconds_lost(commits: Sequence[Commit], pace: UndisturbedRounds) -> float:
     """Excess duration over undisturbed rounds of all rounds after the first of `commits`; never negative."""
     if len(commits) < 2:
         return 0.0
@@ -182,12 +182,12 @@ class Totals:
         return failures
 
 
-def rounds_lost(outcome: Outcome, pace: Pace) -> float:
+def rounds_lost(outcome: Outcome, pace: UndisturbedRounds) -> float:
     """Seconds lost as a multiple of an undisturbed round of the peers that ran."""
     return seconds_lost(outcome.commits, pace) / pace.interval(outcome.fault.running)
 
 
-def totals(outcomes: Sequence[Outcome], reports: Sequence[Report], pace: Pace) -> Totals:
+def totals(outcomes: Sequence[Outcome], reports: Sequence[Report], pace: UndisturbedRounds) -> Totals:
     """Computes the figures of a whole experiment."""
     problems = [problem.kind for outcome in outcomes for problem in outcome.problems]
     lost = [rounds_lost(outcome, pace) for outcome in outcomes if outcome.commits]
@@ -200,7 +200,7 @@ def totals(outcomes: Sequence[Outcome], reports: Sequence[Report], pace: Pace) -
     )
 
 
-def fault_table(outcomes: Sequence[Outcome], pace: Pace) -> str:
+def fault_table(outcomes: Sequence[Outcome], pace: UndisturbedRounds) -> str:
     """One line for each kind of fault, in Markdown.
 
     "late" is the delay of the first commit after the fault. "lost" is the excess duration of all rounds up to the first
@@ -252,7 +252,7 @@ def _spread(values: Sequence[float], digits: int) -> str:
     return " / ".join(f"{value:.{digits}f}" for value in (median(values), p90, max(values)))
 
 
-def describe(outcome: Outcome, pace: Pace) -> str:
+def describe(outcome: Outcome, pace: UndisturbedRounds) -> str:
     """One line about a fault, and one for each of its problems."""
     fault = outcome.fault
     line = f"{fault.number:3}. round {outcome.round}, {plural(fault.running, 'peer')}: {fault.kind}"
@@ -272,7 +272,7 @@ def describe(outcome: Outcome, pace: Pace) -> str:
     return "\n".join([line, *(f"     {problem.kind.upper()}: {problem.detail}" for problem in outcome.problems)])
 
 
-def to_json(outcome: Outcome, pace: Pace) -> dict[str, Any]:
+def to_json(outcome: Outcome, pace: UndisturbedRounds) -> dict[str, Any]:
     """An outcome with its derived figures, as JSON values."""
     fault = outcome.fault
     return {

@@ -24,7 +24,16 @@ from spes_swarm.base.errors import SwarmError
 from spes_swarm.network.round.rendezvous import rank
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.testing.chaos.peer import ChaosPeer
-from spes_swarm.testing.chaos.report import Commit, Outcome, Pace, Problem, Report, Totals, phase_at, totals
+from spes_swarm.testing.chaos.report import (
+    Commit,
+    Outcome,
+    Problem,
+    Report,
+    Totals,
+    UndisturbedRounds,
+    phase_at,
+    totals,
+)
 from spes_swarm.testing.chaos.schedule import ENDING, STARTING, Fault, Kind, Phase, Role, split_in_two
 from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_network import LocalNetwork
@@ -51,7 +60,7 @@ class ChaosSwarm:
     def __init__(
         self, directory: Path, run: Mapping[str, Any], *, hang_s: float = 90.0, network: LocalNetwork | None = None
     ) -> None:
-        self.pace = Pace()
+        self.pace = UndisturbedRounds()
         self.outcomes: list[Outcome] = []
         self.reports: list[Report] = []
         self._directory = directory

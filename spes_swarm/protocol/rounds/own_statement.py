@@ -66,13 +66,13 @@ def make_statement(
     )
 
 
-def difference_rms(reference: Reference, contribution_N: FloatArray, held: Sequence[int]) -> list[float]:
+def difference_rms(reference: Reference, live_N: FloatArray, held: Sequence[int]) -> list[float]:
     """Root mean square of the differences of the shared block and of each held expert, in this order.
 
     A block with NaN or infinite values gives 0: it cannot be contributed, so it counts as unmoved.
     """
     base_N, blocks = reference.values_N, reference.layout.trained_blocks(held)
-    return [_rms(contribution_N[block.start : block.stop], base_N[block.start : block.stop]) for block in blocks]
+    return [_rms(live_N[block.start : block.stop], base_N[block.start : block.stop]) for block in blocks]
 
 
 def _rms(values_N: FloatArray, base_N: FloatArray) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spes_swarm.protocol.rounds import blame
+from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.plan import Form, Plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, TrackRecords
@@ -13,7 +13,7 @@ from tests.helpers.rounds import BOUNDED, hold_round
 
 
 def named(plan: Plan, left: dict[int, float], new: set[int] | None = None) -> list[int]:
-    return [member for member, _ in blame.clipped(plan, left, new or set())]
+    return [member for member, _ in round_faults.clipped(plan, left, new or set())]
 
 
 def test_a_clip_names_the_member_once() -> None:
@@ -22,7 +22,7 @@ def test_a_clip_names_the_member_once() -> None:
     add_noise(peers[HOSTILE], 3 * STEP)
     peers[HOSTILE].tokens = 2**47
     plan, _ = states_of(peers)
-    ((member, error),) = blame.clipped(plan, {HOSTILE: 0.3}, set())
+    ((member, error),) = round_faults.clipped(plan, {HOSTILE: 0.3}, set())
     assert member == HOSTILE
     assert error.kind == "clipped"
     assert "\n" not in str(error)
@@ -44,7 +44,9 @@ def test_a_member_is_named_for_pulling_aside_in_the_second_round_of_it() -> None
             for part, contribution in plan.pushes(sender.me, 0):
                 state.accept(sender.me, sender.push_frame(part, contribution))
         if number == NUM_FIRST_COMMITS:
-            assert blame.MATERIAL_DEVIATION / 2 < state.deviations_left()[HOSTILE] < blame.MATERIAL_DEVIATION
+            assert (
+                round_faults.MATERIAL_DEVIATION / 2 < state.deviations_left()[HOSTILE] < round_faults.MATERIAL_DEVIATION
+            )
         names.append([member for member, _ in state.clipped()])
         state.record_commit(met)
     assert names == [[]] * NUM_FIRST_COMMITS + [[], [HOSTILE], [HOSTILE]]
@@ -116,7 +118,7 @@ def test_missing_parts_name_their_reducer() -> None:
     train(peers)
     plan, _ = states_of(peers)
     lost = [part for part in plan.parts if part.reducer in (1, HOSTILE)]
-    faults = dict(blame.missing(plan, 0, lost, finished=set()))
+    faults = dict(round_faults.missing(plan, 0, lost, finished=set()))
     assert faults.keys() == {1, HOSTILE}
     assert all(error.kind == "missing" for error in faults.values())
     assert str(sum(part.reducer == 1 for part in lost)) in str(faults[1])
@@ -131,7 +133,7 @@ def test_parts_that_their_reducer_never_got_name_the_only_contributor() -> None:
     lost = [part for part in plan.parts if part.block == 5]
     reducers = {part.reducer for part in lost}
     assert HOSTILE not in reducers
-    assert [member for member, _ in blame.missing(plan, 0, lost, finished=reducers)] == [HOSTILE]
+    assert [member for member, _ in round_faults.missing(plan, 0, lost, finished=reducers)] == [HOSTILE]
     theirs = [part for part in lost if part.reducer != 0]
-    assert HOSTILE not in dict(blame.missing(plan, 0, theirs, finished=set()))  # they are to blame themselves
-    assert [member for member, _ in blame.missing(plan, HOSTILE, lost, finished=reducers)] == []
+    assert HOSTILE not in dict(round_faults.missing(plan, 0, theirs, finished=set()))  # they are to blame themselves
+    assert [member for member, _ in round_faults.missing(plan, HOSTILE, lost, finished=reducers)] == []

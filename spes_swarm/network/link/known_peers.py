@@ -40,7 +40,7 @@ def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     return maddrs
 
 
-class Acquaintances:
+class KnownPeers:
     """The addresses of peers that were once live, and when to dial those that no longer are."""
 
     def __init__(self, initial: Sequence[str]) -> None:
