@@ -108,6 +108,7 @@ def test_the_largest_honest_messages_are_read(serializer: Any) -> None:
     assert len(serializer.loads(packed)) == 4000
 
 
+@pytest.mark.slow
 @given(_VALUES, st.data())
 def test_values_are_counted_as_they_are(value: Any, data: st.DataObject) -> None:
     packed = msgpack.packb(value)
@@ -121,6 +122,7 @@ def test_values_are_counted_as_they_are(value: Any, data: st.DataObject) -> None
         unpack(cut, 1 << 20)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200))
 def test_rubbish_is_counted_as_msgpack_reads_it(data: bytes) -> None:
     try:
@@ -195,6 +197,7 @@ def test_a_dictionary_of_the_dht_is_read(serializer: Any) -> None:
 # JSON.
 
 
+@pytest.mark.slow
 @given(_VALUES)
 def test_json_never_has_more_values_than_were_counted(value: Any) -> None:
     try:
@@ -206,6 +209,7 @@ def test_json_never_has_more_values_than_were_counted(value: Any) -> None:
         refused("oversized", lambda: load_json(text, max_elements=number - 1))
 
 
+@pytest.mark.slow
 def test_json_of_empty_lists_is_refused() -> None:
     text = b"[" + b"[]," * 100_000 + b"[]]"
     refused("oversized", lambda: load_json(text, max_elements=100_000))

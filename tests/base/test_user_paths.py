@@ -66,6 +66,7 @@ def test_the_home_of_nobody() -> None:
     assert user_path("~/x") == Path.home() / "x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["demo.py", "--output"], ["chaos.py", "--output-dir"]])
 def test_the_scripts_keep_to_it(tmp_path: Path, command: list[str]) -> None:
     (tmp_path / "thesis.tex").touch()

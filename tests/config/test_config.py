@@ -47,6 +47,7 @@ def test_unknown_key_is_refused_with_the_nearest_one(key: str, suggested: str) -
     assert f"did you mean {suggested}" in message
 
 
+@pytest.mark.slow
 def test_unknown_model_type_is_refused_with_the_nearest_one() -> None:
     assert "model.type: found 'olmoee', " in error_of("model.type", "olmoee")
     assert "did you mean olmoe?" in error_of("model.type", "olmoee")

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(runs())
 def test_round_trip(run: RunConfig) -> None:
@@ -97,6 +99,7 @@ def test_round_trip(run: RunConfig) -> None:
     assert pickle.loads(pickle.dumps(run)) == run
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         PeerConfig,
@@ -146,6 +149,7 @@ def test_canonical_json_is_ascii_sorted_and_without_spaces() -> None:
     assert data == expected
 
 
+@pytest.mark.slow
 def test_digest_is_the_same_in_another_process_and_changes_with_every_field() -> None:
     run = RunConfig.from_dict(VALUES, "f")
     code = (

@@ -27,6 +27,7 @@ def yaml_error(tmp_path: Path, text: str) -> str:
     return message.removeprefix(f"{path}: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["1e-4", "1.0e-4", "1E-4", "0.0001", ".0001", "1.e-4", "1e-04", "+1e-4"])
 def test_every_spelling_of_a_float_is_a_float(tmp_path: Path, text: str) -> None:
     assert load_config(yaml_file(tmp_path, f"peer: {{upload_mbps: {text}}}")).peer.upload_mbps == 1e-4

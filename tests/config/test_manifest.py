@@ -161,6 +161,7 @@ def test_what_is_no_manifest_is_refused(content: bytes) -> None:
         open_manifest(signed(content), "peer")
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(["manifest", "signature", "error"]), st.none() | st.integers() | st.binary()))
 def test_no_answer_fails_in_another_way(wire: dict[str, Any]) -> None:
     with pytest.raises(ManifestError, match="peer 7"):
@@ -174,6 +175,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(json_values, st.sampled_from(["name", "model", "training", "round", "merge", "experts_per_peer"]))
 def test_no_signed_configuration_fails_in_another_way(value: Any, section: str) -> None:

@@ -119,6 +119,7 @@ def test_the_same_seed_gives_the_same_bytes(dense: dict[str, Path], tmp_path: Pa
         assert torch.equal(one[name], other[name]) is not is_random, name
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(kilobytes=st.integers(1, 400))
 def test_the_weights_do_not_depend_on_the_shards(
@@ -133,6 +134,7 @@ def test_the_weights_do_not_depend_on_the_shards(
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_noise_is_normal_on_the_wanted_part_and_different_everywhere(tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense", "qwen3", hidden_size=64, intermediate_size=512)
     upcycle(source, tmp_path / "moe", options(noise_std=0.05, noise_fraction=0.25))
@@ -245,6 +247,7 @@ def edit_weights(directory: Path, **changes: Tensor | None) -> None:
     save_file(weights, path, {"format": "pt"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -363,6 +366,7 @@ print(report.num_bytes, report.num_shards, report.largest_shard, resident("VmHWM
 """
 
 
+@pytest.mark.slow
 def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) -> None:
     geometry: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     large = save_dense(tmp_path / "large", "llama", **geometry, head_dim=64)
@@ -389,6 +393,7 @@ def command() -> Iterator[Callable[[list[str]], int]]:
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path, command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     source, moe, config = save_dense(tmp_path / "dense", "qwen3"), tmp_path / "My Mixture", tmp_path / "run.yaml"
     ByteTokenizer().save(source)

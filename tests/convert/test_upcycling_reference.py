@@ -56,6 +56,7 @@ def load(directory: Path, layout: Layout) -> tuple[FloatArray, str]:
     return reference_N, load_initial_reference(directory, layout, reference_N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SETTINGS)
 @pytest.mark.parametrize("form", ["experts one by one", "experts stacked", "sharded"])
 def test_round_trip(tmp_path: Path, model_type: str, form: str) -> None:
@@ -71,6 +72,7 @@ def test_round_trip(tmp_path: Path, model_type: str, form: str) -> None:
     np.testing.assert_array_equal(found_N, flat_N)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_mixture_of_both_namings(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -48,6 +48,7 @@ def script(source: Path, mixture: Path, config: Path) -> RunConfig:
     return run
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_tied_dense_model(tmp_path: Path) -> None:
     """Qwen3-1.7B-Base ties its head to the embedding; the authors' mixture of it has a head of its own."""
     source = save_dense(tmp_path / "dense", "qwen3", tie_word_embeddings=True)
@@ -85,6 +86,7 @@ def test_the_shipped_configuration_has_the_layout_of_its_upcycled_model(tmp_path
     assert layout_for(shipped.model) == layout_for(upcycled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_of_the_embedding_trains(tmp_path: Path, kind: str) -> None:
     """Also that of the end of documents, which some dense models use as their pad token."""

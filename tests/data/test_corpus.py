@@ -70,6 +70,7 @@ def test_gzip_padding_is_no_fault(tmp_path: Path) -> None:
     assert read(put(tmp_path / "a.jsonl.gz", gzip.compress(JSONL) + b"\0" * 600)) == (TEXTS, {})
 
 
+@pytest.mark.slow
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": TEXTS, "n": list(range(50))}), path, row_group_size=7)
@@ -222,6 +223,7 @@ def test_stdlib_is_the_librarys_own_source() -> None:
     assert names == [path.as_posix() for path in stdlib_files()]
 
 
+@pytest.mark.slow
 def test_stdlib_tokens(tmp_path: Path) -> None:
     (path,) = open_corpus("stdlib", BYTES, tmp_path)
     file = open_checked(path, BYTES)
@@ -261,6 +263,7 @@ def _open_at_the_same_time(barrier: Any, results: Any, source: str, cache: Path)
     results.put([(str(p), p.stat().st_ino) for p in open_corpus(source, ByteTokenizer(), cache)])
 
 
+@pytest.mark.slow
 def test_several_processes_may_start_at_the_same_time(tmp_path: Path) -> None:
     source = put(tmp_path / "a.txt", b"some text\n" * 200_000)
     context = multiprocessing.get_context("spawn")
@@ -313,6 +316,7 @@ def test_default_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert default_cache_dir() == Path("/somewhere/spes_swarm")
 
 
+@pytest.mark.slow
 def test_importing_readers_needs_no_optional_package() -> None:
     script = (
         "import sys, spes_swarm.data.corpus; sys.exit(any(m in sys.modules for m in ('pyarrow', 'zstandard', 'torch')))"

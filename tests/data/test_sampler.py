@@ -72,6 +72,7 @@ def test_a_permutation_is_a_bijection(size: int, key: bytes) -> None:
     assert sorted(values.tolist()) == list(range(size))
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 1 << 62), key=st.binary(max_size=8), data=st.data())
 def test_a_huge_permutation_stays_inside_and_apart(size: int, key: bytes, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=50, unique=True))
@@ -97,6 +98,7 @@ def test_a_permutation_shuffles() -> None:
     assert set(firsts) == set(range(7))
 
 
+@pytest.mark.slow
 @given(num_tokens=st.integers(1, 60_000), window=st.integers(1, 64), fraction=FRACTIONS, data=st.data())
 def test_the_split_never_leaks(num_tokens: int, window: int, fraction: float, data: st.DataObject) -> None:
     try:
@@ -164,6 +166,7 @@ def test_peers_and_runs_differ_and_are_reproducible(stream: TokenStream) -> None
     assert sampler(stream, run_seed=5).next_batch(50).tolist() != same[0]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(before=st.lists(st.integers(1, 400), max_size=5), after=st.integers(1, 700))
 def test_a_cursor_resumes_exactly(stream: TokenStream, before: list[int], after: int) -> None:
@@ -178,6 +181,7 @@ def test_a_cursor_resumes_exactly(stream: TokenStream, before: list[int], after:
     assert resumed.state() == original.state()
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(1, 90), min_size=1, max_size=12))
 def test_the_batch_size_does_not_change_the_order(stream: TokenStream, sizes: list[int]) -> None:
     one = sampler(stream)
@@ -240,6 +244,7 @@ def test_nothing_held_out_cannot_be_evaluated(stream: TokenStream) -> None:
 LENGTHS = (501, 7, 3, 1200, 12, 800)
 
 
+@pytest.mark.slow
 @given(chosen=st.sets(st.integers(0, len(LENGTHS) - 1), min_size=1), fraction=FRACTIONS)
 def test_what_is_held_out_of_a_shard_does_not_depend_on_the_others(
     shards: list[TokenFile], chosen: set[int], fraction: float

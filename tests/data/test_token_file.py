@@ -173,6 +173,7 @@ def test_ids_beyond_the_vocabulary_are_found(path: Path) -> None:
         open_checked(path, BYTES)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 160), replacement=st.binary(min_size=1, max_size=12))
 def test_any_damage_to_the_header_is_a_data_error_or_harmless(path: Path, position: int, replacement: bytes) -> None:
@@ -188,6 +189,7 @@ def test_any_damage_to_the_header_is_a_data_error_or_harmless(path: Path, positi
         path.write_bytes(original)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(st.sampled_from("{}[]()'\",:0123456789<u2 descrshape"), max_size=200))
 def test_any_header_text_is_a_data_error(path: Path, content: bytes | str) -> None:

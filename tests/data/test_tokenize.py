@@ -90,6 +90,7 @@ def test_every_format_in_order(documents: list[str], corpus: Path, tmp_path: Pat
     assert sum(progress) == pytest.approx(sum(file.stat().st_size for file in files), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_the_number_of_processes_does_not_matter(corpus: Path, bpe: FastTokenizer, tmp_path: Path, kind: str) -> None:
     tokenizer = bpe if kind == "bpe" else BYTES
@@ -100,6 +101,7 @@ def test_the_number_of_processes_does_not_matter(corpus: Path, bpe: FastTokenize
     assert len(summaries[0].shards) > 3
 
 
+@pytest.mark.slow
 def test_long_documents_are_encoded_in_bounded_parts(bpe: FastTokenizer, tmp_path: Path) -> None:
     text = "def spam(eggs):\n    return eggs\n" * 80_000
     path = tmp_path / "a.txt"
@@ -152,6 +154,7 @@ def test_a_sample_takes_from_every_file(corpus: Path, documents: list[str]) -> N
     assert sum(map(len, sample)) <= 10_000
 
 
+@pytest.mark.slow
 def test_command_line(corpus: Path, tmp_path: Path) -> None:
     process = start(corpus, "--output", tmp_path, "--tokenizer", "bpe", "--bpe-vocab-size", 280, "--processes", 2)
     out, err = process.communicate(timeout=50)
@@ -186,6 +189,7 @@ def test_mistakes_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_all_processes_and_leaves_whole_shards(corpus: Path, bpe: FastTokenizer, tmp_path: Path) -> None:
     with (tmp_path / "long.jsonl").open("w") as file:
         for _ in range(200):  # a BPE is at work on this for many seconds

@@ -109,6 +109,14 @@ AT_SECOND_CHOICE = Case(
     (0, 0, 0),
     rules=Rules(rotate_every_rounds=50, most_each=2),
 )
+# "a" gives up one of its two, and "b", which had that one, too, takes its turn at the third.
+LIMITED_IN_ROTATION = Case(
+    {"a": Holding((0, 1), 0, fixed=True), "b": Holding((0,), 1)},
+    3,
+    1,
+    (0, 0, 0),
+    rules=Rules(rotate_every_rounds=1, most_each=1),
+)
 # What "b" offers and nobody takes returns to it, although "a" has a replica of another expert of "b" by then.
 SURPLUS_THAT_RETURNS = Case(
     {

@@ -39,6 +39,7 @@ def ends_of(counts: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(counts, device=device).cumsum(0).to(torch.int32)
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),

@@ -92,6 +92,7 @@ def test_a_replay_is_printed_as_a_screen_or_as_json(finished: Path, capsys: pyte
     assert json.loads(line)["status"] == "replay"
 
 
+@pytest.mark.slow
 def test_a_screen_is_printed_where_there_is_no_unicode(finished: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "spes_swarm.monitor", "--replay", str(finished)],
@@ -103,6 +104,7 @@ def test_a_screen_is_printed_where_there_is_no_unicode(finished: Path) -> None:
     assert b"round 12" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_a_run_is_drawn(finished: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / f"run.{suffix}"
@@ -114,11 +116,13 @@ def test_a_run_is_drawn(finished: Path, tmp_path: Path, suffix: str, capsys: pyt
         assert struct.unpack(">II", data[16:24]) == (1650, 975)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 500])
 def test_short_and_long_runs_are_drawn(tmp_path: Path, count: int) -> None:
     plot_run(swarm_state(), points(count), tmp_path / "run.png")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_drawn_is_said(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_file_in_a_folder_that_cannot_be_written_is_replayed(tmp_path: Path) -
         folder.chmod(0o700)
 
 
+@pytest.mark.slow
 def test_a_monitor_that_is_killed_leaves_a_file_that_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
     code = f"""

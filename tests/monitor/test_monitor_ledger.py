@@ -364,6 +364,7 @@ def any_progress(draw: st.DrawFn) -> Progress:
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.sampled_from([A, B, C, D]), any_progress()), max_size=4), st.floats(0, 40))
 def test_whatever_is_signed_gives_a_state_that_json_can_hold(looks: list[dict[str, Progress]], pause_s: float) -> None:
     watched = Watched()

@@ -29,6 +29,7 @@ def validator(definition: str | None = None) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_every_state_passes_the_published_schema_and_comes_back_equal(name: str) -> None:
     state = STATES[name]
@@ -94,6 +95,7 @@ def samples(state: SwarmState) -> dict[tuple[str, str, str], float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_the_official_parser_reads_the_metrics_of_every_state(name: str) -> None:
     state, read = STATES[name], samples(STATES[name])

@@ -33,6 +33,8 @@ from tests.helpers.monitoring import lease, progress
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 
+pytestmark = pytest.mark.slow
+
 _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PACK = DHTProtocol.serializer.dumps
 

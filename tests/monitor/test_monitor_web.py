@@ -254,6 +254,7 @@ def test_a_link_from_elsewhere_opens_the_page(served: Served) -> None:
     assert served.ask("/api/state", headers=own).status == 200
 
 
+@pytest.mark.slow
 def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PATIENCE_S", 0.2)
     cut_off = threading.Event()

@@ -84,6 +84,7 @@ def names(page: Page) -> list[str]:
     return page.locator("#peers-body .peer-name").all_inner_texts()
 
 
+@pytest.mark.slow
 def test_a_swarm_is_followed_without_reloading(served: Served, visit: Visit) -> None:
     page, swarm = visit.open(served), served.swarm
     expect(page.get_by_role("heading", level=1)).to_have_text("quickstart")
@@ -112,6 +113,7 @@ def test_a_swarm_is_followed_without_reloading(served: Served, visit: Visit) -> 
     assert page.evaluate("window.sameDocument")
 
 
+@pytest.mark.slow
 def test_an_empty_swarm_says_so_and_recovers(visit: Visit) -> None:
     with Served(SyntheticSwarm(num_peers=0)) as served:
         page = visit.page
@@ -132,6 +134,7 @@ def test_an_empty_swarm_says_so_and_recovers(visit: Visit) -> None:
         assert names(page) == []
 
 
+@pytest.mark.slow
 def test_what_peers_call_themselves_is_never_markup(served: Served, visit: Visit) -> None:
     page = visit.open(served)
     state = served.swarm.state()
@@ -151,6 +154,7 @@ def test_what_peers_call_themselves_is_never_markup(served: Served, visit: Visit
     assert page.evaluate("window.owned") is None
 
 
+@pytest.mark.slow
 def test_the_page_says_when_the_monitor_is_gone_and_comes_back(visit: Visit) -> None:
     with Served(a_swarm()) as first:
         page = visit.open(first)
@@ -166,6 +170,7 @@ def test_the_page_says_when_the_monitor_is_gone_and_comes_back(visit: Visit) -> 
     visit.troubles = [text for text in visit.troubles if "net::ERR" not in text]  # the browser's own, of the gap
 
 
+@pytest.mark.slow
 def test_the_table_sorts_by_keyboard(served: Served, visit: Visit) -> None:
     page = visit.open(served)
     rate = page.get_by_role("button", name="Tokens/s")
@@ -183,6 +188,7 @@ def test_the_table_sorts_by_keyboard(served: Served, visit: Visit) -> None:
     expect(page.locator("#peers-body .peer-name")).to_have_text([peer.name for peer in reversed(by_rate)])
 
 
+@pytest.mark.slow
 def test_charts_zoom_and_are_read_by_mouse_and_keyboard(visit: Visit) -> None:
     with Served(a_swarm(rounds=60)) as served:
         page = visit.open(served)
@@ -215,6 +221,7 @@ def test_charts_zoom_and_are_read_by_mouse_and_keyboard(visit: Visit) -> None:
         expect(page.locator("figure.big canvas")).to_be_visible()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [8, 1024])
 def test_the_expert_map_filters_the_peers(visit: Visit, num_experts: int) -> None:
     swarm = SyntheticSwarm(num_peers=4, num_experts=num_experts)
@@ -236,6 +243,7 @@ def test_the_expert_map_filters_the_peers(visit: Visit, num_experts: int) -> Non
         expect(page.locator("#peers-shown")).to_have_text("4 peers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visit", [{"viewport": PHONE, "has_touch": True}], indirect=True)
 def test_a_phone_needs_no_sideways_scrolling(served: Served, visit: Visit) -> None:
     page = visit.open(served)
@@ -250,6 +258,7 @@ def test_a_phone_needs_no_sideways_scrolling(served: Served, visit: Visit) -> No
     expect(page.locator("#sort-direction")).to_have_text("Descending")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("visit", [{"color_scheme": "dark"}], indirect=True)
 def test_the_theme_follows_the_system_until_one_is_chosen(served: Served, visit: Visit) -> None:
     page = visit.open(served)
@@ -267,6 +276,7 @@ def test_the_theme_follows_the_system_until_one_is_chosen(served: Served, visit:
     assert ground() > 192
 
 
+@pytest.mark.slow
 def test_the_command_to_join_is_copied(served: Served, visit: Visit) -> None:
     visit.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page = visit.open(served)
@@ -275,6 +285,7 @@ def test_the_command_to_join_is_copied(served: Served, visit: Visit) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == served.swarm.state().join_command
 
 
+@pytest.mark.slow
 def test_another_site_can_neither_fetch_nor_frame_the_monitor(served: Served, browser: Browser) -> None:
     with Served(a_swarm()) as elsewhere:  # another port is another origin
         context = browser.new_context(bypass_csp=True)
@@ -301,6 +312,7 @@ def test_another_site_can_neither_fetch_nor_frame_the_monitor(served: Served, br
         context.close()
 
 
+@pytest.mark.slow
 def test_a_thousand_peers_leave_the_page_responsive(visit: Visit, record_property: Any) -> None:
     swarm = SyntheticSwarm(num_peers=1000, num_experts=1024)
     swarm.advance(65.0)

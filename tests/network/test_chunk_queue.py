@@ -81,6 +81,7 @@ def test_donors_of_equal_speed_do_not_take_from_each_other() -> None:
     assert queue.take("a", 2.2) is None  # the other one is a little late
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_queue_finishes_whatever_donors_do(data: st.DataObject) -> None:
     num_chunks = data.draw(st.integers(1, 12))

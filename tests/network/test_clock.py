@@ -177,6 +177,7 @@ def test_a_machine_that_was_halted_for_a_night_returns_to_the_only_other_peer(ma
     assert own.correct(offsets(own, 8 * 3600.0)) == pytest.approx(8 * 3600.0)
 
 
+@pytest.mark.slow
 def test_disagreement_within_the_tolerance_is_left_alone(machine: Machine) -> None:
     for difference in (TOLERANCE_S * 0.99, -TOLERANCE_S * 0.99):
         own = SwarmClock()
@@ -185,6 +186,7 @@ def test_disagreement_within_the_tolerance_is_left_alone(machine: Machine) -> No
         assert own.now() == machine.wall
 
 
+@pytest.mark.slow
 @given(st.floats(TOLERANCE_S * 1.01, MAX_SLEW_S), st.lists(st.floats(0.0, 20.0), max_size=20))
 def test_a_clock_that_is_ahead_runs_slower_and_never_back(ahead: float, pauses: list[float]) -> None:
     with machine_of(Machine()) as made:
@@ -210,6 +212,7 @@ def test_slowing_down_ends_when_the_others_have_come(machine: Machine) -> None:
     assert own.now() == there + 100.0
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-500.0, 500.0), min_size=1, max_size=40))
 def test_expirations_of_a_peers_own_records_never_go_back(corrections: list[float]) -> None:
     with machine_of(Machine()) as made:
@@ -225,6 +228,7 @@ def test_expirations_of_a_peers_own_records_never_go_back(corrections: list[floa
             made.pass_time(2.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(-MAX_TOTAL_S / 3, MAX_TOTAL_S / 3), min_size=2, max_size=9),
     st.booleans(),

@@ -17,6 +17,7 @@ def table(round_number: int, seed: int = 0) -> ReferenceTable:
     return ReferenceTable(round_number, (round_number,) * 4, digests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tables", "expected", "sure"),
     [

@@ -224,6 +224,7 @@ BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_LEADERS)
 def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
     answer = BAD_LEADERS[name](meeting)

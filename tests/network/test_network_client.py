@@ -15,6 +15,8 @@ from spes_swarm.network.client import NetworkClient
 from spes_swarm.port.commands import Commands
 from spes_swarm.protocol.members.identity import Identity
 
+pytestmark = pytest.mark.slow
+
 _NEVER_S = 120.0  # what waits for so long waits for ever
 
 

@@ -83,6 +83,7 @@ def test_a_port_is_free_unless_somebody_listens_on_it() -> None:
     assert port_is_free("/ip4/127.0.0.1/udp/5/quic")
 
 
+@pytest.mark.slow
 def test_the_port_of_the_last_stay_is_used_where_the_system_would_choose() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -107,6 +108,7 @@ def test_a_damaged_port_file_is_no_port(tmp_path: Path, damage: str) -> None:
 # Real daemons.
 
 
+@pytest.mark.slow
 def test_two_daemons_never_share_a_port() -> None:
     """p2pd itself would start and take half of the other's connections."""
 
@@ -120,6 +122,7 @@ def test_two_daemons_never_share_a_port() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_peer_is_told_whether_its_port_takes_connections() -> None:
     async def scenario() -> None:
         async with hosts(2) as (asking, asked):
@@ -144,6 +147,7 @@ def test_a_peer_is_told_whether_its_port_takes_connections() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_nobody_is_made_to_knock_at_another_host() -> None:
     """Only the ports come from the question; its address is the one that the connection comes from."""
 
@@ -161,6 +165,7 @@ def test_nobody_is_made_to_knock_at_another_host() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_what_the_user_announces_is_not_judged_at_another_address() -> None:
     async def scenario() -> None:
         async with hosts(2) as (asking, asked):

@@ -11,6 +11,8 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.relay import HOP, Relay, Status, decode, encode
 from tests.helpers.hosts import Host, hosts, run
 
+pytestmark = pytest.mark.slow
+
 
 def test_relay_messages_are_protobufs() -> None:
     message = encode([(1, 300), (2, encode([(1, b"peer")])), (5, Status.OK)])

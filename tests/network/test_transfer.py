@@ -41,6 +41,7 @@ def net() -> Iterator[Net]:
         yield daemons
 
 
+@pytest.mark.slow
 def test_a_newcomer_fetches_from_all_donors(net: Net) -> None:
     async def test() -> None:
         async with net.peers(3) as (newcomer, donors):
@@ -114,6 +115,7 @@ def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_slow_donors_do_not_hold_up_the_end(net: Net) -> None:
     async def test() -> None:
         async with net.peers(3) as (newcomer, donors):
@@ -130,6 +132,7 @@ def test_slow_donors_do_not_hold_up_the_end(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_donor_that_waits_for_its_limit_is_not_taken_for_dead(net: Net) -> None:
     async def test() -> None:
         async with net.peers(1, stall_timeout_s=1.0) as (newcomer, (donor,)):
@@ -144,6 +147,7 @@ def test_a_donor_that_waits_for_its_limit_is_not_taken_for_dead(net: Net) -> Non
     net.run(test)
 
 
+@pytest.mark.slow
 def test_transfers_keep_to_what_is_declared(net: Net) -> None:
     async def test() -> None:
         async with net.peers(1, upload_mbps=40.0) as (newcomer, (donor,)):
@@ -156,6 +160,7 @@ def test_transfers_keep_to_what_is_declared(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_donor_without_a_complete_reference_gives_nothing(net: Net) -> None:
     async def test() -> None:
         async with net.peers(2) as (newcomer, donors):
@@ -201,6 +206,7 @@ async def committing(donors: Sequence[Node], every_s: float) -> AsyncIterator[di
             await task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_s", [0.7, 2.0])
 def test_a_swarm_that_commits_faster_than_a_transfer_takes(net: Net, every_s: float) -> None:
     async def test() -> None:
@@ -255,6 +261,7 @@ def test_a_block_under_way_stays_as_it_was_over_several_commits(net: Net) -> Non
     net.run(test)
 
 
+@pytest.mark.slow
 def test_what_little_has_changed_meanwhile_is_fetched_again(net: Net) -> None:
     async def test() -> None:
         async with net.peers(2, upload_mbps=20.0) as (newcomer, donors):
@@ -300,6 +307,7 @@ async def cut_at_half(newcomer: Node, partial: Path) -> int:
     return done
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_comes_back_fetches_only_the_rest(net: Net, tmp_path: Path) -> None:
     async def test() -> None:
         async with net.peers(3, upload_mbps=16.0) as (newcomer, donors):
@@ -315,6 +323,7 @@ def test_a_newcomer_that_comes_back_fetches_only_the_rest(net: Net, tmp_path: Pa
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_damaged_or_outdated_partial_file_is_no_harm(net: Net, tmp_path: Path) -> None:
     async def test() -> None:
         async with net.peers(2, upload_mbps=32.0) as (newcomer, donors):
@@ -333,6 +342,7 @@ def test_a_damaged_or_outdated_partial_file_is_no_harm(net: Net, tmp_path: Path)
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_fail_a_download(net: Net, tmp_path: Path) -> None:
     async def test() -> None:
         async with net.peers(1) as (newcomer, (donor,)):

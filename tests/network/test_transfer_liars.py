@@ -137,6 +137,7 @@ LIES: dict[str, tuple[Callable[[Channel, int, bytes], Awaitable[None]], set[str]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIES)
 def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     talk, kinds = LIES[name]
@@ -168,6 +169,7 @@ def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkey
     net.run(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["wrong values", "keepalives without end", "silence", "moved on"])
 def test_a_liar_that_is_the_only_donor_is_given_up(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download_module, "_PATIENCE", 0.2)
@@ -184,6 +186,7 @@ def test_a_liar_that_is_the_only_donor_is_given_up(net: Net, name: str, monkeypa
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_donor_that_only_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch, net: Net) -> None:
     monkeypatch.setattr(donors_module, "_REST_S", 0.5)
     monkeypatch.setattr(download_module, "_LOOK_S", 0.2)
@@ -209,6 +212,7 @@ def test_a_donor_that_only_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch
     net.run(test)
 
 
+@pytest.mark.slow
 def test_donors_that_take_their_time_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch, net: Net) -> None:
     monkeypatch.setattr(download_module, "_NUM_DONORS", 1)
     monkeypatch.setattr(download_module, "_LOOK_S", 0.2)
@@ -260,6 +264,7 @@ def test_a_malformed_table_is_named(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_donors_that_are_about_to_commit_are_asked_again(net: Net) -> None:
     """Half of them have committed when the newcomer asks, and a liar uses the moment."""
 

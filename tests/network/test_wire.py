@@ -69,6 +69,7 @@ frames = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(frames, max_size=5))
 def test_frames_arrive_as_they_were_sent(sent: list[Frame]) -> None:
     async def test() -> None:
@@ -80,6 +81,7 @@ def test_frames_arrive_as_they_were_sent(sent: list[Frame]) -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_a_frame_larger_than_the_sockets_buffers_arrives() -> None:
     async def test() -> None:
         async with pair() as (left, right):

@@ -28,6 +28,8 @@ from tests.helpers.rounds import identity
 from tests.helpers.swarm import TINY_RUN, merged
 from tests.helpers.token_files import token_writer
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "transformers", "hivemind")
 # Runs a command as `python -m` does and reports what it imported.
 _RUN = """

@@ -13,6 +13,8 @@ import pytest
 from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 # In place of a library: says that it is being imported, and never is.
 _ENDLESS = "import time\nprint('importing', flush=True)\ntime.sleep(3600)\n"
 BY_SIGNAL = (130, -signal.SIGINT)  # a handler's exit code, or Python's own end

@@ -110,6 +110,7 @@ def test_a_founder_describes_its_corpus_by_the_digest_of_the_tokens(tmp_path: Pa
     assert described == DataConfig(kind="corpus", name="ver-ses.txt", digest=blake3(line.encode()).hexdigest())
 
 
+@pytest.mark.slow
 def test_a_founder_without_data_takes_the_standard_library(peer: Peer) -> None:
     assert founded(None, peer) == founded("stdlib", peer) == STDLIB
 
@@ -329,6 +330,7 @@ def test_data_that_have_moved_are_not_replaced_by_others(tmp_path: Path, peer: P
         peer.data().choose(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": 3, "differs": true}', '{"source": "a", "differs": 1}'])
 def test_a_damaged_memory_is_none(peer: Peer, content: str) -> None:
     (peer.directory.path / "data.json").write_text(content)

@@ -61,6 +61,7 @@ def test_without_bounds_the_same_noise_decides_everything() -> None:
     assert moved(before_N, peers[0], 0) > 20 * STEP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["fp32", "fp16"])
 def test_honest_members_do_not_notice_the_bounds(codec: str) -> None:
     references = []
@@ -97,6 +98,7 @@ def test_whoever_has_worked_while_the_others_have_only_begun_counts_whole() -> N
     assert not any(state.clipped() for state in states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("usual_rms", "stretch"), [(0.0, 1.0), (STEP, 1.0), (1.2 * STEP, 1.0), (4 * STEP, 3.2)])
 def test_a_round_that_is_hardly_shorter_than_usual_is_a_usual_one(usual_rms: float, stretch: float) -> None:
     peers = swarm(LARGE, HOLDINGS[:4])

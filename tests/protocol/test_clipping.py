@@ -43,6 +43,7 @@ def shared_limits(stated: list[Stated]) -> dict[int, float]:
 # Tokens.
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 2**48), min_size=1, max_size=9))
 def test_tokens_are_believed_up_to_twice_the_lower_median(claimed: list[int]) -> None:
     believed = believed_tokens(claimed, [MAX_WEIGHT_RATIO] * len(claimed))

@@ -286,6 +286,7 @@ frames = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(frames, max_size=12), st.lists(frames, max_size=12))
 def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame]) -> None:
@@ -311,6 +312,7 @@ def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: 
         assert np.sqrt(np.mean(np.square(moved_N))) <= UNBOUNDED.max_update_rms
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(frames, max_size=12))
 def test_arbitrary_results_are_refused_or_valid(results: list[Frame]) -> None:

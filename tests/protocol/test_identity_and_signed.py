@@ -131,6 +131,7 @@ def test_a_message_counts_only_for_its_kind_and_run(kind: str, run: str) -> None
     refused("signature", lambda: unseal(data, kind, run, Note))
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_message_can_be_changed() -> None:
     data = seal(identity(0), "note", RUN, NOTE)
     for bit in range(8 * len(data)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,6 +44,7 @@ def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
     assert not other.leads_to(one)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 4000), st.integers(0, 4000))
 def test_any_lateness_is_recognised(before: int, missed: int) -> None:
     late = commit(Lineage({}), [1] * before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,6 +39,7 @@ def test_a_claim_is_the_hash_of_peer_and_expert() -> None:
     assert priority("peer", 3) == blake3(b"peer|3").digest()
 
 
+@pytest.mark.slow
 @given(tables())
 def test_coverage_counts_holders(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table
@@ -90,6 +92,7 @@ def test_with_a_target_only_what_has_too_few_holders_is_chosen_but_never_nothing
         assert counts[only] == min(counts[e] for e in range(num_experts))
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(1, 8), st.integers(1, 4))
 def test_beyond_the_limit_only_what_nobody_holds_is_chosen(
     given_table: tuple[int, Table], want: int, limit: int
@@ -174,6 +177,7 @@ def test_of_the_experts_without_a_holder_each_goes_to_the_one_with_its_best_clai
     assert len(set(gone.values())) > 3
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(tables())
 def test_when_all_settle_at_once_every_expert_that_there_is_room_for_gets_a_holder(

@@ -91,6 +91,7 @@ def contributors(plan: Plan, block: int) -> dict[int, Contribution]:
     return {c.member: c for c in plan.blocks[block].contributions}
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_parts_cover_their_blocks_exactly_once(given_group: tuple[Layout, Group]) -> None:
@@ -105,6 +106,7 @@ def test_parts_cover_their_blocks_exactly_once(given_group: tuple[Layout, Group]
     assert all(0 < part.size <= MAX_PART for part in plan.parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Group]) -> None:
@@ -121,6 +123,7 @@ def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Gr
         assert part.reducer in block.in_base
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_the_base_is_what_most_members_have_of_what_can_be_reached(given_group: tuple[Layout, Group]) -> None:
@@ -135,6 +138,7 @@ def test_the_base_is_what_most_members_have_of_what_can_be_reached(given_group: 
         assert block.in_base == {i for i, theirs in enumerate(reported) if theirs == base}
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_only_those_contribute_who_have_trained(given_group: tuple[Layout, Group]) -> None:
@@ -151,6 +155,7 @@ def test_only_those_contribute_who_have_trained(given_group: tuple[Layout, Group
         assert contributors(plan, SHARED_BLOCK).keys() == everybody_trains
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduce_it(
@@ -167,6 +172,7 @@ def test_a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduc
         assert (block.index in plan.blocks) == ((trained or len(bases) > 1) and not nobody_reachable)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_pushes_and_results_are_what_the_parts_need(given_group: tuple[Layout, Group]) -> None:
@@ -184,6 +190,7 @@ def test_pushes_and_results_are_what_the_parts_need(given_group: tuple[Layout, G
         assert plan.wanted(i) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(groups(), st.randoms(use_true_random=False))
 def test_every_member_makes_the_same_plan(given_group: tuple[Layout, Group], rng: random.Random) -> None:
@@ -193,6 +200,7 @@ def test_every_member_makes_the_same_plan(given_group: tuple[Layout, Group], rng
     assert make_plan(group(members), layout, MAX_PART) == make_plan(of, layout, MAX_PART)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(groups())
 def test_an_expert_is_reduced_by_one_who_trains_it_where_that_is_possible(given_group: tuple[Layout, Group]) -> None:

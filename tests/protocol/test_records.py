@@ -229,6 +229,7 @@ def test_a_damaged_record_is_refused() -> None:
     assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, good.value[:-1], expires))
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=200), st.binary(max_size=200), st.floats())
 def test_rubbish_is_refused_and_never_raises(value: bytes, subkey: bytes, expires: float) -> None:
     good = dht_record(lease(1e9), 1e9)
@@ -428,6 +429,7 @@ async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None
     assert set(found) == {identity(0).peer_id, identity(1).peer_id}
 
 
+@pytest.mark.slow
 def test_records_travel_between_two_real_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "a-directory-for-temporary-files-with-a-path-that-is-too-long-for-a-unix-socket-to-lie-in"
     directory.mkdir()

@@ -65,6 +65,7 @@ def expected_reference(peers: list[FakePeer]) -> torch.Tensor:
     return new_N
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(swarms())
 def test_a_round_is_the_weighted_mean(swarm: tuple[list[FakePeer], np.random.Generator]) -> None:
@@ -76,6 +77,7 @@ def test_a_round_is_the_weighted_mean(swarm: tuple[list[FakePeer], np.random.Gen
     assert len({p.reference.digest for p in peers}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(swarms(), st.sampled_from(["fp32", "fp16"]))
 def test_all_peers_stay_bit_identical_over_rounds(
@@ -208,6 +210,7 @@ def test_payload_bytes_follow_the_formula() -> None:
         assert state.payload_bytes_received == pytest.approx(formula, rel=0.05)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.integers(0, 2**32 - 1),
@@ -262,6 +265,7 @@ def test_a_round_and_the_merge_after_it(
             np.testing.assert_allclose(merged, tensors[slot.name][slot.expert].numpy(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_after_a_partition_both_sides_work_counts(seed: int, ours: int, theirs: int, three_to_one: bool) -> None:

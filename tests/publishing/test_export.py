@@ -108,6 +108,7 @@ def start_export(*arguments: Any, threads: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_whichever_peer_exports_the_weights_are_the_same_bytes(tmp_path: Path) -> None:
     outs = [output_dir(tmp_path / f"peer{peer}", 7, peer) for peer in (0, 1)]
     exports = [
@@ -139,6 +140,7 @@ assert not any(name.split(".")[0] == "spes_swarm" for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_code_on_the_card_works_without_spes_swarm(tmp_path: Path) -> None:
     assert export.main([str(output_dir(tmp_path / "out", 3)), str(tmp_path / "model")]) == 0
     done = subprocess.run(

@@ -40,6 +40,7 @@ def publish(target: DirectoryTarget, export: Path, tag: str | None = None) -> Pu
     return target.publish(export, read_export(export), "message", tag)
 
 
+@pytest.mark.slow
 def test_readers_find_each_round_and_the_newest(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path / "models")
     assert (target.rounds(), target.newest()) == ([], None)
@@ -64,6 +65,7 @@ def test_publishing_again_writes_nothing(tmp_path: Path, exports: list[Path]) ->
     assert (again.status, again.bytes_sent) == ("unchanged", 0)
 
 
+@pytest.mark.slow
 def test_unchanged_files_are_shared(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     first, second = publish(target, exports[1]), publish(target, exports[2])
@@ -83,6 +85,7 @@ def test_a_damaged_file_is_not_shared(tmp_path: Path, exports: list[Path]) -> No
     assert read_export(tmp_path / "main").round == 2
 
 
+@pytest.mark.slow
 def test_rounds_only_go_forward(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[2])
@@ -102,6 +105,7 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path, exports: list[Path]) -> 
         target.publish(tmp_path / "other", other, "message")
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_tagged_are_kept(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     for number, export in enumerate(exports):
@@ -193,6 +197,7 @@ def num_steps(tmp_path_factory: pytest.TempPathFactory, exports: list[Path]) -> 
     return int((directory / "steps").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(24))
 def test_a_killed_publisher_leaves_whole_publications(
     tmp_path: Path, exports: list[Path], num_steps: int, seed: int

@@ -45,6 +45,7 @@ def parse(values: Any) -> Publication:
     return parse_publication(json.dumps(values).encode(), "test")
 
 
+@pytest.mark.slow
 def test_what_was_written_is_what_is_read(published: Publication) -> None:
     assert parse_publication(published.to_bytes(), "test") == published
     assert published.manifest == manifest_of()
@@ -287,6 +288,7 @@ def test_an_address_is_told_only_if_it_is_given(published: Publication) -> None:
         card(published, CardFacts(join_address="```"), picture=False)
 
 
+@pytest.mark.slow
 def test_a_picture_takes_two_points(tmp_path: Path) -> None:
     points = [LossPoint(round=1, tokens=None, loss=3.0), LossPoint(round=2, tokens=None, loss=2.0)]
     with_picture, _ = packed(tmp_path, 2, history=points)

@@ -95,6 +95,7 @@ def sent(hub: HubServer, before: dict[str, int]) -> int:
 # When all goes well.
 
 
+@pytest.mark.slow
 def test_each_round_is_one_commit_with_a_tag(hub: HubServer, name: str, exports: list[Path]) -> None:
     assert RepositoryTarget(name).newest() is None
     assert RepositoryTarget(name).rounds() == []
@@ -130,6 +131,7 @@ def test_files_that_the_hub_has_are_not_sent(hub: HubServer, name: str, exports:
     assert sent(hub, before) == 0
 
 
+@pytest.mark.slow
 def test_files_that_are_no_longer_published_disappear(hub: HubServer, name: str, large: Path, tmp_path: Path) -> None:
     publish(name, large)
     export, _ = packed(tmp_path, 2, "60KB")
@@ -138,6 +140,7 @@ def test_files_that_are_no_longer_published_disappear(hub: HubServer, name: str,
     assert seen(hub, name).round == 2
 
 
+@pytest.mark.slow
 def test_a_private_repository_is_not_for_strangers(
     hub: HubServer, name: str, exports: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +151,7 @@ def test_a_private_repository_is_not_for_strangers(
         open_source(name)
 
 
+@pytest.mark.slow
 def test_old_rounds_lose_their_names_and_milestones_keep_theirs(hub: HubServer, name: str, exports: list[Path]) -> None:
     for number, export in enumerate(exports):
         publish(name, export, tag="milestone" if number == 1 else None)
@@ -159,6 +163,7 @@ def test_old_rounds_lose_their_names_and_milestones_keep_theirs(hub: HubServer, 
     assert seen(hub, name).round == 3
 
 
+@pytest.mark.slow
 def test_rounds_only_go_forward(hub: HubServer, name: str, exports: list[Path]) -> None:
     publish(name, exports[2])
     commits = hub.commits(name)
@@ -170,6 +175,7 @@ def test_rounds_only_go_forward(hub: HubServer, name: str, exports: list[Path]) 
     assert hub.commits(name) == commits
 
 
+@pytest.mark.slow
 def test_a_tag_is_not_moved(hub: HubServer, name: str, exports: list[Path]) -> None:
     publish(name, exports[1], tag="best")
     with pytest.raises(HubError, match="has a tag best already"):
@@ -180,6 +186,7 @@ def test_a_tag_is_not_moved(hub: HubServer, name: str, exports: list[Path]) -> N
 # Reading.
 
 
+@pytest.mark.slow
 def test_a_reference_comes_back(hub: HubServer, name: str, exports: list[Path]) -> None:
     publish(name, exports[1])
     publish(name, exports[2])
@@ -220,6 +227,7 @@ def test_a_block_is_fetched_without_the_rest(
     assert 4 * place.size <= fetched < 4 * place.size + 10_000  # and the header
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_is_gone_on_with(
     hub: HubServer, name: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +253,7 @@ def test_a_repository_that_spes_swarm_has_not_written(hub: HubServer, name: str)
 # When something breaks.
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_costs_one_part(hub: HubServer, name: str, tmp_path: Path) -> None:
     export, publication = packed(tmp_path, 10, "1GB")
     before = hub.counters()
@@ -271,6 +280,7 @@ def test_a_hub_that_goes_away_half_way_is_gone_on_with(hub: HubServer, name: str
     assert sent(hub, middle) == sum(file.size for file in half)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "match",
     ["POST /api/models/{}/commit/main", "GET /api/models/{}/revision/main", "POST /api/models/{}/tag/", "PUT /_lfs/"],
@@ -298,6 +308,7 @@ def test_a_commit_whose_answer_is_lost_is_made_once(hub: HubServer, name: str, e
     assert hub.refs(name)["round-000002"] == hub.commits(name)[0]
 
 
+@pytest.mark.slow
 def test_of_two_publishers_the_first_one_counts(hub: HubServer, name: str, exports: list[Path]) -> None:
     """The second one's commit finds that the head has moved, and looks again."""
     publish(name, exports[1])
@@ -322,6 +333,7 @@ def publish_in_child(name: str, export: Path, environment: dict[str, str]) -> No
         os._exit(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("match", ["PUT /_lfs/", "POST /api/models/{}/commit/", "POST /api/models/{}/tag/"])
 def test_a_killed_publisher_leaves_the_publication_before(
     hub: HubServer, name: str, exports: list[Path], tmp_path: Path, match: str

@@ -92,6 +92,7 @@ def start(hub: HubServer, *arguments: Any, **environment: str) -> subprocess.Pop
     )
 
 
+@pytest.mark.slow
 def test_a_peer_publishes_to_a_directory(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = tmp_path / SECRET_DIRECTORY / "models"
     summary = Outcome(capsys, out, "--to", f"file:{models}", "--json").summary()
@@ -106,6 +107,7 @@ def test_a_peer_publishes_to_a_directory(tmp_path: Path, out: Path, capsys: pyte
     assert read_export(models / "tags" / "best") == publication
 
 
+@pytest.mark.slow
 def test_what_is_known_of_the_run_is_on_the_card(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def results(number: int) -> Path:
         path = tmp_path / f"results-{number}.json"
@@ -176,6 +178,7 @@ def test_a_peer_publishes_to_a_hub(hub: HubServer, name: str, out: Path, capsys:
 # Mistakes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -267,6 +270,7 @@ def test_the_background_leaves_processor_and_disk_to_others(
     assert calls == ["background"]
 
 
+@pytest.mark.slow
 def test_a_publisher_that_is_killed_is_gone_on_with_and_tells_no_secrets(
     hub: HubServer, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], environment: None
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert damaged.name in complaint
 
 
+@pytest.mark.slow
 def test_no_bit_of_the_description_can_change_unnoticed(tmp_path: Path) -> None:
     path = save(tmp_path, 1) / "meta.json"
     intact = path.read_bytes()

@@ -81,6 +81,7 @@ def test_hosts_reach_each_other_by_their_addresses(network: LocalNetwork) -> Non
             on_host(network, 0, lambda: socket.create_connection(address, 10.0))
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_cut_is_silent_and_heals(network: LocalNetwork) -> None:
     server = listen(network, 1)
@@ -110,6 +111,7 @@ def test_a_cut_is_silent_and_heals(network: LocalNetwork) -> None:
         end.close()
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_cuts_between_sets_add_up(network: LocalNetwork) -> None:
     servers = [listen(network, host) for host in range(3)]
@@ -128,6 +130,7 @@ def test_cuts_between_sets_add_up(network: LocalNetwork) -> None:
         server.close()
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_limited_host_is_slow_in_both_directions(network: LocalNetwork) -> None:
     mbit_per_s, size = 8.0, 1_000_000
@@ -156,6 +159,7 @@ def test_a_limited_host_is_slow_in_both_directions(network: LocalNetwork) -> Non
     assert any(seconds(0, 1) < at_least for _ in range(10))
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_home_router_lets_connections_out_and_none_in() -> None:
     with (
@@ -210,6 +214,7 @@ def test_nothing_is_left_behind() -> None:
         assert not any(name.startswith(left) for name in namespaces())
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_two_processes_have_networks_at_the_same_time(network: LocalNetwork) -> None:
     context = multiprocessing.get_context("spawn")

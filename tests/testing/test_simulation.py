@@ -39,6 +39,7 @@ def test_a_seed_decides_everything() -> None:
     assert reports[0] == reports[1] != reports[2]
 
 
+@pytest.mark.slow
 def test_when_all_leave_in_order_no_expert_misses_a_round() -> None:
     scenario = Scenario(num_peers=40, num_experts=16, duration_s=6 * 3600.0, session=Weibull(600.0), sudden=0.0)
     report = run(scenario)
@@ -48,6 +49,7 @@ def test_when_all_leave_in_order_no_expert_misses_a_round() -> None:
     assert report.takeovers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_what_a_dead_peer_held_is_adopted_with_the_first_commit_after_its_lease(seed: int) -> None:
     scenario = Scenario(

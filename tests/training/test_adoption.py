@@ -97,6 +97,7 @@ def test_adopted_experts_warm_up_and_nothing_else_is_touched() -> None:
             torch.testing.assert_close(a.detach(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=80),
@@ -131,6 +132,7 @@ def test_impossible_moments_are_refused(forged: list[float]) -> None:
         check_moments(np.array(forged, dtype=np.float32), MomentLimits(largest_ratio(*BETAS), np.inf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.25, 1.0, 8.0])
 @pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999, 0.999999])
 def test_second_moments_of_clipped_gradients_are_accepted_and_larger_ones_are_not(

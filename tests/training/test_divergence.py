@@ -23,6 +23,7 @@ def test_single_overflows_are_passed_over() -> None:
         guard.stepped()
 
 
+@pytest.mark.slow
 def test_after_five_in_a_row_the_peer_begins_again_and_after_three_beginnings_it_gives_up() -> None:
     guard = DivergenceGuard()
     restarts = [5, 10, 15]

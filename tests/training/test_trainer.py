@@ -33,6 +33,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         yield make_one
 
 
+@pytest.mark.slow
 def test_a_peer_that_leaves_just_after_a_commit_writes_that_round_too(make: Make) -> None:
     """Its last round, the goodbye, begins before the traffic of the one before is known."""
     peer = make({"round": {"stall_timeout_s": 0.1}})
@@ -96,6 +97,7 @@ def test_a_checkpoint_from_before_a_merge_takes_part_in_it(make: Make) -> None:
 SHORT = {"training": {"total_steps": 25, "warmup_steps": 5}}  # over with step 30, which is round 3
 
 
+@pytest.mark.slow
 def test_the_end_of_the_schedule_is_told_once_and_training_goes_on(make: Make) -> None:
     peer = make(SHORT, max_rounds=5)
     peer.trainer.run()
@@ -116,6 +118,7 @@ def test_who_joins_after_the_end_of_the_schedule_is_told_at_once(make: Make) -> 
     assert [event["round"] for event in peer.events("schedule_end")] == [7]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_with_its_schedule_ends_with_that_round_and_a_checkpoint(make: Make) -> None:
     peer = make({"training": {**SHORT["training"], "at_end": "stop"}})
     peer.trainer.run()
@@ -128,6 +131,7 @@ def test_a_run_that_ends_with_its_schedule_ends_with_that_round_and_a_checkpoint
     assert peer.network.presences[-2:] == ["waiting", "leaving"]  # first for those whose last round failed
 
 
+@pytest.mark.slow
 def test_the_loss_is_measured_every_so_many_rounds_and_at_both_ends(make: Make) -> None:
     ids_BS = np.arange(3 * 64, dtype=np.int64).reshape(3, 64) % 200
     peer = make({"evaluation": {"every_rounds": 3}}, max_rounds=8, evaluation=[ids_BS])
@@ -163,6 +167,7 @@ def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     assert peer.trainer.step == 8  # what was done is no secret, but it is not work for a round
 
 
+@pytest.mark.slow
 def test_trainers_that_share_nothing_but_a_port_agree_round_after_round(tmp_path: Path) -> None:
     """Three trainers and their rounds, with no network process, no pipe and no socket between them."""
     peers = memory_swarm(tmp_path, [(0, 1, 2), (3, 4, 5), (6, 7)], max_rounds=4)
