@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --quick ]; then
     shift
-    set -- -m "not swarm and not slow" "$@"
+    set -- -n 2 --dist load -m "not swarm and not slow" "$@"
 fi
 bash scripts/setup.sh
 .venv/bin/ruff check .

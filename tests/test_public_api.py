@@ -54,6 +54,7 @@ def run_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_import_is_quick_and_the_names_are_complete(tmp_path: Path) -> None:
     code = """
 import sys

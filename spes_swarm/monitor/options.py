@@ -40,6 +40,29 @@ def parse_options(arguments: list[str] | None) -> Options:
         ConfigError: an unknown flag, a wrong value, or flags that contradict each other.
         AddressError: an address that cannot be used.
     """
+    values = _parser().parse_args(arguments)
+    options = Options(
+        initial_peers=tuple(check_peer_address(maddr) for maddr in values.initial_peers),
+        run_id=values.run_id,
+        once=values.once,
+        json=values.json,
+        web=None if values.web is None else _host_and_port(values.web),
+        history=values.history,
+        replay=values.replay,
+        plot=values.plot,
+        bootstrap=values.bootstrap,
+        host_maddrs=tuple(check_listen_address(maddr) for maddr in values.host_maddrs),
+        announce_maddrs=tuple(check_listen_address(maddr, announced=True) for maddr in values.announce_maddrs),
+        identity=values.identity,
+        log=values.log,
+        refresh_s=_positive("--refresh", values.refresh),
+        timeout_s=_positive("--bootstrap-timeout", values.bootstrap_timeout),
+    )
+    _check(options)
+    return options
+
+
+def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m spes_swarm.monitor", description="Watch a swarm from its signed DHT records."
     )
@@ -75,26 +98,7 @@ def parse_options(arguments: list[str] | None) -> Options:
     entry.add_argument(
         "--announce-maddrs", nargs="+", default=[], metavar="MADDR", help="addresses to announce instead"
     )
-    values = parser.parse_args(arguments)
-    options = Options(
-        initial_peers=tuple(check_peer_address(maddr) for maddr in values.initial_peers),
-        run_id=values.run_id,
-        once=values.once,
-        json=values.json,
-        web=None if values.web is None else _host_and_port(values.web),
-        history=values.history,
-        replay=values.replay,
-        plot=values.plot,
-        bootstrap=values.bootstrap,
-        host_maddrs=tuple(check_listen_address(maddr) for maddr in values.host_maddrs),
-        announce_maddrs=tuple(check_listen_address(maddr, announced=True) for maddr in values.announce_maddrs),
-        identity=values.identity,
-        log=values.log,
-        refresh_s=_positive("--refresh", values.refresh),
-        timeout_s=_positive("--bootstrap-timeout", values.bootstrap_timeout),
-    )
-    _check(options)
-    return options
+    return parser
 
 
 def _check(options: Options) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from spes_swarm.base.address import peer_id_of
-from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.shared_vector import attach_from
+from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.config.run import RunConfig
 from spes_swarm.port.messages import RunSettings
 from spes_swarm.protocol.consensus.lineage import Lineage

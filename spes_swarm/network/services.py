@@ -12,9 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
-from spes_swarm.base.shared_vector import attach_from
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.greetings import Greetings

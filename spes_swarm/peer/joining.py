@@ -15,9 +15,9 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
+from spes_swarm.base.arrays import SharedVector
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
-from spes_swarm.base.shared_vector import SharedVector
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest

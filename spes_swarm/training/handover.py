@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.shared_vector import SharedVector
+from spes_swarm.base.arrays import FloatArray, SharedVector
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import Received

@@ -117,6 +117,7 @@ def test_an_announced_address_needs_its_real_port() -> None:
             check_listen_address(wrong, announced=True)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=40) | st.lists(st.sampled_from(["ip4", "tcp", "p2p", "1", "1.2.3.4", PEER, ""])).map("/".join))
 def test_no_text_fails_in_another_way(text: str) -> None:
     for check in (check_peer_address, check_listen_address):

@@ -77,6 +77,7 @@ def test_a_changed_rate_counts_at_once_also_for_what_waits() -> None:
     assert limit.wait_s(limit.book(1000)) == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100_000), st.sampled_from([None, 1e3, 1e5])), max_size=30),
 )

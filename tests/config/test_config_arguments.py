@@ -89,6 +89,7 @@ def test_any_text_is_parsed_or_refused(text: str, num_experts: int) -> None:
         assert wanted == "auto" or 1 <= wanted <= num_experts
 
 
+@pytest.mark.slow
 @given(st.sets(st.integers(0, 63), min_size=1))
 def test_chosen_experts_round_trip(experts: set[int]) -> None:
     assert parse_experts(",".join(map(str, experts)) + ",", 64) == tuple(sorted(experts))

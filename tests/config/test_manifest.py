@@ -47,6 +47,7 @@ def changed(manifest: Manifest, change: Callable[[Content], object], signer: int
     return signed(json.dumps(content).encode(), signer)
 
 
+@pytest.mark.slow
 def test_what_the_founder_wrote_is_what_others_read(manifest: Manifest) -> None:
     received = open_manifest(manifest.to_wire(), "peer", expected_run_id=manifest.run_id)
     assert received == manifest

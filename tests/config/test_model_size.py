@@ -76,6 +76,7 @@ def test_a_founder_who_signs_it_is_refused_too() -> None:
         open_manifest({"manifest": data, "signature": signature}, "peer")
 
 
+@pytest.mark.slow
 def test_the_parameters_are_counted_without_a_model() -> None:
     """Against models that were built, on the meta device: norms are all that is left out."""
     for path in CONFIGS:

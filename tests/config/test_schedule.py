@@ -41,6 +41,7 @@ def expected_rate(step: int, warmup_steps: int, total_steps: int, ratio: float) 
     return (PEAK + minimum) / 2 + (PEAK - minimum) / 2 * turn.real
 
 
+@pytest.mark.slow
 @given(schedules, st.integers(0, 700))
 def test_every_step_has_the_expected_rate(training: TrainingConfig, step: int) -> None:
     expected = expected_rate(step, training.warmup_steps, training.total_steps, training.min_learning_rate_ratio)
@@ -55,6 +56,7 @@ def test_points_of_a_schedule_worked_out_by_hand() -> None:
     )
 
 
+@pytest.mark.slow
 @given(schedules)
 def test_it_rises_to_the_peak_and_then_falls_to_the_minimum(training: TrainingConfig) -> None:
     rates = [learning_rate(step, training) for step in range(training.total_steps + 10)]

@@ -26,6 +26,8 @@ from spes_swarm.evaluate import main
 from spes_swarm.model.sparse_model import build_model
 from tests.helpers.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 TASKS = ROOT / "spes_swarm" / "convert" / "tasks"
@@ -134,7 +136,6 @@ def scores(result: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(score["task"], score["metric"]): score for score in result["scores"]}
 
 
-@pytest.mark.slow
 def test_an_untrained_model_guesses_and_a_trained_one_knows_better(outcomes: dict[str, Any]) -> None:
     untrained, trained = scores(outcomes["untrained.json"]), scores(outcomes["trained.json"])
     assert untrained.keys() == trained.keys()
@@ -150,7 +151,6 @@ def test_an_untrained_model_guesses_and_a_trained_one_knows_better(outcomes: dic
     assert trained[byte]["stderr"] is None
 
 
-@pytest.mark.slow
 def test_the_figures_are_those_of_the_model(outcomes: dict[str, Any], tmp_path: Path) -> None:
     """Bits per byte, recomputed without the harness for texts that fit into one window."""
     rows = [json.loads(line) for line in (TASKS / "python_bytes.jsonl").read_text().splitlines()]
@@ -238,7 +238,6 @@ def test_what_is_not_an_export(tmp_path: Path) -> None:
     check_export(tmp_path)
 
 
-@pytest.mark.slow
 def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export = save(build_model("olmoe", SETTINGS, seed=0, device="cpu"), tmp_path / "export")
     with pytest.raises(ConfigError, match="nowhere: no such directory of tasks"):

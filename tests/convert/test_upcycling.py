@@ -63,6 +63,7 @@ def logits(directory: Path) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the function
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("router_std", [0.0, 1.0])
 def test_without_noise_the_logits_are_reproduced(
@@ -74,6 +75,7 @@ def test_without_noise_the_logits_are_reproduced(
     torch.testing.assert_close(logits(tmp_path / "moe"), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_check_sees_noise(dense: dict[str, Path], tmp_path: Path, kind: str) -> None:
     exact, noisy = options(noise_std=0.0), options(noise_std=0.05)
@@ -156,6 +158,7 @@ def test_noise_is_normal_on_the_wanted_part_and_different_everywhere(tmp_path: P
         assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_dtypes(tmp_path: Path, source_dtype: str, dtype: str) -> None:
@@ -176,6 +179,7 @@ def test_dtypes(tmp_path: Path, source_dtype: str, dtype: str) -> None:
 # --------------------------------------------------------------------------------------------------- the files
 
 
+@pytest.mark.slow
 def test_a_source_in_shards_is_the_same_source(tmp_path: Path) -> None:
     one = save_dense(tmp_path / "one", "qwen3")
     many = save_dense(tmp_path / "many", "qwen3", max_shard_size="20KB")
@@ -187,6 +191,7 @@ def test_a_source_in_shards_is_the_same_source(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_tied_head_becomes_a_copy_of_the_embedding(dense: dict[str, Path], tmp_path: Path) -> None:
     redundant = save_dense(tmp_path / "redundant", "llama")
     weights = load_file(redundant / "model.safetensors")
@@ -290,6 +295,7 @@ def test_weights_that_do_not_fit(tmp_path: Path, changes: dict[str, Tensor | Non
         upcycle(source, tmp_path / "moe", options())
 
 
+@pytest.mark.slow
 def test_directories_that_cannot_be_used(dense: dict[str, Path], tmp_path: Path) -> None:
     source = save_dense(tmp_path / "dense", "qwen3")
     with pytest.raises(CheckpointError, match="no such directory"):

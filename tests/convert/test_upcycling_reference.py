@@ -108,6 +108,7 @@ def test_the_digest_names_the_values_not_the_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rounded_N, flat_from_model(model, layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_run_starts_from_an_upcycled_model(tmp_path: Path, kind: str) -> None:

@@ -66,6 +66,7 @@ def sampler(stream: TokenStream, peer_seed: int = 1, *, run_seed: int = 0, fract
     return Sampler(stream, sequence_length=8, run_seed=run_seed, peer_seed=peer_seed, holdout_fraction=fraction)
 
 
+@pytest.mark.slow
 @given(size=st.integers(1, 3000), key=st.binary(max_size=8))
 def test_a_permutation_is_a_bijection(size: int, key: bytes) -> None:
     values = Permutation(size, key)(np.arange(size))

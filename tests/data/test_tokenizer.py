@@ -53,6 +53,7 @@ def test_transformers_agrees_on_bytes(saved_bytes: Any, text: str) -> None:
     assert saved_bytes.decode(ids) == text
 
 
+@pytest.mark.slow
 @given(ids=st.lists(st.integers(0, 256), max_size=40))
 def test_transformers_agrees_on_decoding_anything(saved_bytes: Any, ids: list[int]) -> None:
     assert saved_bytes.decode(ids) == BYTES.decode(ids)

@@ -302,6 +302,7 @@ def test_experts_are_views_into_live_storage() -> None:
         module.expert_tensor("up_proj", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [(), (2,), (0, 3), (0, 1, 2, 3, 4)])
 @pytest.mark.parametrize("after", [(), (4, 1), (0, 3), (0, 1, 2, 3, 4)])
 def test_holding_others_changes_neither_values_nor_the_function(

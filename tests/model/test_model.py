@@ -381,6 +381,7 @@ def test_an_exported_state_dict_owns_its_memory_and_names_tied_weights_once() ->
     assert state["model.layers.0.mlp.experts.down_proj"].shape == (E, D, F)
 
 
+@pytest.mark.slow
 def test_save_pretrained_and_from_pretrained_accept_the_export(tmp_path: Any) -> None:
     source = build("mixtral", seed=3)
     flat = flat_from_model(source, layout_of(source))

@@ -80,6 +80,7 @@ def test_a_mistake_is_found_before_anything_heavy_is_imported() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_replay_is_printed_as_a_screen_or_as_json(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--replay", str(finished)]) == 0
     shown = capsys.readouterr().out

@@ -61,6 +61,7 @@ def resealed(payload: Any) -> DHTRecord:
 FIELDS = msgpack.unpackb(msgpack.packb(progress().model_dump()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("record", "kind"),
     [

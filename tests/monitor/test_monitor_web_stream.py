@@ -23,6 +23,7 @@ def served() -> Iterator[Served]:
         yield running
 
 
+@pytest.mark.slow
 def test_a_stream_begins_with_the_state_and_goes_on_with_changes(served: Served) -> None:
     with served.events() as events:
         name, state = next(events)

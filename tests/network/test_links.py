@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from spes_swarm.network.link.links import Links
 from spes_swarm.protocol.members.standing import Neighbour
 from tests.helpers.hosts import hosts, run
@@ -88,6 +90,7 @@ def test_a_direct_way_is_tried_first_and_a_relay_only_then() -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_relayed_link_becomes_direct_again_but_not_during_a_round() -> None:
     async def scenario() -> None:
         async with hosts(1) as (listening,):

@@ -63,6 +63,7 @@ def test_a_newcomer_fetches_from_all_donors(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_peer_that_was_away_fetches_only_what_has_changed(net: Net) -> None:
     async def test() -> None:
         async with net.peers(2) as (newcomer, donors):
@@ -77,6 +78,7 @@ def test_a_peer_that_was_away_fetches_only_what_has_changed(net: Net) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
     async def test() -> None:
         async with net.peers(3) as (newcomer, donors):

@@ -237,6 +237,7 @@ def lie_about_table(node: Node, table: ReferenceTable) -> None:
     node.rpc._handlers["table"] = serve
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("round_number", [0, 1, 2, 2**39])
 def test_a_false_table_is_outvoted(net: Net, round_number: int) -> None:
     async def test() -> None:
@@ -253,6 +254,7 @@ def test_a_false_table_is_outvoted(net: Net, round_number: int) -> None:
     net.run(test)
 
 
+@pytest.mark.slow
 def test_a_malformed_table_is_named(net: Net) -> None:
     async def test() -> None:
         async with net.peers(2) as (newcomer, donors):

@@ -237,6 +237,7 @@ def test_an_error_is_told_within_its_limit() -> None:
     run(test)
 
 
+@pytest.mark.slow
 @given(
     st.binary(max_size=300)
     | st.builds(

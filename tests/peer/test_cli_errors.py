@@ -34,6 +34,8 @@ from tests.helpers.small_disk import mounted_disk
 from tests.helpers.swarm import TINY_RUN, Swarm, merged, swarm
 from tests.helpers.token_files import token_writer
 
+pytestmark = pytest.mark.slow
+
 # Importing torch and transformers on a busy machine takes most of it.
 REASONABLE_S = 300.0
 _MARK = "SPES_TEST_MARK"
@@ -138,7 +140,6 @@ def out(tmp_path: Path) -> Path:
 # Before anything starts.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -179,7 +180,6 @@ def test_experts_that_the_model_does_not_have(tmp_path: Path, out: Path, experts
     assert not out.exists()
 
 
-@pytest.mark.slow
 def test_metrics_that_cannot_be_written(out: Path) -> None:
     (out / "metrics.jsonl").mkdir(parents=True)
     assert "metrics.jsonl cannot be written: Is a directory" in join(out=out).line()
@@ -188,7 +188,6 @@ def test_metrics_that_cannot_be_written(out: Path) -> None:
 # Before the swarm is reached.
 
 
-@pytest.mark.slow
 def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -> None:
     closed, unroutable = (
         f"/ip4/{where}/p2p/{identity(i).peer_id}" for i, where in enumerate(("127.0.0.1/tcp/1", "127.1.2.3/tcp/2"))
@@ -201,7 +200,6 @@ def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -
         assert "connection refused" in reason
 
 
-@pytest.mark.slow
 def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
     out.mkdir()
     run = RunConfig.from_dict(TINY_RUN, "test")
@@ -211,7 +209,6 @@ def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
     assert "no peer of the last session answers, and with --client-mode no peer could join this one" in line
 
 
-@pytest.mark.slow
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) -> None:
     from spes_swarm.data.tokenizer import train_bpe
 
@@ -222,7 +219,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path, out: Path) 
     assert "the model's vocabulary has only 272" in line
 
 
-@pytest.mark.slow
 def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tmp_path: Path, out: Path) -> None:
     width = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
     changes = {"model": {"settings": width}, "tokenizer": {"name": str(tmp_path / "none.json")}}
@@ -232,7 +228,6 @@ def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tm
     assert "use a machine with more memory, or found a run with a smaller model" in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("has_weights", [False, True], ids=["random", "initial weights"])
 def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weights: bool) -> None:
     from spes_swarm.data.tokenizer import train_bpe
@@ -253,7 +248,6 @@ def token_file(path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
     path = tmp_path / "short.npy"
     with token_writer(path, ByteTokenizer()) as writer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def test_when_the_first_is_gone_the_next_one_is_first(names: set[str], data: st.
     assert line_of(known, HERE) == [name for name in line if name != gone]
 
 
+@pytest.mark.slow
 @given(peers, st.data())
 def test_who_is_at_it_is_given_time_but_not_for_ever(names: set[str], data: st.DataObject) -> None:
     busy = data.draw(st.sampled_from(sorted(names)))

@@ -46,6 +46,7 @@ NOTE = Note(text="hello", count=3)
 # The identity file.
 
 
+@pytest.mark.slow
 def test_an_identity_is_made_once_and_found_again(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "identity.key"
     made = Identity.load_or_create(path)
@@ -282,6 +283,7 @@ def test_an_identity_file_that_others_would_refuse_is_named(tmp_path: Path) -> N
         Identity.load_or_create(path)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=400))
 def test_unsealing_never_fails_in_another_way(data: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -370,6 +372,7 @@ def test_a_statement_is_for_one_run_round_and_model() -> None:
     refused("shape", lambda: open_statement(data, RUN, 3, NUM_BLOCKS + 1))
 
 
+@pytest.mark.slow
 def test_a_group_is_the_same_in_whatever_order_it_was_gathered() -> None:
     sealed = [seal_statement(identity(i), RUN, statement(tokens=i)) for i in range(3)]
     groups = [form_group(RUN, 3, order, NUM_BLOCKS) for order in permutations(sealed)]

@@ -37,6 +37,7 @@ def test_two_sides_of_a_partition_are_not_late(before: list[int], ours: list[int
     assert not other.leads_to(one)
 
 
+@pytest.mark.slow
 def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
     common = commit(Lineage({}), [1] * 5000)
     one, other = commit(common, [1] * 700, "one"), commit(common, [1] * 3000, "other")
@@ -81,6 +82,7 @@ def test_whoever_goes_back_to_an_older_reference_forgets_what_came_after_it() ->
     assert ahead.after(4, b"again" * 8).head == (4, b"againaga")
 
 
+@pytest.mark.slow
 def test_a_lineage_stays_small() -> None:
     commits, marks = commit(Lineage({}), [1] * 5000).to_lists()
     assert len(commits) <= MAX_COMMITS

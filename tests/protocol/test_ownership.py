@@ -60,6 +60,7 @@ def test_a_newcomer_takes_what_the_others_hold_least(given_table: tuple[int, Tab
             assert rank < (counts[passed], blake3(f"newcomer|{passed}".encode()).digest())
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(1, 8))
 def test_the_choice_depends_on_the_leases_only(given_table: tuple[int, Table], want: int) -> None:
     num_experts, table = given_table
@@ -76,6 +77,7 @@ def test_peers_that_start_alone_do_not_all_choose_alike() -> None:
     assert len(choices) > 5
 
 
+@pytest.mark.slow
 @given(tables(), st.integers(1, 8), st.integers(1, 4))
 def test_with_a_target_only_what_has_too_few_holders_is_chosen_but_never_nothing(
     given_table: tuple[int, Table], want: int, replicas: int
@@ -157,6 +159,7 @@ def test_of_several_holders_the_one_with_the_best_claim_keeps_an_expert() -> Non
         assert kept_by == [min(names, key=lambda peer: blake3(f"{peer}|{expert}".encode()).digest())]
 
 
+@pytest.mark.slow
 @given(tables())
 def test_settling_depends_on_who_holds_what_only(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table
@@ -193,6 +196,7 @@ def test_when_all_settle_at_once_every_expert_that_there_is_room_for_gets_a_hold
     assert sum(bool(holders(table, e)) for e in range(num_experts)) == min(room, num_experts)
 
 
+@pytest.mark.slow
 @given(tables())
 def test_when_they_settle_one_after_another_too(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table
@@ -204,6 +208,7 @@ def test_when_they_settle_one_after_another_too(given_table: tuple[int, Table]) 
     assert {peer: settle(table, peer, num_experts) for peer in table} == table
 
 
+@pytest.mark.slow
 @given(tables())
 def test_nobody_moves_when_all_experts_are_held(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table

@@ -102,6 +102,7 @@ def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
     assert len(counts(decide(case))) == min(places(case), len(case.takeable))
 
 
+@pytest.mark.slow
 @thoroughly
 @example(LIMITED_IN_ROTATION)
 @given(cases())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.plan import Form, Plan
@@ -91,6 +92,7 @@ def test_newcomers_are_named_only_for_what_no_newcomer_does() -> None:
     assert named(plan, {}, {HOSTILE}) == [HOSTILE]
 
 
+@pytest.mark.slow
 def test_who_is_late_with_the_work_of_several_rounds_is_not_named() -> None:
     peers = swarm(LARGE, HOLDINGS)
     train(peers)

@@ -227,6 +227,7 @@ def test_who_founds_a_swarm_together_waits_for_all_that_answer() -> None:
     assert standing.patience(["b", "c"], WINDOW_S) == {"b": WINDOW_S, "c": WINDOW_S}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=6), max_size=60),
     st.floats(0.5, 60.0),

@@ -107,6 +107,7 @@ def test_what_is_granted_is_what_a_majority_grants() -> None:
     assert granted_ratios(IDS[:3], [b"", b"x" * VOUCHER_BYTES * MAX_VOUCHED, b""]) == [2.0] * 3
 
 
+@pytest.mark.slow
 def test_what_rounds_usually_come_to_fades() -> None:
     tracks = TrackRecords()
     assert tracks.usual_rms == (0.0, 0.0)

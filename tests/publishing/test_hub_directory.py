@@ -58,6 +58,7 @@ def test_readers_find_each_round_and_the_newest(tmp_path: Path, exports: list[Pa
     AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "main")
 
 
+@pytest.mark.slow
 def test_publishing_again_writes_nothing(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[1])
@@ -77,6 +78,7 @@ def test_unchanged_files_are_shared(tmp_path: Path, exports: list[Path]) -> None
     assert second.bytes_sent < first.bytes_sent - (one / "tokenizer.json").stat().st_size + 100
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_shared(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[1])
@@ -97,6 +99,7 @@ def test_rounds_only_go_forward(tmp_path: Path, exports: list[Path]) -> None:
     assert target.rounds() == [2]
 
 
+@pytest.mark.slow
 def test_a_directory_belongs_to_one_run(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[1])
@@ -221,6 +224,7 @@ def test_a_killed_publisher_leaves_whole_publications(
     assert left_over == {".lock"}
 
 
+@pytest.mark.slow
 def test_what_a_killed_publisher_left_whole_is_used(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[1])

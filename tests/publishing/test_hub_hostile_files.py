@@ -112,6 +112,7 @@ def test_only_regular_files_of_the_announced_size_are_read(revision: Path, damag
                 list(source.blocks(range(len(source.layout.blocks))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_publisher_does_not_read_them_either(revision: Path, tmp_path: Path, damage: Damage) -> None:
     """It compares with what is there: a damaged revision of the same round is replaced, others are not linked."""

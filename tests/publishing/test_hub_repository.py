@@ -200,6 +200,7 @@ def test_a_reference_comes_back(hub: HubServer, name: str, exports: list[Path]) 
     assert hub.counters()["download_bytes"] - before["download_bytes"] < 20_000  # all weights are in the cache
 
 
+@pytest.mark.slow
 def test_a_damaged_cache_is_mended(hub: HubServer, name: str, large: Path, tmp_path: Path) -> None:
     publish(name, large)
     source = open_source(name)
@@ -213,6 +214,7 @@ def test_a_damaged_cache_is_mended(hub: HubServer, name: str, large: Path, tmp_p
     assert reference_N.tobytes() == values(1).tobytes()
 
 
+@pytest.mark.slow
 def test_a_block_is_fetched_without_the_rest(
     hub: HubServer, name: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +266,7 @@ def test_a_connection_that_breaks_costs_one_part(hub: HubServer, name: str, tmp_
     assert seen(hub, name) == publication
 
 
+@pytest.mark.slow
 def test_a_hub_that_goes_away_half_way_is_gone_on_with(hub: HubServer, name: str, tmp_path: Path) -> None:
     """The first files have arrived when all further uploads fail; a second run sends the others."""
     export, publication = packed(tmp_path, 11, "60KB")
@@ -300,6 +303,7 @@ def test_a_hub_that_asks_for_too_much_patience(hub: HubServer, name: str, export
         publish(name, exports[1])
 
 
+@pytest.mark.slow
 def test_a_commit_whose_answer_is_lost_is_made_once(hub: HubServer, name: str, exports: list[Path]) -> None:
     publish(name, exports[1])
     hub.fail_next("lose", match=f"POST /api/models/{name}/commit/")
@@ -413,6 +417,7 @@ def test_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> 
         open_source(name)
 
 
+@pytest.mark.slow
 def test_a_hub_whose_disk_is_full(
     small_disk: Path,  # noqa: F811
     exports: list[Path],

@@ -35,6 +35,7 @@ def empty(source: PublicationSource) -> FloatArray:
     return np.full(source.layout.num_elements, np.nan, dtype=np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_size", ["1GB", "30KB"])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_reference_comes_back_bit_by_bit(tmp_path: Path, model_type: str, shard_size: str) -> None:
@@ -69,6 +70,7 @@ def test_each_revision_can_be_read(tmp_path: Path) -> None:
         open_source(f"file:{tmp_path / 'nowhere'}")
 
 
+@pytest.mark.slow
 def test_where_the_newest_is_damaged_an_earlier_one_is_suggested_and_can_be_read(tmp_path: Path) -> None:
     location = published(tmp_path / "models", 1, 2)
     (tmp_path / "models" / "main" / "spes_swarm.json").write_bytes(b"{")

@@ -143,6 +143,7 @@ def test_an_exported_directory_is_published_as_it_is(tmp_path: Path, capsys: pyt
     assert "--license, --data would change nothing" in line
 
 
+@pytest.mark.slow
 def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = [
         {"event": "round", "round": 1, "eval_loss": 4.0, "peers": 2},
@@ -164,6 +165,7 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
     assert (publication.peers, publication.tokens) == (4, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_a_peer_publishes_to_a_hub(hub: HubServer, name: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = Outcome(capsys, out, "--to", name, "--tag", "milestone", "--private")
@@ -233,6 +235,7 @@ def test_a_full_disk_where_the_peer_is(
     assert sorted(path.name for path in (out / "publication").iterdir()) == [".lock"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_a_hub_without_room(hub: HubServer, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output_dir(tmp_path / SECRET_DIRECTORY, 77)  # weights that no other test has sent
@@ -254,6 +257,7 @@ def test_a_token_that_does_not_do(
 # As a subprocess of a peer.
 
 
+@pytest.mark.slow
 def test_the_background_leaves_processor_and_disk_to_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ SCRIPT = ROOT / "scripts" / "chaos.py"
 # The schedule.
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), num_peers=st.integers(MIN_PEERS, 6), spare=st.integers(0, 3))
 def test_a_schedule_keeps_its_limits_at_every_moment(seed: int, num_peers: int, spare: int) -> None:
     max_peers = max(num_peers + spare, MIN_PEERS + 1)

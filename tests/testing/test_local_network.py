@@ -188,6 +188,7 @@ def test_a_home_router_lets_connections_out_and_none_in() -> None:
             connect(network, 2, 0)
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_nothing_is_left_behind() -> None:
     def namespaces() -> set[str]:

@@ -31,6 +31,7 @@ def test_without_departures_every_expert_is_trained_in_every_round() -> None:
     assert not report.gained  # joiners have chosen well, and nobody ever moves
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything() -> None:
     scenario = replace(ROOM_FOR_ALL, session=Weibull(600.0))
     reports = [run(replace(scenario, seed=seed)) for seed in (1, 1, 2)]
@@ -78,6 +79,7 @@ def test_experts_take_turns_where_there_is_not_room_for_all() -> None:
     assert max(report.ages) <= 2 * 5 + 5  # 18 wait for 12 places: at most two turns
 
 
+@pytest.mark.slow
 def test_the_swarm_keeps_its_size() -> None:
     scenario = Scenario(num_peers=60, num_experts=8, duration_s=24 * 3600.0, round_s=600.0, session=Weibull(1800.0))
     report = run(scenario)

@@ -142,6 +142,7 @@ def test_the_loss_is_measured_every_so_many_rounds_and_at_both_ends(make: Make) 
     assert peer.setup.status.eval_loss_stderr == measured[8]
 
 
+@pytest.mark.slow
 def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     """After beginning again a peer's weight in a round is what it has done since, and nothing is told of the rest."""
     peer = make()

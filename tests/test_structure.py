@@ -1,0 +1,84 @@
+"""The shape of the package: what imports what, and how large things may be."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.repository import ROOT
+
+PACKAGE = ROOT / "spes_swarm"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES if path.parent.name != "tasks"})  # data of the evaluation
+MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 15, 500, 60
+
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print(sorted({"hivemind", "torch", "transformers"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("package", ["spes_swarm.base", "spes_swarm.protocol"])
+def test_what_everything_rests_on_loads_no_heavy_library(package: str) -> None:
+    command = [sys.executable, "-c", _IMPORT_ALL, package]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("protocol/rounds/plan.py", "import hivemind", "The protocol is pure"),
+        ("protocol/rounds/plan.py", "import asyncio", "The protocol is pure"),
+        ("base/arrays.py", "import torch", "What all packages use loads quickly"),
+        ("training/pace.py", "import spes_swarm.network.services", "Imports run one way"),
+    ],
+)
+def test_an_import_against_the_rules_is_found(tmp_path: Path, file: str, line: str, contract: str) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "spes_swarm", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    planted = tmp_path / "spes_swarm" / file
+    source = planted.read_text(encoding="utf-8")
+    planted.write_text(source.replace("from __future__", f"{line}\nfrom __future__", 1), encoding="utf-8")
+    checker = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [checker, "--no-cache"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    broken = [line for line in done.stdout.splitlines() if line.endswith(" BROKEN")]
+    assert f"{contract} BROKEN" in broken
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_is_small_and_says_what_it_is_for(folder: Path) -> None:
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MAX_MODULES
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+def test_files_and_functions_fit_on_a_few_screens() -> None:
+    too_long: list[str] = []
+    for path in MODULES:
+        source = path.read_text(encoding="utf-8")
+        if source.count("\n") > MAX_FILE_LINES:
+            too_long.append(str(path))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path}:{node.lineno} {node.name}")
+    assert not too_long
