@@ -43,8 +43,8 @@ from spes_swarm.monitor.views.terminal import screen
 from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.dht_records import RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.run_records import RunRecordValidator, record_key
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.members.signed import seal

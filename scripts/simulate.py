@@ -28,7 +28,7 @@ from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.members.signed import seal, unseal
-from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement
 from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic

@@ -268,7 +268,7 @@ class MergeConfig(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class OwnershipConfig(Section):
-    """Who trains which expert (see protocol/ownership/assignment.py)."""
+    """Who trains which expert (see protocol/ownership/reassignment.py)."""
 
     replicas: Count | None = None  # target number of holders per expert; None = peers hold as many experts as they can
     rotate_every_rounds: Count = 10  # rounds between rotations when the swarm lacks room for all experts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
-from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress

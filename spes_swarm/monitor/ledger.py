@@ -31,8 +31,8 @@ from spes_swarm.monitor.state import (
     newest_metrics,
     short_id,
 )
-from spes_swarm.protocol.members.metrics import metrics_of
 from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.round_metrics import metrics_of
 
 # Reports count for rounds at most this far from the swarm's.
 _WINDOW: Final = 8
@@ -285,7 +285,7 @@ class Ledger:
         return progress.state
 
     def _next_round(self, at: float) -> tuple[float | None, float]:
-        """(seconds until the next round is due, fraction of its work done), estimated as in training/pace.py."""
+        """(seconds until the next round is due, fraction of its work done), estimated as in training/round_due.py."""
         working = [s for s in self._participants(at) if s.progress.state == "training"]
         if not working:
             return None, 0.0

@@ -1,7 +1,7 @@
 """The state of a run as plain values, the input of every view (terminal, web, Prometheus).
 
-The fields declare the metrics of a peer, a round and the swarm; see protocol/members/metrics.py. Their JSON form (of
-`--once --json` and `/api/state`) has the schema in schema.py. All lists are sorted, so equal states give equal
+The fields declare the metrics of a peer, a round and the swarm; see protocol/members/round_metrics.py. The schema of
+their JSON form (of `--once --json` and `/api/state`) is in schema.py. All lists are sorted, so equal states give equal
 text. Names are sanitised (base/names.py); times are Unix seconds of the swarm's clock.
 """
 
@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.base.decoding import first_complaint
 from spes_swarm.base.names import FAULT_KIND, MAX_NAME_CHARS
-from spes_swarm.protocol.members.metrics import Metric, NotNegative, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import Metric, NotNegative, RoundMetrics, metrics_of
 
 SCHEMA_VERSION: Final = 1
 # The largest exact integer of JavaScript; larger claims of peers are clamped to it.

@@ -12,7 +12,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.monitor.state import RefusalKind
-from spes_swarm.network.link.run_records import MAX_LIFETIME_S, RunRecordValidator, record_key
+from spes_swarm.network.link.dht_records import MAX_LIFETIME_S, RunRecordValidator, record_key
 from spes_swarm.protocol.members.records import Record
 
 # The displayed kind of a refused record, by the validator's reason.

@@ -24,12 +24,12 @@ from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.dht_records import record_key, search
 from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
-from spes_swarm.network.link.run_records import record_key, search
 from spes_swarm.protocol.members.records import Lease, Progress
 
 _CALL_TIMEOUT_S: Final = 5.0

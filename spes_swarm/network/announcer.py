@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.run_records import Records
+from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
-from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
+from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 
 
 @dataclass(eq=False)

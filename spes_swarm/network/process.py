@@ -26,7 +26,7 @@ from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.services import RunServices
+from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
 from spes_swarm.port.messages import Reach, Reply, RunSettings, Sent
 from spes_swarm.protocol.members.identity import Identity

@@ -18,8 +18,8 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
-from spes_swarm.protocol.ownership.assignment import Rules
-from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.ownership.lease_table import Leases
+from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 

@@ -27,7 +27,7 @@ from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.port.commands import Event, FaultSeen
 from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import open_metrics
 from spes_swarm.training.out_of_memory import as_user_error

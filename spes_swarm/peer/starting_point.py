@@ -43,7 +43,7 @@ from spes_swarm.protocol.consensus.reference import ReferenceTable, chunk_digest
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.source import PublicationSource, another_revision
 from spes_swarm.storage.checkpoint import Checkpoint, load_newest
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 
 _COMMAND_TIMEOUT_S = 120.0

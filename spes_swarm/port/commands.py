@@ -78,7 +78,7 @@ class ProcessCommands(Protocol):
 
 
 class RunCommands(Protocol):
-    """Commands that need an open run; see network.services.RunServices."""
+    """Commands that need an open run; see network.run_services.RunServices."""
 
     # The reference.
 

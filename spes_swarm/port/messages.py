@@ -11,9 +11,9 @@ from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import SwarmError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.protocol.members.metrics import RoundMetrics
 from spes_swarm.protocol.members.records import State
-from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.members.round_metrics import RoundMetrics
+from spes_swarm.protocol.ownership.lease_table import Reassignment
 from spes_swarm.protocol.rounds.round_state import CommitReport
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 
 _MIN_RETRY_S, _MAX_RETRY_S = 30.0, 3600.0
 _POLL_S = 0.2

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from spes_swarm.base.errors import ConfigError, UserError
-from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from spes_swarm.storage.metrics_file import Metrics
 
 PROJECT: Final = "spes_swarm"
 _STEP_FIGURES: Final = ("loss", "tokens_per_second", "lr")

@@ -28,8 +28,8 @@ import numpy.typing as npt
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
-from spes_swarm.protocol.ownership.assignment import Rules, choose_experts
-from spes_swarm.protocol.ownership.leases import reassign_group
+from spes_swarm.protocol.ownership.lease_table import reassign_group
+from spes_swarm.protocol.ownership.reassignment import Rules, choose_experts
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 

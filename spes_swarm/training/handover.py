@@ -13,8 +13,8 @@ from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import Received
 from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
-from spes_swarm.storage.metrics import Metrics
-from spes_swarm.training.adoption import WarmUp, read_moments, write_moments
+from spes_swarm.storage.metrics_file import Metrics
+from spes_swarm.training.expert_moments import WarmUp, read_moments, write_moments
 
 _COMMAND_TIMEOUT_S = 30.0
 

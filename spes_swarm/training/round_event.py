@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_swarm.base.errors import NetworkProcessError
 from spes_swarm.port.commands import Commands, Port
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainingStatus
 
 

@@ -20,7 +20,7 @@ from spes_swarm.data.sampler import Sampler
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Port
 from spes_swarm.publishing.background import Publishing
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 
 
 @dataclass

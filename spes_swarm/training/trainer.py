@@ -34,7 +34,7 @@ from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
 from spes_swarm.training.optimiser_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
-from spes_swarm.training.pace import Pace
+from spes_swarm.training.round_due import Pace
 from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.saving import save_peer
 from spes_swarm.training.setup import TrainerSetup

@@ -19,8 +19,8 @@ from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.ownership.assignment import Rules
-from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.ownership.lease_table import Leases
+from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.publishing.target import open_target
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.monitoring import progress

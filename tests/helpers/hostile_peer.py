@@ -30,7 +30,7 @@ from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
-from spes_swarm.network.services import RunServices
+from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, GroupFormed, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
 from spes_swarm.protocol.consensus.codec import EXACT

@@ -19,9 +19,9 @@ from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_mo
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
-from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.ownership.lease_table import Reassignment
 from spes_swarm.protocol.rounds.round_state import CommitReport
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainerSetup
 from spes_swarm.training.trainer import Trainer
 from tests.helpers.ports import LocalPort

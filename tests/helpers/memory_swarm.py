@@ -13,7 +13,7 @@ import numpy as np
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.messages import Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import ReferenceTable
-from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.ownership.lease_table import Reassignment
 from spes_swarm.training.trainer import Trainer
 from tests.helpers.lone_trainer import run_config, trainer_setup
 from tests.helpers.ports import LocalPort

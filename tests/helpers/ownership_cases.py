@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from spes_swarm.protocol.ownership.assignment import Holding, Rules, reassign
+from spes_swarm.protocol.ownership.reassignment import Holding, Rules, reassign
 
 Outcome = dict[str, tuple[int, ...]]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hivemind.dht import DHTNode
 
-from spes_swarm.network.link.run_records import Records
+from spes_swarm.network.link.dht_records import Records
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
 from tests.helpers.hostile_peer import joined

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.state import HistoryPoint, PeerState, SwarmState
-from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
 from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 from tests.helpers.repository import ROOT
 from tests.monitor.test_monitor_history import written
 
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from spes_swarm.protocol.members import metrics, records
-from spes_swarm.protocol.members.metrics import Metric, NotNegative, known_median
+from spes_swarm.protocol.members import round_metrics as metrics, records
+from spes_swarm.protocol.members.round_metrics import Metric, NotNegative, known_median
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMetrics(metrics.RoundMetrics):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spes_swarm.monitor.state import RefusalKind
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.network.link.run_records import MAX_RECORD_BYTES, record_key
+from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES, record_key
 from spes_swarm.protocol.members.records import Record
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.monitoring import START, TTL_S, lease, progress

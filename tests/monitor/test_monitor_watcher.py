@@ -26,8 +26,8 @@ from spes_swarm.monitor.history import History
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.dht_records import Records, RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.run_records import Records, RunRecordValidator, record_key
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.monitoring import lease, progress
 from tests.helpers.repository import ROOT

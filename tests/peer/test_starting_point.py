@@ -21,7 +21,7 @@ from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable, chunks_of
 from spes_swarm.publishing.directory import DirectoryTarget
 from spes_swarm.publishing.source import PublicationSource, open_source
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.ports import LocalPort
 from tests.helpers.publications import MODELS, layout_for, manifest_of, output_dir, packed, values

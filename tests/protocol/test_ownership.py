@@ -9,7 +9,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.protocol.ownership.assignment import (
+from spes_swarm.protocol.ownership.reassignment import (
     Rules,
     choose_experts,
     coverage,

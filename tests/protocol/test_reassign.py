@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.protocol.ownership.assignment import Holding, Rules
+from spes_swarm.protocol.ownership.reassignment import Holding, Rules
 from tests.helpers.ownership_cases import (
     AT_SECOND_CHOICE,
     LIMITED_IN_ROTATION,

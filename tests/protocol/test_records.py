@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from spes_swarm.network.link.daemon import Daemon, bootstrap
-from spes_swarm.network.link.run_records import (
+from spes_swarm.network.link.dht_records import (
     MAX_LIFETIME_S,
     MAX_RECORD_BYTES,
     Records,
@@ -36,6 +36,7 @@ from spes_swarm.network.link.run_records import (
     record_key,
 )
 from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import (
     MAX_EXPERTS,
     MAX_FAULTS,
@@ -46,7 +47,6 @@ from spes_swarm.protocol.members.records import (
     Record,
 )
 from spes_swarm.protocol.members.signed import SignedModel, seal
-from spes_swarm.protocol.members.verified_records import VerifiedRecords
 from tests.helpers.rounds import identity
 
 RUN = "run-1"
@@ -264,7 +264,7 @@ def num_verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return verify(*arguments)
 
     monkeypatch.setattr("spes_swarm.protocol.members.signed.verify", counted)
-    monkeypatch.setattr("spes_swarm.network.link.run_records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
+    monkeypatch.setattr("spes_swarm.network.link.dht_records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
     return counter
 
 

@@ -12,7 +12,7 @@ import pytest
 from hivemind.dht import DHTNode
 
 from spes_swarm.network.link.clock import TOLERANCE_S, Timekeeper
-from spes_swarm.network.link.run_records import Records, RunRecordValidator
+from spes_swarm.network.link.dht_records import Records, RunRecordValidator
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spes_swarm.protocol.ownership.assignment import Rules
+from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Form, make_plan
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic

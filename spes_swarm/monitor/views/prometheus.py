@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from spes_swarm.monitor.state import Consensus, PeerActivity, PeerState, RunInfo, SwarmState
-from spes_swarm.protocol.members.metrics import RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 
 
 def metrics_text(state: SwarmState) -> str:

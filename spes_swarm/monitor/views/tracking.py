@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from spes_swarm.monitor.state import HistoryPoint, StateSource
-from spes_swarm.protocol.members.metrics import metrics_of
+from spes_swarm.protocol.members.round_metrics import metrics_of
 from spes_swarm.storage.trackers import Tracked, Tracker, open_tracker
 
 _DIRECTORY: Final = Path("runs/monitor")  # for trackers that write files

@@ -125,7 +125,7 @@ async def _join_dht(
         initial_peers=list(initial_peers) or None,
         client_mode=client_mode,
         record_validator=validator,
-        reuse_get_requests=False,  # see run_records.search
+        reuse_get_requests=False,  # see dht_records.search
         strict=False,
         ensure_bootstrap_success=False,
         **options,

@@ -22,7 +22,7 @@ from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import GroupFormed, Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.protocol.ownership.leases import Reassignment
+from spes_swarm.protocol.ownership.lease_table import Reassignment
 from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState

@@ -1,4 +1,4 @@
-"""Asks each peer how many tokens it has processed since the last commit, which decides whether a round is due.
+"""Asks each peer how many tokens it has processed since the last commit, from which training/round_due.py decides.
 
 Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now.
 """

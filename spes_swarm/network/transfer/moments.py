@@ -1,6 +1,6 @@
 """Handover of AdamW moments: a peer that gives an expert up serves its moments to the peer that adopts it.
 
-Both sides compute the same table of experts (see protocol/ownership/assignment.py), so nothing is negotiated. The
+Both sides compute the same table of experts (see protocol/ownership/reassignment.py), so nothing is negotiated. The
 giver's trainer puts the moments into shared memory. The adopter fetches them while it already trains with fresh ones.
 
 moment_rules.py defines what the adopter accepts.

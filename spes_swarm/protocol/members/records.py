@@ -1,4 +1,4 @@
-"""The signed records that peers publish about themselves; network/link/run_records.py keeps them in the DHT."""
+"""The signed records that peers publish about themselves; network/link/dht_records.py keeps them in the DHT."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
-from spes_swarm.protocol.ownership.leases import Leases
+from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.rounds.statement import MAX_RMS, Statement
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 

@@ -53,7 +53,7 @@ class Statement(SignedModel):
     # Which commits led to this member's reference (see lineage.py): rounds, ascending, and a mark for each of them.
     commits: Annotated[list[_Round], Field(max_length=MAX_COMMITS)]
     marks: Annotated[bytes, Field(max_length=MAX_COMMITS * MARK_BYTES)]
-    # For ownership/assignment.py, which derives from the group's statements what each member holds after the commit.
+    # For ownership/reassignment.py, which derives from the group's statements what each member holds after the commit.
     room: Annotated[int, Field(ge=0, le=_MAX_EXPERTS)]  # the most experts that this member can hold
     fixed: bool  # its user has named its experts: it adopts no others
     leaving: bool  # this is its last round

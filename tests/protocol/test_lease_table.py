@@ -8,8 +8,8 @@ import pytest
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.ownership.assignment import Rules
-from spes_swarm.protocol.ownership.leases import Leases, Reassignment, reassign_group
+from spes_swarm.protocol.ownership.lease_table import Leases, Reassignment, reassign_group
+from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member
 from tests.helpers.rounds import small_layout
@@ -90,7 +90,7 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
 def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says about its end."""
     now = 100.0
-    monkeypatch.setattr("spes_swarm.protocol.ownership.leases.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("spes_swarm.protocol.ownership.lease_table.time", SimpleNamespace(monotonic=lambda: now))
     mine = Leases("me", 4, Rules(), lease_s=60.0)
 
     def seen(expires: float) -> list[int]:

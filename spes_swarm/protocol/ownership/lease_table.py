@@ -1,4 +1,4 @@
-"""This peer's experts and the others' leases: the lease table between DHT, rounds and trainer."""
+"""This peer's experts and the others' leases, which network/link/dht_records.py has verified."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.ownership import assignment as ownership
-from spes_swarm.protocol.ownership.assignment import Holding, Rules
+from spes_swarm.protocol.ownership import reassignment as ownership
+from spes_swarm.protocol.ownership.reassignment import Holding, Rules
 from spes_swarm.protocol.rounds.plan import Plan
 from spes_swarm.protocol.rounds.statement import Group
 

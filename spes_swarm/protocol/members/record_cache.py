@@ -1,8 +1,8 @@
 """A cache of the signed records that this process has verified.
 
 The same bytes arrive many times: from each node that is queried, at each poll, and once more when the answer is read.
-Only what follows from the bytes alone is cached: the signature, the schema, the writer. The caller checks each time
-what depends on the clock, or on the key and the expiration under which the bytes were found.
+Only what follows from the bytes alone is cached: the signature, the schema, the writer. network/link/dht_records.py
+checks each time what depends on the clock, or on the key and the expiration under which the bytes were found.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import SCHEMAS, Record
 from spes_swarm.protocol.members.signed import Model, seal, unseal
-from spes_swarm.protocol.members.verified_records import VerifiedRecords
 
 MAX_RECORD_BYTES = 4096
 # Records must not claim to be valid for longer than this, or a peer could fill other peers' memory permanently.

@@ -14,7 +14,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, largest_ratio
-from spes_swarm.training.adoption import WarmUp, read_moments, write_moments
+from spes_swarm.training.expert_moments import WarmUp, read_moments, write_moments
 from tests.helpers.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)

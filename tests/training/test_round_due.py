@@ -10,8 +10,8 @@ import pytest
 
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import SwarmView, TokenCounts
-from spes_swarm.training import pace as pace_module
-from spes_swarm.training.pace import Pace
+from spes_swarm.training import round_due as pace_module
+from spes_swarm.training.round_due import Pace
 
 INNER_STEPS = 40
 STEP = 100  # tokens per local step, of every peer

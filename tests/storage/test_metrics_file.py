@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.storage.metrics import Metrics
+from spes_swarm.storage.metrics_file import Metrics
 
 
 @pytest.mark.parametrize("left", ["", '{"event": "step"}\n', '{"event": "step"}\n{"event": "rou'])

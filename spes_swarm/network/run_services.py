@@ -16,11 +16,11 @@ from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.dht_records import Records, RunRecordValidator
 from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
-from spes_swarm.network.link.run_records import Records, RunRecordValidator
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.round.sync_round import SyncRounds
