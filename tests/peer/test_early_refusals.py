@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +32,88 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
-# Runs a command as `python -m` does and reports what it imported.
-_RUN = """
-import json, runpy, sys
-module, report, heavy, *sys.argv[1:] = sys.argv[1:]
-sys.argv[0] = module
-code = 0
-try:
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-except SystemExit as exc:
-    code = exc.code or 0
-finally:
-    with open(report, "w") as file:
-        json.dump({"code": code, "imported": [name for name in heavy.split() if name in sys.modules]}, file)
+COMMANDS = ("join", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
+# Imports at once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
+# process, without the second that the imports take.
+_SERVER = """
+import importlib, json, os, runpy, sys
+heavy, *commands = sys.argv[1:]
+for name in commands:
+    importlib.import_module(name)
+for name in commands:
+    del sys.modules[name]
+sys.exit(f"{name} imports more") if {*heavy.split()} & {*sys.modules} else print("ready", flush=True)
+
+def execute(module, arguments, environment, directory):
+    for number, name in (1, "stdout"), (2, "stderr"):
+        os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as exc:
+        code = exc.code or 0
+    finally:
+        with open(f"{directory}/report.json", "w") as file:
+            json.dump({"code": code, "imported": [name for name in heavy.split() if name in sys.modules]}, file)
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            execute(**json.loads(line))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    os.wait()
+    print("done", flush=True)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[subprocess.Popen[str]]:
+    names = [f"spes_swarm.{name}" if name != "monitor" else "spes_swarm.monitor.__main__" for name in COMMANDS]
+    command = [sys.executable, "-c", _SERVER, " ".join(HEAVY), *names]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        _server[:] = [process]
+        yield process
+        process.communicate()  # closes its input, which ends it
+        assert process.returncode == 0
+
+
+_server: list[subprocess.Popen[str]] = []
 
 
 def run(tmp_path: Path, module: str, *arguments: Any) -> tuple[int, str, str]:
     """Exit code, standard output and the line on standard error of a command that must not import anything heavy."""
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, module, str(report), " ".join(HEAVY), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        timeout=600,
-        check=False,
-    )
+    (process,) = _server
+    assert process.stdin is not None
+    assert process.stdout is not None
+    directory = tmp_path / "run"
+    directory.mkdir(exist_ok=True)
+    request = {
+        "module": module,
+        "arguments": [str(argument) for argument in arguments],
+        "environment": dict(os.environ),
+        "directory": str(directory),
+    }
+    process.stdin.write(json.dumps(request) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n"
+    stdout, stderr, report = (directory / name for name in ("stdout", "stderr", "report.json"))
     outcome = json.loads(report.read_text(encoding="utf-8"))
-    assert outcome["imported"] == [], done.stderr
-    return outcome["code"], done.stdout, done.stderr
+    assert outcome["imported"] == [], stderr.read_text(encoding="utf-8")
+    return outcome["code"], stdout.read_text(encoding="utf-8"), stderr.read_text(encoding="utf-8")
 
 
 def refusal(tmp_path: Path, *arguments: Any) -> str:
@@ -76,7 +127,7 @@ def refusal(tmp_path: Path, *arguments: Any) -> str:
     return line.removeprefix("join: ")
 
 
-@pytest.mark.parametrize("module", ["join", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate"])
+@pytest.mark.parametrize("module", COMMANDS)
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
     code, stdout, stderr = run(tmp_path, f"spes_swarm.{module}", flag)
