@@ -95,7 +95,7 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     """Runs a newcomer that never joins; prints a line for each download, and the bytes so far about once a second."""
     import numpy as np
 
-    from spes_swarm.base.errors import ProtocolError, RoundError
+    from spes_swarm.base.errors import ProtocolError, TransferError
     from spes_swarm.config.manifest import open_manifest
     from spes_swarm.model.sparse_model import build_model, layout_of
     from spes_swarm.network.link.daemon import Daemon
@@ -131,7 +131,7 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
 
         try:
             report = await transfer.download(lambda: donors, None, tell)
-        except RoundError as exc:
+        except TransferError as exc:
             print(json.dumps({"fault": str(exc)}), flush=True)
             continue
         num_bytes += report.payload_bytes
@@ -241,9 +241,9 @@ def measure(kind: str, mbps: float, count: int, rounds: int, phases: int, direct
             without += exchange_times(donors, rounds)
             with newcomers(network, directory / f"phase{phase}", donors, count) as reports:
                 with_downloads += exchange_times(donors, rounds)
-                told = reports()
-            num_downloads += sum("seconds" in report for each in told for report in each)
-            heard = [[report for report in each if "at" in report] for each in told]
+                downloads = reports()
+            num_downloads += sum("seconds" in report for each in downloads for report in each)
+            heard = [[report for report in each if "at" in report] for each in downloads]
             rates.append(sum((e[-1]["bytes"] - e[0]["bytes"]) / (e[-1]["at"] - e[0]["at"]) for e in heard))
     return Outcome(
         kind,

@@ -1,8 +1,8 @@
 """Peer-to-peer training of Mixture-of-Experts language models by sparse expert synchronisation (SPES).
 
-The public interface: settings (`RunConfig`, `PeerConfig`, `load_config`), one stay of a peer in a run (`Session`), the
-export of its model (`export_model`), and the errors that these raise. (The function is not called `export` because the
-command `spes_swarm.export` is a module of that name.)
+The public interface: settings (`RunConfig`, `PeerConfig`, `load_config`), one session of a peer in a run (`Session`),
+the export of its model (`export_model`), and the errors that these raise. (The function is not called `export` because
+the command `spes_swarm.export` is a module of that name.)
 
 `import spes_swarm` is quick. torch, transformers and hivemind are imported with the first name that needs them.
 """

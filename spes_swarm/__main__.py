@@ -25,7 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("command", nargs="*")
     try:
-        given = parser.parse_args(arguments).command
+        options, unknown = parser.parse_known_args(arguments)
+        given = options.command
+        if unknown and not given:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if given:
             dotted = f"spes_swarm.{given[0]}" if given[0] in _COMMANDS else "spes_swarm.COMMAND"
             raise UserError(f"commands are modules: use python -m {dotted}; python -m spes_swarm lists them")

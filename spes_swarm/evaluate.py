@@ -2,9 +2,8 @@
 
     python -m spes_swarm.evaluate EXPORT_DIR
 
-By default it runs the tasks in convert/tasks, whose data comes with this package. Other tasks are given by their name
-in the harness or by the path of a YAML file; most fetch their data from the Hugging Face Hub. Task files may contain
-code.
+Runs the tasks that come with this package, unless --tasks names others: by their name in the harness, or by the path of
+a YAML file. Most of those fetch their data from the Hugging Face Hub. Task files may contain code.
 """
 
 from __future__ import annotations
@@ -29,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _run(_parse(arguments))
     except UserError as exc:
+        print(f"evaluate: {exc}", file=sys.stderr)
+        return 2
+    except OSError as exc:  # the results cannot be written
         print(f"evaluate: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

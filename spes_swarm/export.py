@@ -53,7 +53,7 @@ def export_model(
     from spes_swarm.publishing.pack import RunFacts, pack
     from spes_swarm.publishing.snapshot import newest_snapshot
 
-    snapshot = newest_snapshot(Path(output_dir), on_complaint=on_skipped)
+    snapshot = newest_snapshot(Path(output_dir), on_skipped=on_skipped)
     return pack(snapshot, Path(destination), RunFacts(), max_shard_size)
 
 
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.output_dir,
             options.destination,
             max_shard_size=options.max_shard_size,
-            on_skipped=_say_passed_over,
+            on_skipped=_say_skipped,
         )
     except UserError as exc:
         print(f"export: {exc}", file=sys.stderr)
@@ -89,8 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _say_passed_over(complaint: str) -> None:
-    print(f"export: skipping a checkpoint: {complaint}", file=sys.stderr)
+def _say_skipped(reason: str) -> None:
+    print(f"export: skipping a checkpoint: {reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"upcycle: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("upcycle: interrupted; nothing was written", file=sys.stderr)
+        print("upcycle: interrupted; OUTPUT is complete if it exists", file=sys.stderr)
         return 130
 
 

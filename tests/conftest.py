@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says more about what else the machine does than about the code.
+# The time that an example takes depends more on the load of the machine than on the code.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# For CI: the same examples each time. Who develops explores others with each run.
+# CI runs the same examples each time; elsewhere each run explores new ones.
 settings.register_profile("reproducible", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("explore")
 

@@ -1,4 +1,4 @@
 """Text to tokens to batches: readers, tokenizers, token files, and a resumable sampler.
 
-Imports `base`, `protocol` and `config`. Begin with `corpus.open_corpus`, then `sampler`.
+Imports `base` and `config`. Start with `corpus.open_corpus`, then `sampler`.
 """

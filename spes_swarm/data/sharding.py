@@ -80,8 +80,8 @@ def write_shards(
 
     The shards depend only on the files, the tokenizer (which must be picklable for several processes), the format and
     `shard_tokens`: a shard is closed by the document that makes it at least that long. `on_progress` gets the number of
-    input bytes since its last call. The shards depend only on the files, the tokenizer, the format and `shard_tokens`.
-    After an exception, including Ctrl-C, the completed shards remain and the partial one is removed.
+    input bytes since its last call. After an exception, including Ctrl-C, the completed shards remain and the partial
+    one is removed.
 
     Raises:
         DataError: no usable document; `output` has shards already or cannot be written; a file cannot be opened.

@@ -32,10 +32,8 @@ def build_model(
     """Builds a freshly initialised causal language model in fp32: equal arguments give equal bits (on one machine).
 
     `settings` are fields of the configuration of a transformers type, e.g. "olmoe". Weights are always drawn on the
-    CPU, so they do not depend on `device`; the global random state is unchanged. With `on_meta` there are shapes
-    without memory (seed and device are then unused). Attention is "sdpa" where the architecture supports it, else
-    "eager". Weights are always drawn on the CPU, so they do not depend on `device`; the global random state is
-    unchanged. Attention is "sdpa" where the architecture supports it, else "eager".
+    CPU, so they do not depend on `device`; the global random state is unchanged. Attention is "sdpa" where the
+    architecture supports it, else "eager". With `on_meta` there are shapes without memory (seed and device are unused).
 
     Raises:
         ConfigError: as `config_from_settings`, or transformers cannot build a causal language model from these.

@@ -37,7 +37,7 @@ _ONCE_PAUSE_S = 0.5
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line entry point; returns the exit code."""
+    """Command-line entry point; returns the exit code."""
     try:
         options = parse_options(arguments)
         for stream in (sys.stdout, sys.stderr):

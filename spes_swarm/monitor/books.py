@@ -35,7 +35,9 @@ def clamped(value: float | None) -> float | None:
     return value if value is None else count(value) if isinstance(value, int) else bounded(value)
 
 
-def round_metrics(record: Progress, before: Mapping[str, float | None], *, same_round: bool) -> dict[str, float | None]:
+def metrics_of_record(
+    record: Progress, before: Mapping[str, float | None], *, same_round: bool
+) -> dict[str, float | None]:
     """The round metrics of a record; those that it does not report are carried over from the same peer's last ones."""
     values: dict[str, float | None] = {}
     for name, metric in metrics_of(RoundMetrics).items():
@@ -95,7 +97,7 @@ class RoundBook:
         before = self._entries.get(peer_id)
         if before is not None and before.progress is progress:
             return
-        metrics = round_metrics(progress, before.metrics if before is not None else {}, same_round=True)
+        metrics = metrics_of_record(progress, before.metrics if before is not None else {}, same_round=True)
         experts = frozenset(progress.experts) or (before.experts if before is not None else frozenset())
         self._entries[peer_id] = _Entry(progress, metrics, experts)
 

@@ -16,7 +16,16 @@ from statistics import median_high
 from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
-from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, clamped, count, round_metrics, superfluous
+from spes_swarm.monitor.books import (
+    FORGOTTEN,
+    Known,
+    RoundBook,
+    bounded,
+    clamped,
+    count,
+    metrics_of_record,
+    superfluous,
+)
 from spes_swarm.monitor.state import (
     Consensus,
     ExpertState,
@@ -126,7 +135,7 @@ class Ledger:
             progress=record,
             name=clean_name(record.name),
             seen_at=at - age_s,
-            metrics=round_metrics(record, known.metrics if known is not None else {}, same_round=same_round),
+            metrics=metrics_of_record(record, known.metrics if known is not None else {}, same_round=same_round),
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.

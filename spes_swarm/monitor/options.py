@@ -14,7 +14,7 @@ from spes_swarm.storage.trackers import check_tracker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The command line options, checked to be consistent."""
+    """The command-line options, checked to be consistent."""
 
     initial_peers: tuple[str, ...]
     run_id: str | None

@@ -6,5 +6,6 @@ Imports `base`, `protocol`, `config` and `port`.
 - `round`     the rendezvous and the exchange of a round
 - `transfer`  peer-to-peer transfer of the reference and of experts' moments
 
-Start with `services`, which serves one run; its `_hold_round` runs one round.
+Start with `round.sync_round`, one round from top to bottom, then `run_services`, which creates and connects the
+services of a run.
 """

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from spes_swarm.base.errors import NetworkProcessError
 from spes_swarm.network.process import run_network_process
 from spes_swarm.port.commands import Called, Commands, Event, Notification, Port
-from spes_swarm.port.messages import Reply, Sent, SwarmView
+from spes_swarm.port.messages import Command, Reply, SwarmView
 
 _BEAT_S = 1.0
 _MAX_UNSENT = 4096  # commands queued for a process that does not read them; a trainer sends about ten a second
@@ -50,7 +50,7 @@ class NetworkClient(Port):
         self._pending: dict[int, Future[Any]] = {}
         # A separate thread writes: the pipe to a process that is stopped or starved of CPU fills up, and a blocked
         # write would keep the main thread from handling signals.
-        self._unsent: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()  # None ends the writer
         self._lock = threading.Lock()
         self._dead = False
         self._view: SwarmView | None = None
@@ -92,12 +92,12 @@ class NetworkClient(Port):
 
     def _write_forever(self) -> None:
         with contextlib.suppress(OSError):  # the reader handles the end of the process
-            while True:
-                self._pipe.send_bytes(self._unsent.get())
+            while (message := self._unsent.get()) is not None:
+                self._pipe.send_bytes(message)
 
     def _beat_forever(self) -> None:
         with contextlib.suppress(NetworkProcessError):
-            while True:
+            while not self._dead:
                 if self._unsent.empty():  # heartbeats must not pile up while the process does not read
                     self.submit(Commands.beat)
                 time.sleep(_BEAT_S)
@@ -139,7 +139,7 @@ class NetworkClient(Port):
         """See Port."""
         future: Future[_Result] = Future()
         number = next(self._numbers)
-        message = ForkingPickler.dumps(Sent(number, command.__name__, args, kwargs))
+        message = ForkingPickler.dumps(Command(number, command.__name__, args, kwargs))
         with self._lock:
             if self._dead:
                 raise NetworkProcessError("the network process has ended")
@@ -173,6 +173,10 @@ class NetworkClient(Port):
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        atexit.unregister(self._process.kill)
+        self._unsent.put(None)
+        self._reader.join()  # it sees the end of the pipe
+        self._pipe.close()
 
 
 def no_answer(command: str) -> NetworkProcessError:

@@ -28,7 +28,7 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
-from spes_swarm.port.messages import Reach, Reply, RunSettings, Sent
+from spes_swarm.port.messages import Command, Reach, Reply, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
@@ -55,7 +55,7 @@ class NetworkProcess(ProcessCommands):
     async def serve(self) -> None:
         """Executes commands until the trainer sends `stop` or exits."""
         loop = asyncio.get_running_loop()
-        incoming: asyncio.Queue[Sent | None] = asyncio.Queue()
+        incoming: asyncio.Queue[Command | None] = asyncio.Queue()
 
         def read() -> None:
             try:
@@ -78,7 +78,7 @@ class NetworkProcess(ProcessCommands):
                 await task
                 break
 
-    async def _execute(self, sent: Sent) -> None:
+    async def _execute(self, sent: Command) -> None:
         try:
             result = await getattr(self._executor(sent.name), sent.name)(*sent.args, **sent.kwargs)
             self._send(Reply(sent.number, result))

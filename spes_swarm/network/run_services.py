@@ -33,7 +33,7 @@ from spes_swarm.port.commands import Called, Listener, RunCommands
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
-    Received,
+    ReceivedMoments,
     RoundReport,
     RunSettings,
     SwarmView,
@@ -70,7 +70,7 @@ class RunServices(RunCommands):
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
-        self._greetings = Greetings(rpc, state.roster, self._known_peers, self._initial_maddrs)
+        self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs)
         self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
         stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
@@ -136,15 +136,15 @@ class RunServices(RunCommands):
         self._faults.note(error.kind)
         self._listener.on_fault(peer_id, error)
 
-    # Reachability; see connectivity.Members.
+    # Reachability; see connectivity.RunPeers.
 
     @property
     def reference(self) -> Reference:
         """The run's reference, as this peer has it."""
         return self._state.reference
 
-    def _initial_maddrs(self) -> list[str]:
-        """Addresses to announce to other peers."""
+    def _own_maddrs(self) -> list[str]:
+        """This peer's addresses, as other peers get them; none while it cannot be reached."""
         return self._dht.own_maddrs if self.reachable else []
 
     @property
@@ -338,7 +338,7 @@ class RunServices(RunCommands):
 
     async def fetch_moments(
         self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
-    ) -> dict[int, Received]:
+    ) -> dict[int, ReceivedMoments]:
         """See RunCommands."""
         return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
 

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -37,6 +36,7 @@ from spes_swarm.peer.starting_point import StartingPoint
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
@@ -213,6 +213,9 @@ class Joining:
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, _COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
+        # The network process has mapped both by now; the mappings outlive the descriptors.
+        self._reference.close()
+        self._contribution.close()
         self._batch_size = self._run.training.batch_size_of(peer.batch_size)
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
@@ -342,7 +345,7 @@ class Joining:
         future = self._context.network.submit(command, *args, **kwargs)
         deadline = time.monotonic() + wait_s if wait_s is not None else None
         while True:
-            with suppress(FutureTimeoutError):
+            with suppress(TimeoutError):
                 future.exception(_STOP_POLL_S)  # only waits
                 return future.result()
             if self._context.stop.is_set():
@@ -404,7 +407,7 @@ class Joining:
             self._console.say(line)
         return reach
 
-    def _announce(self, state: Any) -> None:
+    def _announce(self, state: State) -> None:
         self._context.status.phase = state
         self._ask(
             Commands.set_presence,

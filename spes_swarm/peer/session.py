@@ -57,7 +57,7 @@ class Session:
         run: settings of the run to found. If the peer joins or continues a run instead, its settings must be these;
             None accepts any.
         quiet: print nothing.
-        signals: of a program that has installed its handlers already; None: see `run`.
+        signals: the handlers, if the program has installed them already; None: see `run`.
 
     Raises:
         UserError: a setting is impossible, does not fit the output directory, or cannot work on this machine. Nothing
@@ -161,7 +161,7 @@ class Session:
         return context, joining
 
     def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[Event], None]:
-        """Returns what takes the events of the network process, in the reader's thread."""
+        """Returns the callback for events of the network process; it runs in the reader's thread."""
         said_at = time.monotonic()
 
         def listen(event: Event) -> None:

@@ -4,7 +4,7 @@
 function, never by a string, so that mypy checks arguments and results on both sides:
 
     counts = port.ask(Commands.count_tokens, 30.0)
-    report = port.submit(Commands.run_round, tokens=4096, routed=(1024,), leaving=False)  # a Future[RoundReport | ...]
+    future = port.submit(Commands.run_round, tokens=512, routed=(128,), leaving=False)  # Future[RoundReport | CaughtUp]
 
 The other direction is `Notification`: what the network process reports unprompted.
 """
@@ -23,7 +23,7 @@ from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
     Reach,
-    Received,
+    ReceivedMoments,
     RoundReport,
     RunSettings,
     SwarmView,
@@ -138,7 +138,7 @@ class RunCommands(Protocol):
 
     async def fetch_moments(
         self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
-    ) -> dict[int, Received]:
+    ) -> dict[int, ReceivedMoments]:
         """Fetches the moments of experts adopted at a commit into shared memory; returns those that arrived."""
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:

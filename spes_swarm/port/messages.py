@@ -135,7 +135,7 @@ class Reach:
         ]
 
 
-UNKNOWN = Reach(None, None, ())
+UNKNOWN_REACH = Reach(None, None, ())
 
 
 @dataclass
@@ -166,7 +166,7 @@ class SyncProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedMoments:
     """One expert's moments as they arrived."""
 
     peer_id: str
@@ -175,7 +175,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Command:
     """A command to the network process."""
 
     number: int  # the reply has the same number

@@ -7,5 +7,5 @@ Imports only `base`, and not hivemind, torch or transformers, so all of it can b
 - `rounds`     one round: members' statements, who reduces which part, what is accepted, what is committed
 - `ownership`  which peer trains which expert
 
-Begin with `rounds.plan`: who sends what to whom, as a function of signed statements.
+Start with `rounds.plan`: who sends what to whom, as a function of signed statements.
 """

@@ -25,5 +25,5 @@ any time; the next call resumes. SupersededError means that another peer was fas
     loaded = source.load(reference_N)                      # LoadedReference: round, versions, digests, tokens ...
     for block in source.blocks([3, 4]): ...                # LoadedBlock, verified; fetched by byte ranges
 
-Imports the packages below it. Begin with `publisher` (what `spes_swarm.publish` does) and `source` (reading back).
+Imports the packages below it. Start with `publisher` (what `spes_swarm.publish` does) and `source` (reading back).
 """

@@ -152,6 +152,7 @@ class Publishing:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+            self._last_lines()  # closes the output
             self._process = None  # not a failure
         self.look()
 

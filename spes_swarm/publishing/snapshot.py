@@ -73,8 +73,8 @@ def take_snapshot(
     return Snapshot(manifest, model, layout, round_number, tuple(versions), digests, tuple(blocks), tokens)
 
 
-def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lambda complaint: None) -> Snapshot:
-    """Returns a snapshot of the newest checkpoint that verifies; `on_complaint` gets the reason for each one skipped.
+def newest_snapshot(output_dir: Path, on_skipped: Callable[[str], None] = lambda reason: None) -> Snapshot:
+    """Returns a snapshot of the newest checkpoint that verifies; `on_skipped` gets the reason for each one skipped.
 
     Raises:
         CheckpointError: the directory does not belong to a run, or has no usable checkpoint.
@@ -92,7 +92,7 @@ def newest_snapshot(output_dir: Path, on_complaint: Callable[[str], None] = lamb
             with contextlib.suppress(FileNotFoundError):
                 snapshot = _map(checkpoint, manifest, layout)
                 for complaint in complaints:
-                    on_complaint(complaint)
+                    on_skipped(complaint)
                 return snapshot
     if has_broken(directory.checkpoints):
         complaints.append(f"{directory.checkpoints} has only damaged checkpoints, set aside as broken-...")

@@ -1,4 +1,4 @@
 """What a peer stores on disk: its output directory, checkpoints, metrics.
 
-Imports `base`, `protocol` and `config`. Begin with `run_directory`.
+Imports `base`, `protocol` and `config`. Start with `run_directory`.
 """

@@ -1,8 +1,8 @@
 """A swarm in virtual time: which peers train which experts while peers join, leave and die.
 
 Nothing is trained and nothing is sent, but all decisions are made by the code of real peers: joiners choose with
-`assignment.choose_experts`, and each round's group of statements goes through `plan.make_plan` and
-`leases.reassign_group`. A round takes no virtual time: its group has the peers that run when it is due.
+`reassignment.choose_experts`, and each round's group of statements goes through `plan.make_plan` and
+`lease_table.reassign_group`. A round takes no virtual time: its group has the peers that run when it is due.
 
 Session lengths follow the measurements of Stutzbach and Rejaie in BitTorrent swarms ("Understanding Churn in
 Peer-to-Peer Networks", IMC 2006): a Weibull distribution with a shape of 0.34 to 0.59, far from exponential. Most

@@ -11,7 +11,7 @@ import torch
 from spes_swarm.base.arrays import FloatArray, SharedVector
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
-from spes_swarm.port.messages import Received
+from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.expert_moments import WarmUp, read_moments, write_moments
@@ -29,7 +29,7 @@ class Handover:
         self._model = model
         self._optimiser = optimiser
         self._metrics = metrics
-        self._pending: Future[dict[int, Received]] | None = None  # moments being fetched
+        self._pending: Future[dict[int, ReceivedMoments]] | None = None  # moments being fetched
         self._arriving: dict[int, FloatArray] = {}
         self.warm_up = WarmUp(warmup_steps)  # warm-up of adopted experts that have no moments yet
 

@@ -25,7 +25,7 @@ from spes_swarm.storage.metrics_file import Metrics
 
 @dataclass
 class TrainingStatus:
-    """Status shown by the panel; written by the trainer only."""
+    """Status shown by the panel; written by joining and the trainer, `faults` by the network client's reader."""
 
     phase: str = "starting"
     round: int = 0

@@ -14,7 +14,6 @@ import dataclasses
 import math
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Literal
 
 import torch
@@ -334,7 +333,7 @@ class Trainer:
         limit_s = limit_s if limit_s is not None else 2 * self._round_config.stall_timeout_s
         stop_deadline: float | None = None
         while True:
-            with contextlib.suppress(FutureTimeoutError):
+            with contextlib.suppress(TimeoutError):
                 self._pending.exception(timeout=_POLL_S)
                 break
             if self._setup.stop.is_set():

@@ -23,7 +23,7 @@ import numpy as np
 
 from spes_swarm.base.arrays import FloatArray, SharedVector
 from spes_swarm.base.bitmap import bitmap
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.link.daemon import Daemon, bootstrap
@@ -260,7 +260,7 @@ async def take_part(maddr: str, directory: Path) -> None:
                 member.contribution_N[:] = member.reference_N
                 try:
                     report = await services.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
-                except RoundError as exc:
+                except (RoundError, TransferError) as exc:
                     print("round", exc, flush=True)
                     await services.download(if_newer=False)
                     continue

@@ -71,7 +71,7 @@ class StubNetwork:
     on_traffic: Callable[[], None] = lambda: None
 
     async def set_presence(self, presence: Presence) -> None:
-        """See port.Commands; so are those that follow."""
+        """See port.commands.Commands; so are those that follow."""
         self.presences.append(presence.state)
 
     async def view(self) -> SwarmView:

@@ -47,7 +47,7 @@ class _Meeting:
 
 
 class MemoryPeer:
-    """One peer: a trainer, and in place of its network process the commands of port.Commands."""
+    """One peer: a trainer, and in place of its network process the commands of port.commands.Commands."""
 
     def __init__(self, directory: Path, meeting: _Meeting, held: tuple[int, ...], **setup: Any) -> None:
         run = run_config()
@@ -82,7 +82,7 @@ class MemoryPeer:
         return self._meeting.round + 1 if self._meeting.come else 0
 
     async def set_presence(self, presence: Presence) -> None:
-        """See port.Commands; so are those that follow."""
+        """See port.commands.Commands; so are those that follow."""
         self._presence = presence
 
     async def view(self) -> SwarmView:

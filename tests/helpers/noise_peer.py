@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.network.round import sync_round
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.port.messages import CaughtUp
@@ -91,7 +91,7 @@ async def _take_part(
                     member.contribution_N[where] = before_N[where] + noise_N.astype(np.float32)
                 try:
                     report = await services.run_round(TOKENS, (TOKENS,) * len(held), leaving=False)
-                except RoundError as exc:
+                except (RoundError, TransferError) as exc:
                     print("round", exc, flush=True)
                     continue
                 if isinstance(report, CaughtUp):

@@ -18,7 +18,7 @@ class LocalPort(Port):
     """Carries out commands by the coroutines of `executor` that have their names.
 
     Args:
-        executor: has those of port.Commands that are expected, and `called_round`.
+        executor: has those of port.commands.Commands that are expected, and `called_round`.
         in_threads: commands run beside the caller, as in a network process; otherwise before `submit` returns.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Strangers for tests and measurements: daemons with keys of their own that are connected, and take part in nothing.
 
-`python -m tests.helpers.strangers MADDR... --kind KIND` goes on until it is killed. Kinds: `clock`, four peers that say
+`python -m tests.helpers.strangers MADDR... --kind KIND` runs until it is killed. Kinds: `clock`, four peers that say
 that it is 10^6 s later, then right again, earlier, and right, for some seconds each. `ghosts`, fifty records with
 absurd claims of rounds, steps and speeds, and four peers that answer calls, say that they train and come to no round.
 """

@@ -1,4 +1,4 @@
-"""Chunks in pieces, on streams and on disk: nothing counts that has not the digest that was promised."""
+"""Chunks in pieces, on streams and on disk: only data with the announced digest is used."""
 
 from __future__ import annotations
 

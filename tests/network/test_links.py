@@ -1,4 +1,4 @@
-"""Connections to the other members: directly where there is a way, through a relay otherwise."""
+"""Connections to other peers: directly if possible, otherwise through a relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's side of the pipe, when the network process gets no processor."""
+"""The trainer's side of the pipe while the network process gets no CPU time."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from spes_swarm.base.errors import AddressError
 from spes_swarm.network.link.daemon import Daemon, listen_again, port_is_free
 from spes_swarm.network.link.reach import _Answer, greets, judge
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.port.messages import UNKNOWN, Reach
+from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.hosts import hosts, run
 from tests.helpers.rounds import identity
@@ -31,7 +31,7 @@ def test_the_majority_of_those_asked_decides_whether_a_peer_is_reachable() -> No
     assert judge([no, yes, yes], [7]).reachable
     assert judge([no, yes], [7]).reachable  # somebody did get through
     assert judge([no], [7]).reachable is False
-    assert judge([], [7]) == UNKNOWN
+    assert judge([], [7]) == UNKNOWN_REACH
 
 
 def test_peers_of_the_same_local_network_have_no_say_when_others_were_asked() -> None:
@@ -42,7 +42,7 @@ def test_peers_of_the_same_local_network_have_no_say_when_others_were_asked() ->
 
 
 def test_only_what_matters_is_told_to_the_user() -> None:
-    assert UNKNOWN.describe() == []
+    assert UNKNOWN_REACH.describe() == []
     assert Reach(True, "/ip4/127.0.0.1/tcp/7", ("A",)).describe() == []
     assert Reach(False, None, ()).describe() == []
     (line,) = Reach(True, "/ip4/8.8.8.8/tcp/7", ("A", "B")).describe()
@@ -129,12 +129,12 @@ def test_a_peer_is_told_whether_its_port_takes_connections() -> None:
             maddrs = await asking.maddrs()
             endpoint = tcp_endpoint(maddrs[0])
             assert endpoint is not None
-            assert await asking.reach.check([], maddrs) == UNKNOWN
+            assert await asking.reach.check([], maddrs) == UNKNOWN_REACH
             await asking.connect(asked)
             found = await asking.reach.check([asked.peer_id], maddrs)
             assert found == Reach(True, f"/ip4/127.0.0.1/tcp/{endpoint[1]}", (asked.peer_id,))
             # Once in a while is enough: a second question at once is not answered, and no fault either.
-            assert await asking.reach.check([asked.peer_id], maddrs) == UNKNOWN
+            assert await asking.reach.check([asked.peer_id], maddrs) == UNKNOWN_REACH
             await asyncio.sleep(2.1)
             with socket.create_server(("127.0.0.1", 0)) as other:  # somebody listens there, but it is not libp2p
                 silent = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
@@ -171,6 +171,6 @@ def test_what_the_user_announces_is_not_judged_at_another_address() -> None:
         async with hosts(2) as (asking, asked):
             await asking.connect(asked)
             announced = ["/ip4/192.0.2.1/tcp/31337"]
-            assert await asking.reach.check([asked.peer_id], announced, announced=True) == UNKNOWN
+            assert await asking.reach.check([asked.peer_id], announced, announced=True) == UNKNOWN_REACH
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""Circuits through a third peer, for pairs that have no way to each other."""
+"""Circuits through a third peer, for pairs that cannot connect directly."""
 
 from __future__ import annotations
 

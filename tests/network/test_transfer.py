@@ -1,4 +1,4 @@
-"""State transfer over libp2p: any of many donors may die, dawdle or commit, and the newcomer be cut off."""
+"""State transfer over libp2p: donors may die, stall or commit, and the newcomer may be cut off."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 # Importing torch and transformers on a busy machine takes most of it.
 REASONABLE_S = 300.0
 _MARK = "SPES_TEST_MARK"
-_CONTEXT = multiprocessing.get_context("forkserver")  # what it has imported is said in forked.py
+_CONTEXT = multiprocessing.get_context("forkserver")  # its imports: spes_swarm/testing/forked_peer.py
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def command(*arguments: Any) -> Outcome:
 
 
 def join(*arguments: Any, out: Path) -> Outcome:
-    """The same, spared the seconds of imports (see forked.py)."""
+    """The same, spared the seconds of imports (see spes_swarm/testing/forked_peer.py)."""
     started = time.monotonic()
     every = [*map(str, arguments), "--output-dir", str(out)]
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
 COMMANDS = ("join", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
-# Imports at once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
+# Imports once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
 # process, without the second that the imports take.
 _SERVER = """
 import importlib, json, os, runpy, sys

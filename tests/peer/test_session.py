@@ -1,4 +1,4 @@
-"""When a peer that was told to begin together with others begins."""
+"""How peers that are started together wait for each other."""
 
 from __future__ import annotations
 

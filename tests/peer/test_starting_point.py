@@ -73,7 +73,7 @@ class Newcomer:
         )
 
     async def view(self) -> SwarmView:
-        """See port.Commands; so are those that follow."""
+        """See port.commands.Commands; so are those that follow."""
         return SwarmView(int(self.others is not None), 0, 0, 0, 0.0, 0.0, 0.0, 0, 0)
 
     async def swarm_table(self) -> ReferenceTable | None:

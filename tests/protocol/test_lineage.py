@@ -1,4 +1,4 @@
-"""Who is late and who went another way."""
+"""Late peers and partitioned peers are told apart."""
 
 from __future__ import annotations
 

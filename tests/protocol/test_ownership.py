@@ -1,4 +1,4 @@
-"""Who trains which expert, when everybody decides alone."""
+"""Which peer trains which expert, when every peer decides on its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos experiments: what is drawn, what is counted, and a short one with real peers."""
+"""Chaos experiments: schedules, reports, and a short run with real peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses that are no numbers: a peer recovers by itself where it can, and says so where it cannot."""
+"""NaN and infinite losses: the peer recovers where it can, and otherwise reports why it cannot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is not there: one line, exit code 2, and a swarm that was left in order."""
+"""Failed allocations: one line, exit code 2, and an orderly departure from the swarm."""
 
 from __future__ import annotations
 

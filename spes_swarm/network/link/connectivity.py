@@ -18,7 +18,7 @@ from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.relay import Relay
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.port.commands import LinkMade
-from spes_swarm.port.messages import UNKNOWN, Reach
+from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 from spes_swarm.protocol.members.standing import Neighbour
 
 _TEND_S = 2.0
@@ -27,7 +27,7 @@ _REVIEW_S = 300.0
 _DOUBT_S = 30.0  # until a negative result is confirmed, before this peer counts as unreachable
 
 
-class Members(Protocol):
+class RunPeers(Protocol):
     """The run that this peer takes part in (RunServices)."""
 
     @property
@@ -64,12 +64,12 @@ class Connectivity:
         self._daemon = daemon
         self._announced = announced
         self._use_relays = relay
-        self._tell = notify
+        self._notify = notify
         self._on_fault = on_fault
         self._reach = ReachService(daemon, rpc)
         self._relay = Relay(daemon, enabled=relay)
         self._links: Links | None = None
-        self.found = UNKNOWN  # the latest result of the check whether this peer can be reached
+        self.found = UNKNOWN_REACH  # the latest result of the check whether this peer can be reached
         self._doubted = False
         self._next_review = time.monotonic() + _FIRST_REVIEW_S
         self._task: asyncio.Task[None] | None = None
@@ -82,35 +82,35 @@ class Connectivity:
     async def check(self) -> Reach:
         """Asks connected peers whether this one can be reached; see reach.py."""
         peers = list(await self._daemon.connections())
-        self.found = await self._ask(peers) if peers else UNKNOWN
+        self.found = await self._ask(peers) if peers else UNKNOWN_REACH
         return self.found
 
     async def _ask(self, peers: list[str]) -> Reach:
         return await self._reach.check(peers, await self._daemon.maddrs(), announced=self._announced)
 
-    def attend(self, members: Members, *, review: bool, is_busy: Callable[[], bool]) -> None:
-        """Starts maintaining the connections to the members of a run.
+    def attend(self, run: RunPeers, *, review: bool, is_busy: Callable[[], bool]) -> None:
+        """Starts maintaining the connections to the peers of a run.
 
-        With `review`, reachability is checked again from time to time, and `members` updated. While `is_busy` in a
+        With `review`, reachability is checked again from time to time, and `run` updated. While `is_busy` in a
         round, connections that work are left alone.
         """
-        self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in members.neighbours())
+        self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in run.neighbours())
         links = self._links = Links(
             self._daemon,
             use_relays=self._use_relays,
-            maddrs_of=members.maddrs_of,
-            on_link=lambda peer_id, relayed: self._tell(LinkMade(peer_id, relayed)),
+            maddrs_of=run.maddrs_of,
+            on_link=lambda peer_id, relayed: self._notify(LinkMade(peer_id, relayed)),
         )
 
         if self.found.reachable:
-            members.set_reach(True, self.found.address)
+            run.set_reach(True, self.found.address)
         if self.found.reachable is not None:
             self._next_review = time.monotonic() + _REVIEW_S
 
         async def look_around() -> None:
-            await links.tend(members.neighbours(), reachable=members.reachable, busy=is_busy())
+            await links.tend(run.neighbours(), reachable=run.reachable, busy=is_busy())
             if review and time.monotonic() >= self._next_review:
-                await self._review(members)
+                await self._review(run)
 
         async def repeat() -> None:
             while True:
@@ -122,22 +122,22 @@ class Connectivity:
 
         self._task = asyncio.create_task(repeat())
 
-    async def _review(self, members: Members) -> None:
+    async def _review(self, run: RunPeers) -> None:
         """Checks again; a negative result is confirmed before this peer stops counting as reachable."""
-        known = {neighbour.peer_id for neighbour in members.neighbours()}
+        known = {neighbour.peer_id for neighbour in run.neighbours()}
         peers = [peer for peer in await self._daemon.connections() if peer in known]
         if not peers:
             return
         random.shuffle(peers)
         found = await self._ask(peers)
-        doubtful = found.reachable is False and members.reachable and not self._doubted
+        doubtful = found.reachable is False and run.reachable and not self._doubted
         self._doubted = doubtful
         self._next_review = time.monotonic() + (_DOUBT_S if doubtful else _REVIEW_S)
         if found.reachable is None or doubtful:
             return
-        members.set_reach(found.reachable, found.address if found.reachable else None)
+        run.set_reach(found.reachable, found.address if found.reachable else None)
         if (found.reachable, found.address) != (self.found.reachable, self.found.address):
-            self._tell(found)
+            self._notify(found)
         self.found = found
 
     def stop(self) -> None:

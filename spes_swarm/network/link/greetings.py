@@ -22,12 +22,10 @@ _MAX_UNDER_WAY = 32
 class Greetings:
     """Greets peers, and answers their greetings with this peer's own addresses, none while it cannot be reached."""
 
-    def __init__(
-        self, rpc: Rpc, roster: Roster, acquaintances: KnownPeers, own_maddrs: Callable[[], list[str]]
-    ) -> None:
+    def __init__(self, rpc: Rpc, roster: Roster, known_peers: KnownPeers, own_maddrs: Callable[[], list[str]]) -> None:
         self._rpc = rpc
         self._roster = roster
-        self._known_peers = acquaintances
+        self._known_peers = known_peers
         self._own_maddrs = own_maddrs
         self._tried_at: dict[str, float] = {}
         self._under_way: set[asyncio.Task[list[str]]] = set()

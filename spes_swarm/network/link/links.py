@@ -1,4 +1,4 @@
-"""Keeps this peer connected to the members that it works with: directly, or else through another member (relay.py).
+"""Keeps this peer connected to the others that it works with: directly, or else through another one (relay.py).
 
 libp2p detects and closes a dead connection within 40 s; here it is replaced by one that works.
 """
@@ -49,9 +49,9 @@ class _Attempts:
 
 @dataclass(eq=False)
 class Links:
-    """The connections of one peer to the members of its run, through relays if `use_relays`.
+    """The connections of one peer to the others of its run, through relays if `use_relays`.
 
-    `on_link` is called when a member's connection starts (True) or stops (False) going through a relay.
+    `on_link` is called when a peer's connection starts (True) or stops (False) going through a relay.
     """
 
     daemon: Daemon
@@ -63,7 +63,7 @@ class Links:
     _returns: dict[str, _Attempts] = field(default_factory=dict)  # to a direct connection
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    async def tend(self, members: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
+    async def tend(self, peers: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
         """Maintains the connections to the other live peers of the run; dialling continues in the background.
 
         Two peers that are not `reachable` need no connection to each other: neither reduces nor leads. While `busy` in
@@ -71,17 +71,17 @@ class Links:
         """
         connections = await self.daemon.connections()
         # Two clients exchange only experts' moments: worth a circuit for each pair while clients are few.
-        all_pairs = sum(not member.reachable for member in members) <= _MAX_OTHER_CLIENTS
-        wanted = {member.peer_id: member for member in members if reachable or member.reachable or all_pairs}
+        all_pairs = sum(not peer.reachable for peer in peers) <= _MAX_OTHER_CLIENTS
+        wanted = {peer.peer_id: peer for peer in peers if reachable or peer.reachable or all_pairs}
         for table in (self._attempts, self._returns):
             for peer_id in table.keys() - wanted.keys():
                 del table[peer_id]
         relays = [
-            member.peer_id
-            for member in sorted(members, key=lambda member: not member.reachable)
-            if any(not is_circuit(maddr) for maddr in connections.get(member.peer_id, []))
+            peer.peer_id
+            for peer in sorted(peers, key=lambda peer: not peer.reachable)
+            if any(not is_circuit(maddr) for maddr in connections.get(peer.peer_id, []))
         ]
-        for peer_id, member in wanted.items():
+        for peer_id, peer in wanted.items():
             maddrs = connections.get(peer_id, [])
             relayed = bool(maddrs) and all(is_circuit(maddr) for maddr in maddrs)
             if relayed and peer_id not in self._returns:
@@ -101,28 +101,28 @@ class Links:
                 attempts = self._attempts.get(peer_id)
                 if attempts is None:
                     attempts = self._attempts[peer_id] = _Attempts(_MIN_PAUSE_S, _MAX_PAUSE_S)
-                    if not member.reachable:
-                        # The member opens the connection itself, and needs a moment to find this peer.
+                    if not peer.reachable:
+                        # The peer opens the connection itself, and needs a moment to find this peer.
                         attempts.next_at = time.monotonic() + (_MIN_PAUSE_S if reachable else _CLIENT_PAUSE_S)
                 if attempts.due():
                     attempts.postpone()
-                    self._spawn(peer_id, self._connect(member, [relay for relay in relays if relay != peer_id]))
+                    self._spawn(peer_id, self._connect(peer, [relay for relay in relays if relay != peer_id]))
 
     def _spawn(self, peer_id: str, coroutine: Coroutine[Any, Any, None]) -> None:
         task: asyncio.Task[None] = asyncio.create_task(coroutine)
         self._tasks[peer_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(peer_id, None))
 
-    async def _connect(self, member: Neighbour, relays: Sequence[str]) -> None:
+    async def _connect(self, peer: Neighbour, relays: Sequence[str]) -> None:
         """Connects directly and, if that takes long, through relays at the same time; the first success counts."""
         attempts: set[asyncio.Task[bool]] = set()
         try:
-            if member.reachable:
-                attempts.add(asyncio.create_task(self._dial(member.peer_id, [], _DIRECT_TIMEOUT_S)))
+            if peer.reachable:
+                attempts.add(asyncio.create_task(self._dial(peer.peer_id, [], _DIRECT_TIMEOUT_S)))
                 finished, attempts = await asyncio.wait(attempts, timeout=_HEAD_START_S)
                 if any(task.result() for task in finished):
                     return
-            attempts.add(asyncio.create_task(self._dial_through(member.peer_id, relays if self.use_relays else [])))
+            attempts.add(asyncio.create_task(self._dial_through(peer.peer_id, relays if self.use_relays else [])))
             while attempts:
                 finished, attempts = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
                 if any(task.result() for task in finished):

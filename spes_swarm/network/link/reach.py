@@ -19,7 +19,7 @@ from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.port.messages import UNKNOWN, Reach
+from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
@@ -68,7 +68,7 @@ def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
     public = [answer for answer in answers if ipaddress.ip_address(answer.host).is_global]
     counting = public or list(answers)
     if not counting:
-        return UNKNOWN
+        return UNKNOWN_REACH
     through = [answer for answer in counting if answer.open_ports]
     reachable = 2 * len(through) >= len(counting)
     first = through[0] if reachable else next(answer for answer in counting if not answer.open_ports)
@@ -122,7 +122,7 @@ class ReachService:
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
         ports = list(dict.fromkeys(port for _, port in endpoints))[:_MAX_PORTS]
         if not ports:
-            return UNKNOWN
+            return UNKNOWN_REACH
         answers = await asyncio.gather(*(self._ask(peer, ports) for peer in list(peers)[:_MAX_ASKED]))
         hosts = {host for host, _ in endpoints}
         relevant = [answer for answer in answers if answer is not None and (not announced or answer.host in hosts)]

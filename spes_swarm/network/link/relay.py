@@ -1,8 +1,8 @@
-"""Circuits: connections between two members through a third, where they cannot connect directly.
+"""Circuits: connections between two peers of a run through a third, where they cannot connect directly.
 
 p2pd can be either end of a circuit (libp2p's circuit relay v2, see github.com/libp2p/specs/blob/master/relay), but its
 own relay cannot be used here: on most starts it ends up with default limits, which cut a circuit after 128 KiB or two
-minutes, whatever its flags are. So this process serves relay requests itself, only for live members of its own run,
+minutes, whatever its flags are. So this process serves relay requests itself, only for live peers of its own run,
 without reservations and without a limit on bytes. The ends of a circuit authenticate each other and encrypt as on any
 other connection; the relay forwards bytes that it cannot read.
 
@@ -30,7 +30,7 @@ CIRCUIT = "/p2p-circuit"
 _MAX_MESSAGE_BYTES = 4096
 _SETUP_TIMEOUT_S = 10.0
 _COPY_BYTES = 1 << 16
-# A circuit is one connection between two members, whatever runs over it.
+# A circuit is one connection between two peers, whatever runs over it.
 MAX_CIRCUITS = 256
 MAX_CIRCUITS_PER_PEER = 32
 
@@ -138,7 +138,7 @@ def is_circuit(maddr: str) -> bool:
 
 
 class Relay:
-    """Relays connections between members. Refuses all until `admits` is set, and if `enabled` is False."""
+    """Relays connections between peers. Refuses all until `admits` is set, and if `enabled` is False."""
 
     def __init__(self, daemon: Daemon, *, enabled: bool) -> None:
         self._daemon = daemon

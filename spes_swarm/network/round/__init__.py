@@ -1,4 +1,5 @@
-"""One round: its peers form a group and exchange their data.
+"""One round: its peers form a group, exchange their data and commit.
 
-Start with `rendezvous` (one group per round), then `exchange` (push, pull, repair).
+Start with `sync_round` (the round from top to bottom), then `rendezvous` (one group per round) and `exchange` (push,
+pull, repair).
 """

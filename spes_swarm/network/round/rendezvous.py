@@ -83,15 +83,13 @@ class Rendezvous:
     _gatherings: dict[int, _Gathering] = field(default_factory=dict)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     _following: tuple[int, str] | None = None
-    _failed: dict[int, set[str]] = field(
-        default_factory=dict
-    )  # by round: leaders that failed, also in earlier attempts
+    # By round: leaders that failed, also in earlier attempts.
+    _failed: dict[int, set[str]] = field(default_factory=dict)
     # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
     _past: set[str] = field(default_factory=set)
     _returned: set[str] = field(default_factory=set)
-    _ahead: dict[str, int] = field(
-        default_factory=dict
-    )  # by live peer: the newest round beyond the next that it calls for
+    # By live peer: the newest round beyond the next one that it calls for.
+    _ahead: dict[str, int] = field(default_factory=dict)
     _closed: Group | None = None  # the newest closed group known here
     _spent: bytes = b""  # id of the last group whose exchange failed
 

@@ -1,4 +1,4 @@
-"""Asks each peer how many tokens it has processed since the last commit, from which training/round_due.py decides.
+"""Asks each peer how many tokens it has processed since the last commit, for training/round_due.py.
 
 Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now.
 """

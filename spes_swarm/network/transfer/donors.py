@@ -53,7 +53,7 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
 
 
 class DonorVote:
-    """The donors of one download; `on_fault` is called for those that fail or lie."""
+    """The vote among the donors of one download; `on_fault` is called for donors that fail or lie."""
 
     def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._donors = donors

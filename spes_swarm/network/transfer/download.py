@@ -58,7 +58,7 @@ class Download:
     ) -> None:
         self._reference = reference
         self._donors = donors
-        self._electorate = DonorVote(donors, reference.layout, on_fault)
+        self._vote = DonorVote(donors, reference.layout, on_fault)
         self._stall_timeout_s = stall_timeout_s
         self._partial = partial
         self._on_progress = on_progress
@@ -102,7 +102,7 @@ class Download:
         fruitless = 0
         restored = False
         while fruitless < _MAX_FRUITLESS:
-            table, tables = await self._electorate.vote()
+            table, tables = await self._vote.vote()
             if table is None:
                 fruitless += 1
                 await asyncio.sleep(0.5 * fruitless)
@@ -205,9 +205,9 @@ class Download:
                     continue
                 num_lanes = min(num_lanes + 1, _MAX_DONORS)  # some of the donors may be slow, even on purpose
                 others = set(self._donors.known()) - lanes.keys() - set(waiting)
-                more = {donor for donor in others if donor not in seen or self._electorate.has_recovered(donor)}
+                more = {donor for donor in others if donor not in seen or self._vote.has_recovered(donor)}
                 seen |= more
-                add(await self._electorate.tables_of(more))
+                add(await self._vote.tables_of(more))
         finally:
             for task in lanes.values():
                 task.cancel()
@@ -231,10 +231,10 @@ class Download:
                     return
                 await self._changed.wait(idle_s + 0.01)
         except ProtocolError as exc:
-            self._electorate.note_failure(donor, exc)
+            self._vote.note_failure(donor, exc)
         except STREAM_ERRORS as exc:
             reason = "it closed the stream" if isinstance(exc, EOFError) else str(exc) or type(exc).__name__
-            self._electorate.note_failure(donor, ProtocolError("donor", f"a transfer ended early: {reason}"))
+            self._vote.note_failure(donor, ProtocolError("donor", f"a transfer ended early: {reason}"))
         finally:
             queue.give_up(donor)
             self._changed.notify()

@@ -20,7 +20,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
-from spes_swarm.port.messages import Received
+from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, moments_digest
@@ -115,7 +115,7 @@ class Moments:
 
     async def fetch(
         self, round_number: int, sources: Mapping[int, Sequence[str]], out: Mapping[int, FloatArray]
-    ) -> dict[int, Received]:
+    ) -> dict[int, ReceivedMoments]:
         """Fetches the moments of adopted experts into `out`, each of shape (2N,).
 
         Returns, by expert, those that arrived and that clipped gradients could have produced.
@@ -127,7 +127,7 @@ class Moments:
 
     async def _fetch_one(
         self, round_number: int, expert: int, peers: Sequence[str], out_2N: FloatArray
-    ) -> Received | None:
+    ) -> ReceivedMoments | None:
         for _ in range(_ATTEMPTS):
             for peer in peers:
                 try:
@@ -137,7 +137,7 @@ class Moments:
                 except STREAM_ERRORS:
                     pass  # the giver is gone: try the next one, or keep fresh moments
                 else:
-                    return Received(peer, step, moments_digest(out_2N))
+                    return ReceivedMoments(peer, step, moments_digest(out_2N))
         return None
 
     async def _receive(self, peer: str, round_number: int, expert: int, out_2N: FloatArray) -> int:

@@ -1,4 +1,4 @@
 """The reference: the parameters that the swarm agrees on, block by block.
 
-Begin with `layout` (where each parameter lies in the flat vector), then `reference` (versions, digests, chunks).
+Start with `layout` (where each parameter lies in the flat vector), then `reference` (versions, digests, chunks).
 """

@@ -1,4 +1,4 @@
 """Which peer trains which expert: adoption when a holder dies, rebalancing, rotation, and the moments handed over.
 
-Begin with `assignment.reassign`: what each peer holds after a commit.
+Start with `reassignment.reassign`: what each peer holds after a commit.
 """

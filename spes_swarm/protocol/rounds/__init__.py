@@ -1,4 +1,4 @@
 """One round of sparse synchronisation, as every member computes it.
 
-Begin with `plan` (who reduces which part), then `round_state` (the all-reduce itself: accept, reduce, commit).
+Start with `plan` (who reduces which part), then `round_state` (the all-reduce itself: accept, reduce, commit).
 """
