@@ -1,7 +1,7 @@
 """The port between a peer's trainer and its network process.
 
 `Commands` lists what the network process does for the trainer, one coroutine each. A trainer names a command by its
-function, never by a string, so that mypy checks arguments and results on both sides:
+function, never by a string, so that mypy checks arguments (which are keywords) and results on both sides:
 
     counts = port.ask(Commands.count_tokens, 30.0)
     future = port.submit(Commands.run_round, tokens=512, routed=(128,), leaving=False)  # Future[RoundReport | CaughtUp]
@@ -42,18 +42,24 @@ class ProcessCommands(Protocol):
     """Commands that need no open run; see network.process.NetworkProcess."""
 
     async def start_daemon(
-        self, host_maddrs: list[str], announce_maddrs: list[str], client_mode: bool, relay: bool, private: bool = False
+        self,
+        *,
+        host_maddrs: list[str],
+        announce_maddrs: list[str],
+        client_mode: bool,
+        relay: bool,
+        private: bool = False,
     ) -> list[str]:
         """Starts p2pd, replacing a running one; returns this peer's addresses."""
 
-    async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
+    async def bootstrap(self, *, maddrs: list[str], timeout_s: float) -> list[str]:
         """Connects to the initial peers; see network.link.daemon.bootstrap.
 
         Raises:
             BootstrapError: none of them could be reached.
         """
 
-    async def fetch_manifest(self, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
+    async def fetch_manifest(self, *, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
         """Asks peers for the manifest of the run they take part in.
 
         Raises:
@@ -64,7 +70,7 @@ class ProcessCommands(Protocol):
     async def check_reach(self) -> Reach:
         """Asks connected peers whether they can open connections to this one; see network/link/reach.py."""
 
-    async def open_run(self, settings: RunSettings, review_reach: bool) -> None:
+    async def open_run(self, *, settings: RunSettings, review_reach: bool) -> None:
         """Joins the run's DHT and starts its services on the shared vectors of `settings`.
 
         With `review_reach`, this peer's reachability is checked again from time to time.
@@ -82,10 +88,12 @@ class RunCommands(Protocol):
 
     # The reference.
 
-    async def adopt(self, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int = 0) -> str:
+    async def adopt(
+        self, *, table_round: int, versions: tuple[int, ...], lineage: Lineage, swarm_tokens: int = 0
+    ) -> str:
         """Declares the shared reference (initial weights, a checkpoint, a publication) complete; returns its digest."""
 
-    async def download(self, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
+    async def download(self, *, if_newer: bool, partial: Path | None = None) -> TransferReport | None:
         """Fetches the reference from the other peers, with `if_newer` only a newer one; returns None if there is none.
 
         `partial` is a file that keeps verified chunks in case this peer is killed; see Transfer.download.
@@ -117,36 +125,36 @@ class RunCommands(Protocol):
     async def count_tokens(self) -> TokenCounts:
         """Asks the other peers directly how many tokens they have processed since the last commit."""
 
-    async def set_presence(self, presence: Presence) -> None:
+    async def set_presence(self, *, presence: Presence) -> None:
         """Updates what this peer announces about itself."""
 
-    async def volunteer(self, target: bytes | None, publishing: bool) -> None:
+    async def volunteer(self, *, target: bytes | None, publishing: bool) -> None:
         """Announces that this peer volunteers to publish (or is publishing) to the place with the digest `target`; None
         withdraws. See protocol/members/election.py.
         """
 
     # Experts.
 
-    async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
+    async def claim(self, *, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
         """Takes leases on these experts, or on that many chosen by the rules; returns the experts held.
 
         `room` is the most that this peer can hold. `fixed`: the user chose the experts, which must not change later.
         """
 
-    async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
+    async def offer_moments(self, *, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
         """Serves the moments of experts given up at a commit, from shared memory, to the peers that adopt them."""
 
     async def fetch_moments(
-        self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
+        self, *, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
     ) -> dict[int, ReceivedMoments]:
         """Fetches the moments of experts adopted at a commit into shared memory; returns those that arrived."""
 
-    async def wait_until_fetched(self, timeout_s: float) -> bool:
+    async def wait_until_fetched(self, *, timeout_s: float) -> bool:
         """Waits until the adopters have fetched all moments due from this peer. Returns False after `timeout_s`."""
 
     # Rounds.
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def run_round(self, *, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         """Holds a round with the contribution in shared memory, the tokens processed since the last commit and, of
         those, how many went to each expert held. `leaving`: it is this peer's last round.
 
