@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -23,13 +24,12 @@ from tests.helpers.ownership_cases import (
     gained,
 )
 
-thoroughly = settings(max_examples=300)
+
+def thoroughly(test: Callable[..., None]) -> Callable[..., None]:
+    decorated: Callable[..., None] = pytest.mark.slow(settings(max_examples=300)(test))
+    return decorated
 
 
-# What never happens.
-
-
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
@@ -42,7 +42,6 @@ def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
         assert set(experts) <= set(range(case.num_experts))
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 def test_experts_that_a_user_has_named_stay_within_the_limit(case: Case) -> None:
@@ -53,14 +52,12 @@ def test_experts_that_a_user_has_named_stay_within_the_limit(case: Case) -> None
             assert len(outcome[peer]) >= min(len(holding.experts), case.limit)
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 def test_experts_of_absent_peers_stay_reserved(case: Case) -> None:
     assert counts(decide(case)).keys() <= case.takeable
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(), st.randoms(use_true_random=False))
 def test_the_order_of_the_table_does_not_matter(case: Case, rng: object) -> None:
@@ -75,7 +72,6 @@ def test_the_order_of_the_table_does_not_matter(case: Case, rng: object) -> None
     assert decide(replace(case, table=shuffled)) == decide(case)
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fits=True))
 def test_an_expert_loses_its_last_holder_only_to_one_that_had_none(case: Case) -> None:
@@ -94,7 +90,6 @@ def places(case: Case) -> int:
     return sum(min(holding.room, case.num_experts) for holding in case.movable.values())
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fixed=False))
 def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
@@ -102,7 +97,6 @@ def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
     assert len(counts(decide(case))) == min(places(case), len(case.takeable))
 
 
-@pytest.mark.slow
 @thoroughly
 @example(LIMITED_IN_ROTATION)
 @given(cases())
@@ -115,7 +109,6 @@ def test_experts_that_users_have_named_cost_no_coverage(case: Case) -> None:
     assert {e for experts in kept for e in experts} <= counts(outcome).keys()
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(targets=False, limits=False))
 def test_all_room_is_used(case: Case) -> None:
@@ -124,7 +117,6 @@ def test_all_room_is_used(case: Case) -> None:
         assert len(outcome[peer]) == min(holding.room, len(case.takeable))
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(targets=False))
 def test_all_room_within_the_limit_is_used(case: Case) -> None:
@@ -133,7 +125,6 @@ def test_all_room_within_the_limit_is_used(case: Case) -> None:
         assert len(outcome[peer]) >= min(holding.room, case.limit, len(case.takeable))
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fixed=False, targets=False))
 def test_replicas_differ_by_one_at_most_or_where_there_are_many_by_a_quarter(case: Case) -> None:
@@ -143,7 +134,6 @@ def test_replicas_differ_by_one_at_most_or_where_there_are_many_by_a_quarter(cas
     assert max(sizes, default=0) - fewest <= 1 + fewest // 4
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 @example(AT_SECOND_CHOICE)
@@ -155,7 +145,6 @@ def test_deciding_again_changes_nothing(case: Case) -> None:
         assert decide(replace(case.after(outcome), round_number=later)) == outcome
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fixed=False, targets=False, reservations=False, fits=True))
 def test_no_more_moves_than_needed(case: Case) -> None:
@@ -276,7 +265,6 @@ def replicas_wanted(case: Case) -> int:
     return sum(min(count, target) for count in holds.values())
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fixed=False, limits=False).filter(lambda case: case.rules.replicas is not None))
 def test_no_fewer_replicas_than_possible(case: Case) -> None:
@@ -286,7 +274,6 @@ def test_no_fewer_replicas_than_possible(case: Case) -> None:
 targeted = cases().filter(lambda case: case.rules.replicas is not None)
 
 
-@pytest.mark.slow
 @thoroughly
 @given(targeted)
 def test_named_experts_and_the_limit_cost_no_replicas_that_the_others_have_room_for(case: Case) -> None:
@@ -302,7 +289,6 @@ ONE_OF_TWO = Case({"a": Holding((1,), 2), "b": Holding((1,), 1)}, 2, 34, (1, 29)
 ONE_TOO_MANY = Case({name: Holding((0, 1, 2), 3) for name in "abc"}, 3, 34, (1, 2, 3), rules=Rules(replicas=2))
 
 
-@pytest.mark.slow
 @thoroughly
 @given(targeted)
 @example(ONE_OF_TWO)
@@ -319,7 +305,6 @@ def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: 
             assert all(holds[e] >= case.rules.replicas for e in case.takeable)
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 def test_nobody_with_room_holds_nothing(case: Case) -> None:
@@ -331,7 +316,6 @@ def test_nobody_with_room_holds_nothing(case: Case) -> None:
 # The limit on one member, and experts that users have named.
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(fixed=False))
 def test_beyond_the_limit_a_member_holds_only_what_nobody_else_can(case: Case) -> None:
@@ -371,7 +355,6 @@ def test_who_is_beyond_the_limit_gives_up_what_is_adopted_instead_of_its_offer()
     assert decide(AT_SECOND_CHOICE) == {"a": (0,), "b": (1,), "c": (1, 2)}
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases())
 @example(IN_TWO_TURNS)
@@ -385,7 +368,6 @@ def test_beyond_the_limit_nobody_keeps_a_replica(case: Case) -> None:
             assert {(holds if case.table[peer].fixed else own)[e] for e in experts} == {1}
 
 
-@pytest.mark.slow
 @thoroughly
 @given(cases(), st.data())
 def test_a_claim_of_named_experts_takes_nothing_from_a_swarm_at_rest(case: Case, data: st.DataObject) -> None:

@@ -245,7 +245,7 @@ class Relay:
         one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        """Copies in both directions until one of them ends: half a circuit is of no use."""
+        """Copies in both directions until one of them ends; half a circuit is useless."""
 
         async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with suppress(*STREAM_ERRORS):

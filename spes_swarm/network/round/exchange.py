@@ -229,7 +229,7 @@ class Exchange:
                 probe.cancel()
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
-        """Returns True if no process listens at a silent member's address, so that waiting for it is of no use.
+        """Returns True if no process listens at a silent member's address, so waiting for it is pointless.
 
         A frozen process still accepts connections, and a cut link swallows the call: in neither case is the member
         known to be gone.

@@ -343,10 +343,10 @@ class _Moves:
         if enough is None or not any(self._free(peer) > 0 for peer in self._room):
             return False
         changed = False
-        hopeless: set[int] = set()
+        exhausted: set[int] = set()
         for *_, expert in sorted(self._need(e) for e in self._experts if self._count[e] < enough):
-            while self._count[expert] < enough and expert not in hopeless:
-                steps = self._way_for(expert, hopeless)
+            while self._count[expert] < enough and expert not in exhausted:
+                steps = self._way_for(expert, exhausted)
                 for peer, given_up, taken in steps:
                     if given_up is not None:
                         self._drop(peer, given_up)
@@ -354,8 +354,11 @@ class _Moves:
                 changed = changed or bool(steps)
         return changed
 
-    def _way_for(self, expert: int, hopeless: set[int]) -> list[tuple[str, int | None, int]]:
-        """Moves (peer, expert given up, expert taken) that give `expert` one more holder; or adds to `hopeless`."""
+    def _way_for(self, expert: int, exhausted: set[int]) -> list[tuple[str, int | None, int]]:
+        """Returns moves (peer, expert given up, expert taken) that give `expert` one more holder.
+
+        If there are none, adds `expert` and all experts that were tried to `exhausted`.
+        """
         came_by: dict[int, tuple[str, int]] = {}  # expert -> the peer that would give it up, and for which one
         waiting = sorted(self._room, key=self._turn.__getitem__)
         queue = deque([expert])
@@ -375,7 +378,7 @@ class _Moves:
                     came_by[other] = peer, wanted
                     queue.append(other)
             waiting = [peer for peer in waiting if wanted in self.held[peer]]
-        hopeless |= seen
+        exhausted |= seen
         return []
 
     def _too_many(self, expert: int) -> int:
