@@ -205,7 +205,7 @@ class SparseModel:
 
     # Training
 
-    def hold(self, held: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> None:
+    def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
         """Changes the held experts; all weights keep their values (but see `SparseExperts.hold` on `foreign_dtype`).
 
         The experts' parameters become new objects, so an optimiser made from `param_groups` must be passed here. Its
@@ -223,8 +223,8 @@ class SparseModel:
             old = [getattr(experts, projection) for projection in PROJECTIONS]
             experts.hold(held)
             swapped.update(zip(old, (getattr(experts, projection) for projection in PROJECTIONS), strict=True))
-        if optimizer is not None:
-            _swap_parameters(optimizer, swapped, self.held, held)
+        if optimiser is not None:
+            _swap_parameters(optimiser, swapped, self.held, held)
         self.held = held
 
     def trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -255,23 +255,23 @@ def _check_array(array_N: FlatArray, size: int) -> None:
 
 
 def _swap_parameters(
-    optimizer: torch.optim.Optimizer,
+    optimiser: torch.optim.Optimizer,
     swapped: Mapping[nn.Parameter, nn.Parameter],
     held_before: Sequence[int],
     held_after: Sequence[int],
 ) -> None:
     """Replaces old stacks by new ones, and keeps the state rows of experts that are in both."""
     kept = [(held_before.index(e), row) for row, e in enumerate(held_after) if e in held_before]
-    for group in optimizer.param_groups:
+    for group in optimiser.param_groups:
         group["params"] = [swapped.get(parameter, parameter) for parameter in group["params"]]
     for old, new in swapped.items():
-        if old not in optimizer.state:
+        if old not in optimiser.state:
             continue
-        state = optimizer.state.pop(old)
+        state = optimiser.state.pop(old)
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == old.shape:
                 moved = value.new_zeros(new.shape)
                 for row_before, row_after in kept:
                     moved[row_after].copy_(value[row_before])
                 state[key] = moved
-        optimizer.state[new] = state
+        optimiser.state[new] = state

@@ -33,7 +33,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.port.commands import Commands, Port
+from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
@@ -45,7 +45,6 @@ from spes_swarm.training.trainer import Trainer
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
 _EVALUATION_BATCH = 8
-_COMMAND_TIMEOUT_S = 120.0
 _BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
 _ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
@@ -212,7 +211,7 @@ class Joining:
             upload_mbps=peer.upload_mbps,
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
-        self._ask(Commands.open_run, _COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
+        self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
         # The network process has mapped both by now; the mappings outlive the descriptors.
         self._reference.close()
         self._contribution.close()
@@ -247,7 +246,7 @@ class Joining:
             self._console.say(
                 f"{room} experts requested: a peer keeps at most {run.most_experts} while others can hold the rest"
             )
-        self._held = self._ask(Commands.claim, _COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
+        self._held = self._ask(Commands.claim, COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
 
     def _make_trainer(self) -> None:
         context, peer = self._context, self._peer
@@ -288,7 +287,7 @@ class Joining:
         self._announce("waiting")
         shown = 0
         while not self._context.stop.is_set():
-            here = self._ask(Commands.view, _COMMAND_TIMEOUT_S).num_ready + 1
+            here = self._ask(Commands.view, COMMAND_TIMEOUT_S).num_ready + 1
             if here >= wanted:
                 break
             if here != shown:
@@ -297,7 +296,7 @@ class Joining:
             self._context.stop.wait(0.5)
         # The peers may have resumed from different checkpoints: all continue from the newest.
         self._start.download(if_newer=True)
-        self._table = self._ask(Commands.table, _COMMAND_TIMEOUT_S)
+        self._table = self._ask(Commands.table, COMMAND_TIMEOUT_S)
         self._leave_if_over(self._table.round)
 
     def _load_weights(self) -> None:
@@ -310,7 +309,7 @@ class Joining:
         if self._peer.wait_for_peers > 1:
             self._announce("training")
             others = self._peer.wait_for_peers - 1
-            await_training(lambda: self._ask(Commands.view, _COMMAND_TIMEOUT_S), others, self._context.stop)
+            await_training(lambda: self._ask(Commands.view, COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:
         held, context = self._held, self._context
@@ -368,7 +367,7 @@ class Joining:
         """Starts p2pd, or restarts it for a peer that cannot be reached; returns this peer's addresses."""
         maddrs = self._ask(
             Commands.start_daemon,
-            _COMMAND_TIMEOUT_S,
+            COMMAND_TIMEOUT_S,
             host_maddrs=host_maddrs,
             announce_maddrs=list(self._peer.announce_maddrs),
             client_mode=self._peer.client_mode,
@@ -401,7 +400,7 @@ class Joining:
         elif self._peer.assume_reachable:
             reach = Reach(True, None, ())
         else:
-            reach = self._ask(Commands.check_reach, _COMMAND_TIMEOUT_S)
+            reach = self._ask(Commands.check_reach, COMMAND_TIMEOUT_S)
         self._context.metrics.write(reach.metric, **asdict(reach))
         for line in reach.describe():
             self._console.say(line)
@@ -411,7 +410,7 @@ class Joining:
         self._context.status.phase = state
         self._ask(
             Commands.set_presence,
-            _COMMAND_TIMEOUT_S,
+            COMMAND_TIMEOUT_S,
             presence=Presence(
                 name=self._peer.name or "",
                 state=state,
@@ -441,7 +440,7 @@ class Joining:
         )
 
     def _remember_peers(self) -> None:
-        self._context.directory.remember_peers(self._context.network.ask(Commands.peer_maddrs, _COMMAND_TIMEOUT_S))
+        self._context.directory.remember_peers(self._context.network.ask(Commands.peer_maddrs, COMMAND_TIMEOUT_S))
 
     def _tell_how_to_join(self) -> None:
         if not self._maddrs:

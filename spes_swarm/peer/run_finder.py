@@ -18,13 +18,12 @@ from spes_swarm.peer.capacity import choose_device, plan_experts
 from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
-from spes_swarm.port.commands import Ask, Commands
+from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.source import PublicationSource, open_source
 from spes_swarm.storage.run_directory import RunDirectory
 
-_COMMAND_TIMEOUT_S = 120.0
 _KNOWN_PEERS_TIMEOUT_S = 5.0
 
 
@@ -119,7 +118,7 @@ class RunFinder:
         if not known:
             return []
         try:
-            self._ask(Commands.bootstrap, _COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+            self._ask(Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
             if not self._request.peer.client_mode:
                 self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")

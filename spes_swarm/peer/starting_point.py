@@ -36,7 +36,7 @@ from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.port.commands import Ask, Commands
+from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
 from spes_swarm.protocol.consensus.layout import Block, Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import ReferenceTable, chunk_digest, chunks_of
@@ -45,8 +45,6 @@ from spes_swarm.publishing.source import PublicationSource, another_revision
 from spes_swarm.storage.checkpoint import Checkpoint, load_newest
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
-
-_COMMAND_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +244,7 @@ class StartingPoint:
                     raise
                 self.console.say(f"{exc}; starting from the publication")
                 self._adopt(self._load_publication(source, reference_N))
-        own = self.ask(Commands.table, _COMMAND_TIMEOUT_S)
+        own = self.ask(Commands.table, COMMAND_TIMEOUT_S)
         if source is not None and own.round < source.publication.round:
             raise UserError(
                 f"this peer's reference is of round {own.round}, but round {source.publication.round} is published: "
@@ -257,13 +255,13 @@ class StartingPoint:
         return own
 
     def _num_others(self) -> int:
-        view = self.ask(Commands.view, _COMMAND_TIMEOUT_S)
+        view = self.ask(Commands.view, COMMAND_TIMEOUT_S)
         return view.num_peers
 
     def _adopt(self, filled: _Filled) -> None:
         digest = self.ask(
             Commands.adopt,
-            _COMMAND_TIMEOUT_S,
+            COMMAND_TIMEOUT_S,
             table_round=filled.round,
             versions=filled.versions,
             lineage=filled.lineage,

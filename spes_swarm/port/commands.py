@@ -34,6 +34,9 @@ from spes_swarm.port.messages import (
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 
+# How long a joining peer waits for an answer that needs no other peer, or has a time limit of its own.
+COMMAND_TIMEOUT_S = 120.0
+
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 

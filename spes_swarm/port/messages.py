@@ -13,7 +13,7 @@ from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.records import State
 from spes_swarm.protocol.members.round_metrics import RoundMetrics
-from spes_swarm.protocol.ownership.lease_table import Reassignment
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.round_state import CommitReport
 
 
@@ -76,7 +76,7 @@ class RoundReport:
     group_seconds: float
     exchange_seconds: float
     digest: str
-    experts: Reassignment
+    experts: ExpertChange
     swarm_tokens: int  # of all peers, in all commits up to this one
 
 

@@ -19,7 +19,7 @@ from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_mo
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
-from spes_swarm.protocol.ownership.lease_table import Reassignment
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.round_state import CommitReport
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainerSetup
@@ -106,7 +106,7 @@ class StubNetwork:
             self.reference.values_N[block.start : block.stop] = self.contribution_N[block.start : block.stop]
         self.reference.finish(number, [(index, number) for index in trained])
         commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8)
-        return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), Reassignment(self.held), 0)
+        return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), ExpertChange(self.held), 0)
 
 
 def read_events(path: Path, kind: str) -> list[dict[str, Any]]:

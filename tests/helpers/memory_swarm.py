@@ -13,7 +13,7 @@ import numpy as np
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.messages import Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import ReferenceTable
-from spes_swarm.protocol.ownership.lease_table import Reassignment
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.training.trainer import Trainer
 from tests.helpers.lone_trainer import run_config, trainer_setup
 from tests.helpers.ports import LocalPort
@@ -110,7 +110,7 @@ class MemoryPeer:
         self._mine.tokens, self._mine.routed = tokens, routed
         self._meeting.attend()
         commit = self._mine.reports[-1]
-        return RoundReport(commit, 0.0, 0.0, self._mine.reference.digest.hex(), Reassignment(self._mine.held), 0)
+        return RoundReport(commit, 0.0, 0.0, self._mine.reference.digest.hex(), ExpertChange(self._mine.held), 0)
 
     async def table(self) -> ReferenceTable:
         return self._mine.reference.table

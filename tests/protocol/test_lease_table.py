@@ -8,7 +8,7 @@ import pytest
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.ownership.lease_table import Leases, Reassignment, reassign_group
+from spes_swarm.protocol.ownership.lease_table import ExpertChange, Leases, reassign_group
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member
@@ -132,9 +132,9 @@ def test_what_one_gives_up_another_takes_over_and_both_know_whom_to_ask() -> Non
     (other,) = set(table["b"]) - {3}
     assert {gained, other} == {0, 1}
     stays, goes = leases("a", (2,)), leases("leaver", (0, 1))
-    assert stays.after_commit(formed, plan) == Reassignment(table["a"], {gained: ("leaver",)}, {})
+    assert stays.after_commit(formed, plan) == ExpertChange(table["a"], {gained: ("leaver",)}, {})
     assert stays.held == table["a"]
-    assert goes.after_commit(formed, plan) == Reassignment((), {}, {gained: ("a",), other: ("b",)})
+    assert goes.after_commit(formed, plan) == ExpertChange((), {}, {gained: ("a",), other: ("b",)})
     assert goes.held == ()
 
 
@@ -146,7 +146,7 @@ def test_an_orphan_has_no_giver_and_a_replica_given_up_has_no_taker() -> None:
     assert set(change.lost.values()) <= {()}
     formed, plan = planned(member("a", LAYOUT, held=[0], room=2), member("b", LAYOUT, held=[1, 2], room=2))
     mine = leases("a", (0,))
-    assert mine.after_commit(formed, plan) == Reassignment((0, 3), {3: ()}, {})
+    assert mine.after_commit(formed, plan) == ExpertChange((0, 3), {3: ()}, {})
 
 
 def test_whoever_keeps_an_expert_neither_gives_nor_takes_it() -> None:
@@ -156,9 +156,9 @@ def test_whoever_keeps_an_expert_neither_gives_nor_takes_it() -> None:
     )
     table = reassign_group(formed, plan, 4, Rules())
     (mover,) = (name for name in "abc" if table[name] != (0,))
-    assert leases(mover, (0,)).after_commit(formed, plan) == Reassignment((3,), {3: ()}, {0: ()})
+    assert leases(mover, (0,)).after_commit(formed, plan) == ExpertChange((3,), {3: ()}, {0: ()})
     for name in set("abc") - {mover}:
-        assert leases(name, (0,)).after_commit(formed, plan) == Reassignment((0,), {}, {})
+        assert leases(name, (0,)).after_commit(formed, plan) == ExpertChange((0,), {}, {})
 
 
 def test_absent_peers_experts_are_kept_for_them_by_half_of_the_members() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import SwarmView, TokenCounts
-from spes_swarm.training import round_due as pace_module
+from spes_swarm.training import round_due
 from spes_swarm.training.round_due import Pace
 
 INNER_STEPS = 40
@@ -57,7 +57,7 @@ class Others:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(pace_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(round_due, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 

@@ -22,7 +22,7 @@ from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import GroupFormed, Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.protocol.ownership.lease_table import Reassignment
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
@@ -129,7 +129,7 @@ class SyncRounds:
         staying = [member.peer_id for member in group.members if not member.statement.leaving]
         run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
 
-    def _reassign(self, group: Group, plan: Plan, leaving: bool) -> Reassignment:
+    def _reassign(self, group: Group, plan: Plan, leaving: bool) -> ExpertChange:
         """Determines which experts this peer trains from now on."""
         experts = self.run_state.leases.after_commit(group, plan)
         self.moments.expect(group.round, experts.lost)

@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.ownership import reassignment as ownership
-from spes_swarm.protocol.ownership.reassignment import Holding, Rules
+from spes_swarm.protocol.ownership.reassignment import (
+    Holding,
+    Rules,
+    choose_experts,
+    reassign,
+    reserved_experts,
+    reserving,
+    settle,
+)
 from spes_swarm.protocol.rounds.plan import Plan
 from spes_swarm.protocol.rounds.statement import Group
 
 
 @dataclass(frozen=True)
-class Reassignment:
+class ExpertChange:
     """What the commit of a round changes for this peer."""
 
     held: tuple[int, ...]
@@ -56,23 +63,23 @@ class Leases:
 
     def choose(self, want: int) -> tuple[int, ...]:
         """Takes up to `want` experts, those with the fewest other holders; returns them."""
-        self.held = ownership.choose_experts(self._others, self._me, self._num_experts, want, self._rules)
+        self.held = choose_experts(self._others, self._me, self._num_experts, want, self._rules)
         return self.held
 
     def settle(self) -> bool:
         """Gives up experts that others with a better claim chose at the same time. Returns True if unchanged."""
         before, self.held = (
             self.held,
-            ownership.settle({**self._others, self._me: self.held}, self._me, self._num_experts),
+            settle({**self._others, self._me: self.held}, self._me, self._num_experts),
         )
         return self.held == before
 
     @property
     def leased_bitmap(self) -> bytes:
         """For the statement: the experts that others' unexpired leases reserve."""
-        return bitmap(ownership.reserving(self._others, self._num_experts, self._rules), self._num_experts)
+        return bitmap(reserving(self._others, self._num_experts, self._rules), self._num_experts)
 
-    def after_commit(self, group: Group, plan: Plan) -> Reassignment:
+    def after_commit(self, group: Group, plan: Plan) -> ExpertChange:
         """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
         before = {member.peer_id: set(member.statement.held) for member in group.members}
         after = {peer: set(held) for peer, held in reassign_group(group, plan, self._num_experts, self._rules).items()}
@@ -81,7 +88,7 @@ class Leases:
         givers = {e: tuple(p for p in before if e in before[p] - after.get(p, set())) for e in new - mine}
         takers = {e: tuple(p for p in after if e in after[p] - before[p]) for e in mine - new}
         self.held = tuple(sorted(new))
-        return Reassignment(self.held, givers, takers)
+        return ExpertChange(self.held, givers, takers)
 
 
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
@@ -89,7 +96,7 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
     statements = {member.peer_id: member.statement for member in group.members}
     # Most members see the same leases: each distinct bitmap is unpacked once.
     views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
-    reserved = ownership.reserved_experts(
+    reserved = reserved_experts(
         {expert for statement in statements.values() for expert in statement.held},
         [views[statement.leased] for statement in statements.values()],
     )
@@ -98,7 +105,7 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
     for index, block_plan in plan.blocks.items():
         if index > 0:
             versions[index - 1] = block_plan.new_version(plan.round)
-    return ownership.reassign(
+    return reassign(
         {peer: Holding(tuple(s.held), s.room, s.fixed) for peer, s in statements.items() if not s.leaving},
         num_experts,
         round_number=group.round,

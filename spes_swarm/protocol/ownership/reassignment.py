@@ -30,7 +30,7 @@ from functools import cached_property
 
 from blake3 import blake3
 
-LeaseTable = Mapping[str, Collection[int]]
+ExpertsByPeer = Mapping[str, Collection[int]]
 
 
 def priority(peer_id: str, expert: int) -> bytes:
@@ -38,7 +38,7 @@ def priority(peer_id: str, expert: int) -> bytes:
     return blake3(f"{peer_id}|{expert}".encode()).digest()
 
 
-def coverage(leases: LeaseTable, num_experts: int) -> list[int]:
+def coverage(leases: ExpertsByPeer, num_experts: int) -> list[int]:
     """Number of holders of each expert."""
     counts = Counter(expert for experts in leases.values() for expert in experts)
     return [counts[expert] for expert in range(num_experts)]
@@ -48,7 +48,7 @@ def coverage(leases: LeaseTable, num_experts: int) -> list[int]:
 
 
 def choose_experts(
-    leases: LeaseTable, me: str, num_experts: int, want: int, rules: Rules | None = None
+    leases: ExpertsByPeer, me: str, num_experts: int, want: int, rules: Rules | None = None
 ) -> tuple[int, ...]:
     """Chooses the `want` experts with the fewest other holders; ties are broken by rendezvous hash.
 
@@ -67,7 +67,7 @@ def choose_experts(
     return tuple(sorted(needed or ranked[:1]))
 
 
-def reserving(leases: LeaseTable, num_experts: int, rules: Rules) -> set[int]:
+def reserving(leases: ExpertsByPeer, num_experts: int, rules: Rules) -> set[int]:
     """Experts that these leases keep for their holders while they are absent.
 
     A lease is a claim like any other: it reserves no more than one member may hold, the experts with the smallest hash.
@@ -82,7 +82,7 @@ def reserving(leases: LeaseTable, num_experts: int, rules: Rules) -> set[int]:
     return reserved
 
 
-def settle(leases: LeaseTable, me: str, num_experts: int) -> tuple[int, ...]:
+def settle(leases: ExpertsByPeer, me: str, num_experts: int) -> tuple[int, ...]:
     """What `me` should hold after several peers chose at the same time.
 
     An expert that others hold too is given up for one without a holder, unless this peer has the best claim to it.

@@ -105,10 +105,10 @@ function _error(stderr) {
 
 /** How a loss has changed over the last rounds. */
 function _trend(points, field) {
-  const told = (point) => point[field] !== null;
-  const newest = points.findLast(told);
+  const isKnown = (point) => point[field] !== null;
+  const newest = points.findLast(isKnown);
   if (newest === undefined) return "";
-  const before = points.findLast((point) => told(point) && point.round <= newest.round - TREND_ROUNDS) ?? points.find(told);
+  const before = points.findLast((point) => isKnown(point) && point.round <= newest.round - TREND_ROUNDS) ?? points.find(isKnown);
   const rounds = newest.round - before.round;
   if (rounds === 0) return "";
   const change = newest[field] - before[field];
