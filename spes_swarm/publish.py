@@ -128,7 +128,7 @@ def _parser() -> OneLineParser:
     add("--keep", type=_count, metavar="N", help="afterwards remove the names of all but the newest N rounds")
     add("--private", action="store_true", help="if the repository is created, make it private")
     add("--results", type=Path, metavar="FILE.json", help="tokens, peers, history and contributors for the card")
-    add("--license", metavar="ID", help="for the card: the model's licence, a Hub identifier")
+    add("--license", metavar="ID", help="for the card: the model's license, a Hub identifier")
     add("--base-model", metavar="USER/REPO", help="for the card: the base of an upcycled model")
     add("--data", metavar="TEXT", help="for the card: what the run trains on")
     add("--join-address", metavar="MADDR", help="for the card: a peer's address that may be made public")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from spes_swarm.__main__ import main
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers.repository import ROOT
 
 
 def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:

@@ -66,7 +66,7 @@ class _Sighting:
     metrics: dict[str, float | None]  # of its last round; those that are kept, of the last one that it measured
 
     @property
-    def is_member(self) -> bool:
+    def is_active(self) -> bool:
         """True if it takes part in rounds or waits for others to begin: its reference should match the swarm's."""
         return self.progress.state in ("training", "waiting")
 
@@ -159,14 +159,14 @@ class Ledger:
 
     def _participants(self, at: float) -> list[_Sighting]:
         """Peers that take part in rounds or wait for others to begin, and are not late."""
-        return [s for s in self._peers.values() if s.is_member and s.age_s(at) <= self.progress_ttl_s / 2]
+        return [s for s in self._peers.values() if s.is_active and s.age_s(at) <= self.progress_ttl_s / 2]
 
     def _keep_books(self, now: float) -> None:
         for number in [n for n in self._books if abs(n - self.round) > _WINDOW]:
             del self._books[number]
         for peer_id, sighting in self._peers.items():
             progress = sighting.progress
-            if not (sighting.is_member or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
+            if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
             book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
             book.enter(peer_id, progress)
@@ -233,7 +233,7 @@ class Ledger:
         next_s, progress = self._next_round(at)
         experts = self._experts()
         status: Status = "live" if peers else "no_peers"  # not `replay`, which is for files
-        members = [p for p in peers if self._peers[p.peer_id].is_member]
+        members = [p for p in peers if self._peers[p.peer_id].is_active]
         active = self._participants(at)
         return SwarmState(
             time=now,
@@ -278,7 +278,7 @@ class Ledger:
             age_s=age_s,
             digest=digest,
             # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
-            agrees=not seen.is_member or votes.get(progress.round) in (None, digest),
+            agrees=not seen.is_active or votes.get(progress.round) in (None, digest),
             **{**claimed, **seen.metrics},
         )
 

@@ -30,14 +30,14 @@ class Announcer:
     in_round: bool = False
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
-    _records: Records | None = None
-    _expires: dict[str, float] = field(default_factory=dict)
-    _lease_expires: float = 0.0
-    _lease_is_out: bool = False
-    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    _last_beat: float = field(default_factory=time.monotonic)
+    _records: Records | None = field(default=None, init=False)
+    _expires: dict[str, float] = field(default_factory=dict, init=False)
+    _lease_expires: float = field(default=0.0, init=False)
+    _lease_is_out: bool = field(default=False, init=False)
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _last_beat: float = field(default_factory=time.monotonic, init=False)
     # Two records of a kind must arrive in the order of their expiration.
-    _storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _storing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
         self._config = self.run_state.run.round

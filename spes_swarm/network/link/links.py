@@ -59,9 +59,9 @@ class Links:
     use_relays: bool
     maddrs_of: Callable[[str], Awaitable[list[str]]]  # asks a peer for its addresses
     on_link: Callable[[str, bool], None]
-    _attempts: dict[str, _Attempts] = field(default_factory=dict)
-    _returns: dict[str, _Attempts] = field(default_factory=dict)  # to a direct connection
-    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _attempts: dict[str, _Attempts] = field(default_factory=dict, init=False)
+    _returns: dict[str, _Attempts] = field(default_factory=dict, init=False)  # to a direct connection
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
 
     async def tend(self, peers: Collection[Neighbour], *, reachable: bool, busy: bool) -> None:
         """Maintains the connections to the other live peers of the run; dialling continues in the background.

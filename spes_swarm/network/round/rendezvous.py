@@ -80,17 +80,17 @@ class Rendezvous:
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
-    _gatherings: dict[int, _Gathering] = field(default_factory=dict)
-    _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    _following: tuple[int, str] | None = None
+    _gatherings: dict[int, _Gathering] = field(default_factory=dict, init=False)
+    _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _following: tuple[int, str] | None = field(default=None, init=False)
     # By round: leaders that failed, also in earlier attempts.
-    _failed: dict[int, set[str]] = field(default_factory=dict)
+    _failed: dict[int, set[str]] = field(default_factory=dict, init=False)
     # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
-    _past: set[str] = field(default_factory=set)
-    _returned: set[str] = field(default_factory=set)
+    _past: set[str] = field(default_factory=set, init=False)
+    _returned: set[str] = field(default_factory=set, init=False)
     # By live peer: the newest round beyond the next one that it calls for.
-    _ahead: dict[str, int] = field(default_factory=dict)
-    _closed: Group | None = None  # the newest closed group known here
+    _ahead: dict[str, int] = field(default_factory=dict, init=False)
+    _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
     _spent: bytes = b""  # id of the last group whose exchange failed
 
     @property

@@ -42,10 +42,11 @@ class Moments:
     stall_timeout_s: float
     on_fault: Callable[[str, ProtocolError], None]
     _round: int = -1
-    _due: dict[int, set[str]] = field(default_factory=dict)  # expert -> peers that have not fetched its moments yet
-    _offered: dict[int, FloatArray] = field(default_factory=dict)
-    _step: int = 0
-    _changed: Changes = field(default_factory=Changes)
+    # Expert -> peers that have not fetched its moments yet.
+    _due: dict[int, set[str]] = field(default_factory=dict, init=False)
+    _offered: dict[int, FloatArray] = field(default_factory=dict, init=False)
+    _step: int = field(default=0, init=False)
+    _changed: Changes = field(default_factory=Changes, init=False)
 
     @property
     def _name(self) -> str:

@@ -44,10 +44,14 @@ class Roster:
     standing: Standing = field(default_factory=Standing)  # which of the others have taken part in rounds
     peers: dict[str, PeerView] = field(default_factory=dict)  # all peers with an unexpired record
     committed_at: float = field(default_factory=time.monotonic)  # monotonic time of this peer's last commit
-    _lost: dict[str, float] = field(default_factory=dict)  # peer -> expiration of its record when it was lost
-    _vouched: dict[str, float] = field(default_factory=dict)  # peer -> monotonic time until which it counts as live
-    _heard: dict[str, tuple[int, float]] = field(default_factory=dict)  # peer -> reported round, valid until
-    _gone: dict[str, PeerView] = field(default_factory=dict)  # the last record of peers whose records have expired
+    # Peer -> expiration of its record when it was lost.
+    _lost: dict[str, float] = field(default_factory=dict, init=False)
+    # Peer -> monotonic time until which it counts as live.
+    _vouched: dict[str, float] = field(default_factory=dict, init=False)
+    # Peer -> reported round, valid until.
+    _heard: dict[str, tuple[int, float]] = field(default_factory=dict, init=False)
+    # The last record of peers whose records have expired.
+    _gone: dict[str, PeerView] = field(default_factory=dict, init=False)
 
     def update(self, records: Mapping[str, Progress]) -> list[str]:
         """Takes in freshly read progress records; returns the peers that are new."""
