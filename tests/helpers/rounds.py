@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import num_bitmap_bytes
@@ -30,8 +31,15 @@ BOUNDED = dataclasses.replace(UNBOUNDED, bounded=True)
 @lru_cache(maxsize=64)
 def identity(number: int) -> Identity:
     """The same identities for all tests of a session: making RSA keys is slow."""
-    directory = Path(mkdtemp(prefix="spes-test-identity-"))
-    return Identity.load_or_create(directory / f"{number}.key")
+    return Identity.load_or_create(_key_directory() / f"{number}.key")
+
+
+@lru_cache(maxsize=1)
+def _key_directory() -> Path:
+    """Where the keys lie, since daemons read them there, until this process ends."""
+    directory = TemporaryDirectory(prefix="spes-test-keys-")
+    atexit.register(directory.cleanup)
+    return Path(directory.name)
 
 
 def identities(count: int) -> list[Identity]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sqlite3
 import subprocess
 import sys
@@ -143,7 +144,8 @@ history._db.execute("BEGIN IMMEDIATE")
 history._db.execute("DELETE FROM rounds")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # it is killed before it can remove its key
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == -9, done.stderr
     history = History(path)
     assert history.known().points == tuple(points(9))
