@@ -13,7 +13,7 @@ from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member
 from tests.helpers.rounds import small_layout
-from tests.protocol.test_plan import MAX_PART, ROUND, group, member
+from tests.helpers.unsigned_groups import MAX_PART, ROUND, group, member
 
 LAYOUT = small_layout(4)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
@@ -23,42 +21,9 @@ from spes_swarm.protocol.rounds.plan import (
     common_lineage,
     make_plan,
 )
-from spes_swarm.protocol.rounds.statement import Group, Member, Statement
+from spes_swarm.protocol.rounds.statement import Group, Member
 from tests.helpers.rounds import small_layout
-
-ROUND = 9
-# A plan looks only at what statements say, so the groups here are made of unsigned ones.
-MAX_PART = 64
-
-
-def member(name: str, layout: Layout, **changes: Any) -> Member:
-    held = changes.pop("held", [])
-    num_blocks = len(layout.blocks)
-    fields: dict[str, Any] = {
-        "round": ROUND,
-        "held": held,
-        "tokens": 100,
-        "routed": [10] * len(held),
-        "rms": [0.01] * (1 + len(held)),
-        "usual_rms": [0.0, 0.0],
-        "vouched": b"",
-        "bandwidth_mbps": 100.0,
-        "reachable": True,
-        "versions": [5] * num_blocks,
-        "digests": [b"\5" * 32] * num_blocks,
-        "commits": [],
-        "marks": b"",
-        "room": len(held),
-        "fixed": False,
-        "leaving": False,
-        "leased": bytes(num_bitmap_bytes(num_blocks - 1)),
-    }
-    return Member(name, Statement(**{**fields, **changes}))
-
-
-def group(members: Sequence[Member]) -> Group:
-    ordered = tuple(sorted(members, key=lambda m: m.peer_id))
-    return Group("run", ROUND, ordered, ())
+from tests.helpers.unsigned_groups import MAX_PART, ROUND, group, member
 
 
 @st.composite
@@ -414,29 +379,19 @@ def test_a_side_that_has_committed_fewer_rounds_since_the_split_sends_its_values
         blocks = len(layout.blocks)
         return {"commits": commits, "marks": marks, "versions": [version] * blocks, "digests": [digest * 32] * blocks}
 
-    split = make_plan(
-        group(
-            [
-                member("a", layout, **on(theirs, 6, b"t")),
-                member("b", layout, **on(theirs, 6, b"t")),
-                member("c", layout, **on(ours, 5, b"o")),
-            ]
-        ),
+    split = plan_of(
         layout,
-        MAX_PART,
+        member("a", layout, **on(theirs, 6, b"t")),
+        member("b", layout, **on(theirs, 6, b"t")),
+        member("c", layout, **on(ours, 5, b"o")),
     )
     assert contributors(split, SHARED_BLOCK)[2].form is Form.FULL
     further = ours.after(6, b"ours six")
-    late_only = make_plan(
-        group(
-            [
-                member("a", layout, **on(further, 6, b"t")),
-                member("b", layout, **on(further, 6, b"t")),
-                member("c", layout, **on(late, 5, b"o")),
-            ]
-        ),
+    late_only = plan_of(
         layout,
-        MAX_PART,
+        member("a", layout, **on(further, 6, b"t")),
+        member("b", layout, **on(further, 6, b"t")),
+        member("c", layout, **on(late, 5, b"o")),
     )
     assert contributors(late_only, SHARED_BLOCK)[2].form is Form.DELTA
 

@@ -14,7 +14,7 @@ from spes_swarm.protocol.rounds.plan import Form, make_plan
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from tests.helpers.rounds import small_layout
-from tests.protocol.test_plan import group, member
+from tests.helpers.unsigned_groups import group, member
 
 ROOM_FOR_ALL = Scenario(num_peers=12, num_experts=16, duration_s=3600.0, rooms=((4, 1.0),))
 
