@@ -11,7 +11,7 @@ import pytest
 from spes_swarm.network.link import greetings as greetings_module
 from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.protocol.members.roster import Roster
-from tests.protocol.test_roster import progress
+from tests.helpers.records import progress
 
 
 def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from spes_swarm.network.round.token_count import TokenCount
 from spes_swarm.port.messages import TokenCounts
 from spes_swarm.protocol.members.roster import MAX_STEP_RATIO, Roster
 from spes_swarm.protocol.members.standing import Standing
-from tests.protocol.test_roster import progress
+from tests.helpers.records import progress
 
 INNER_STEPS, STEP = 10, 128
 OWN_ROUND = 5

@@ -12,6 +12,7 @@ from spes_swarm.protocol.members import roster as roster_module
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import GRACE_SHARE, Standing
+from tests.helpers.records import progress
 
 
 class Clock:
@@ -26,26 +27,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(roster_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
-
-
-def progress(expires: float = 1.0, **changes: Any) -> Progress:
-    fields: dict[str, Any] = {
-        "name": "",
-        "state": "training",
-        "reachable": True,
-        "round": 3,
-        "digest": b"\1" * 32,
-        "step": 1,
-        "tokens": 0,
-        "tokens_per_step": 128,
-        "tokens_per_second": 10.0,
-        "loss": None,
-        "experts": [0],
-        "round_seconds": 0.0,
-        "bytes_sent": 0,
-        "bytes_received": 0,
-    }
-    return Progress(**{"expires": expires, **fields, **changes})
 
 
 def acquainted() -> Roster:
