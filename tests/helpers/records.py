@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.records import Lease, Progress
+
+
+def lease(expires: float, **changes: Any) -> Lease:
+    """A lease on two experts; `changes` replace fields."""
+    return Lease(**{"expires": expires, "experts": [0, 3], "since_round": 7, **changes})
 
 
 def progress(expires: float = 1.0, **changes: Any) -> Progress:

@@ -1,0 +1,363 @@
+"""Who may store what in the DHT: everything goes through hivemind's own serializer, as on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import ValueWithExpiration
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_swarm.network.link.daemon import Daemon, bootstrap
+from spes_swarm.network.link.dht_records import (
+    MAX_LIFETIME_S,
+    MAX_RECORD_BYTES,
+    Records,
+    RunRecordValidator,
+    record_key,
+)
+from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.members.record_cache import VerifiedRecords
+from spes_swarm.protocol.members.records import (
+    MAX_EXPERTS,
+    MAX_FAULTS,
+    FaultNote,
+    Lease,
+    Progress,
+    Record,
+)
+from spes_swarm.protocol.members.signed import SignedModel, seal
+from tests.helpers.records import lease, progress
+from tests.helpers.rounds import identity
+
+RUN = "run-1"
+VALIDATOR = RunRecordValidator(RUN, time.time)
+pack = DHTProtocol.serializer.dumps
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.time() + seconds
+
+
+def dht_record(
+    message: SignedModel,
+    expires: float,
+    *,
+    key: str = record_key(RUN, "leases"),
+    kind: str = "leases",
+    run: str = RUN,
+    writer: Identity | None = None,
+    owner: Any = None,
+) -> DHTRecord:
+    """What arrives at a node when `writer` stores a message under `owner`'s name."""
+    who = writer or identity(0)
+    return DHTRecord(
+        DHTID.generate(source=key).to_bytes(),
+        pack(owner if owner is not None else who.peer_id),
+        pack(seal(who, kind, run, message)),
+        expires,
+    )
+
+
+@pytest.mark.parametrize("kind", ["leases", "progress"])
+def test_a_peers_own_record_is_accepted(kind: str) -> None:
+    expires = soon()
+    message: Record = lease(expires) if kind == "leases" else progress(expires)
+    assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, kind), kind=kind))
+
+
+def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
+    expires = soon()
+    most = (1 << 62) - 1
+    message = progress(
+        expires,
+        name="\N{ROCKET}" * 40,
+        experts=list(range(MAX_EXPERTS)),
+        step=most,
+        round=most,
+        tokens=most,
+        tokens_per_step=most,
+        bytes_sent=most,
+        bytes_received=most,
+        tokens_per_second=sys.float_info.max,
+        loss=sys.float_info.max,
+        round_seconds=sys.float_info.max,
+        in_round=True,
+        total_tokens=most,
+        swarm_tokens=most,
+        train_loss=sys.float_info.max,
+        eval_loss=sys.float_info.max,
+        eval_loss_stderr=sys.float_info.max,
+        faults=[FaultNote(at=1e300, kind="x" * 24)] * MAX_FAULTS,
+    )
+    assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
+
+
+def test_nobody_writes_in_the_name_of_another() -> None:
+    expires = soon()
+    for owner in (identity(1).peer_id, "", 5, None, identity(0).peer_id.encode(), [identity(0).peer_id]):
+        forged = dht_record(lease(expires), expires)
+        forged = DHTRecord(forged.key, pack(owner), forged.value, expires)
+        assert not VALIDATOR.validate(forged), owner
+
+
+def test_a_record_counts_for_its_own_kind_and_run_only() -> None:
+    expires = soon()
+    assert not VALIDATOR.validate(dht_record(lease(expires), expires, kind="progress"))
+    assert not VALIDATOR.validate(dht_record(lease(expires), expires, key=record_key(RUN, "progress")))
+    assert not VALIDATOR.validate(dht_record(progress(expires), expires))
+    assert not VALIDATOR.validate(dht_record(lease(expires), expires, run="run-2"))
+    assert not VALIDATOR.validate(dht_record(lease(expires), expires, run="run-2", key=record_key("run-2", "leases")))
+    for key in ("anything", RUN, f"{RUN}.lease", f"{RUN}.leases.more", ""):
+        assert not VALIDATOR.validate(dht_record(lease(expires), expires, key=key)), key
+
+
+def test_a_plain_value_or_a_whole_dictionary_cannot_replace_the_entries() -> None:
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    for subkey in DHTProtocol.RESERVED_SUBKEYS:
+        assert not VALIDATOR.validate(DHTRecord(good.key, subkey, good.value, expires))
+
+
+def test_a_record_cannot_be_made_to_live_longer_or_shorter() -> None:
+    signed = soon()
+    for expires in (signed + 0.001, signed + 60, signed - 1, math.inf, math.nan, -math.inf):
+        assert not VALIDATOR.validate(dht_record(lease(signed), expires)), expires
+
+
+def test_a_record_that_would_stay_for_days_is_refused() -> None:
+    for lifetime, accepted in ((MAX_LIFETIME_S - 60, True), (MAX_LIFETIME_S + 60, False), (1e12, False)):
+        expires = soon(lifetime)
+        assert VALIDATOR.validate(dht_record(lease(expires), expires)) is accepted, lifetime
+
+
+class Bloated(Lease):
+    """A lease with room for rubbish."""
+
+    rubbish: bytes
+
+
+def test_a_large_record_is_refused() -> None:
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    for value in (b"\0" * (MAX_RECORD_BYTES + 17), pack(b"\0" * MAX_RECORD_BYTES)):
+        assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, value, expires))
+    assert not VALIDATOR.validate(DHTRecord(good.key, pack("Q" * 200), good.value, expires))
+    for size in (0, MAX_RECORD_BYTES):
+        bloated = Bloated(expires=expires, experts=[], since_round=0, rubbish=b"\0" * size)
+        assert not VALIDATOR.validate(dht_record(bloated, expires))
+
+
+def test_a_damaged_record_is_refused() -> None:
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    for position in range(0, len(good.value), 7):
+        value = bytearray(good.value)
+        value[position] ^= 1
+        assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, bytes(value), expires)), position
+    assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, good.value + b"\0", expires))
+    assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, good.value[:-1], expires))
+
+
+@pytest.mark.slow
+@given(st.binary(max_size=200), st.binary(max_size=200), st.floats())
+def test_rubbish_is_refused_and_never_raises(value: bytes, subkey: bytes, expires: float) -> None:
+    good = dht_record(lease(1e9), 1e9)
+    assert not VALIDATOR.validate(DHTRecord(good.key, good.subkey, value, expires))
+    assert not VALIDATOR.validate(DHTRecord(good.key, subkey, good.value, 1e9))
+    assert not VALIDATOR.validate(DHTRecord(subkey, good.subkey, good.value, 1e9))
+
+
+def test_hiveminds_dictionaries_pass_when_every_entry_does() -> None:
+    """The form in which nodes hand a whole key on to a new neighbour."""
+    expires = soon()
+    entries = {i: dht_record(lease(expires), expires, writer=identity(i)) for i in range(2)}
+    dictionary = DictionaryDHTValue()
+    for i, entry in entries.items():
+        dictionary.store(identity(i).peer_id, entry.value, expires)
+    restored = DHTProtocol.serializer.loads(pack(dictionary))
+    assert isinstance(restored, DictionaryDHTValue)
+    for subkey, item in restored.items():
+        assert VALIDATOR.validate(DHTRecord(entries[0].key, pack(subkey), item.value, item.expiration_time))
+
+
+# The same bytes again.
+
+
+@pytest.fixture
+def num_verified(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many signatures have been checked, under "signatures"; nothing is remembered from before."""
+    counter: Counter[str] = Counter()
+
+    def counted(*arguments: Any) -> str:
+        counter["signatures"] += 1
+        return verify(*arguments)
+
+    monkeypatch.setattr("spes_swarm.protocol.members.signed.verify", counted)
+    monkeypatch.setattr("spes_swarm.network.link.dht_records._VERIFIED", VerifiedRecords(1 << 20, lambda message: 1024))
+    return counter
+
+
+def test_the_same_bytes_are_verified_once(num_verified: Counter[str]) -> None:
+    expires = soon()
+    record = dht_record(lease(expires), expires)
+    for _ in range(5):
+        assert VALIDATOR.validate(record)
+        assert RunRecordValidator(RUN, time.time).open(record) == (identity(0).peer_id, lease(expires))
+    assert num_verified["signatures"] == 1
+
+
+def test_a_record_that_was_refused_is_refused_again(num_verified: Counter[str]) -> None:
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    payload, key, signature = msgpack.unpackb(msgpack.unpackb(good.value))
+    forged = replace(good, value=pack(msgpack.packb([payload, key, signature[:-1] + bytes([signature[-1] ^ 1])])))
+    for _ in range(2):
+        assert VALIDATOR.validate(good)
+        assert not VALIDATOR.validate(forged)
+        assert VALIDATOR.validate(good)
+    assert num_verified["signatures"] == 3
+
+
+def test_what_is_remembered_counts_only_where_it_was_verified(num_verified: Counter[str]) -> None:
+    """Under another key, owner, expiration, kind or run the same bytes are refused as if they were new."""
+    expires = soon()
+    good = dht_record(lease(expires), expires)
+    assert VALIDATOR.validate(good)
+    progress_key = DHTID.generate(source=record_key(RUN, "progress")).to_bytes()
+    for changes in (
+        {"key": progress_key},
+        {"subkey": pack(identity(1).peer_id)},
+        {"expiration_time": expires + 1},
+        {"expiration_time": math.nan},
+    ):
+        assert not VALIDATOR.validate(replace(good, **changes))
+    other = RunRecordValidator("run-2", time.time)
+    other_key = DHTID.generate(source=record_key("run-2", "leases")).to_bytes()
+    assert not other.validate(replace(good, key=other_key))
+
+
+def test_the_clock_is_asked_each_time(num_verified: Counter[str]) -> None:
+    """A record of 23 hours is good; when this peer's clock turns out to be two hours fast, it is not."""
+    now = [1e9]
+    validator = RunRecordValidator(RUN, lambda: now[0])
+    expires = 1e9 + 23 * 3600
+    record = dht_record(lease(expires), expires)
+    for moment, is_good in ((1e9, True), (1e9 - 7200, False), (1e9, True)):
+        now[0] = moment
+        assert validator.validate(record) == is_good
+    assert num_verified["signatures"] == 1
+
+
+# Two real nodes.
+
+
+async def two_nodes() -> None:
+    daemons: list[Daemon] = []
+    nodes: list[DHTNode] = []
+    try:
+        for i in range(2):
+            daemon = await Daemon.start(identity(i).path, ["/ip4/127.0.0.1/tcp/0"])
+            daemons.append(daemon)
+            known = [maddr for maddr in await daemons[0].maddrs() if "127.0.0.1" in maddr] if i else []
+            if known:
+                await bootstrap(daemon, known, 5.0)
+            nodes.append(await DHTNode.create(p2p=daemon.p2p, initial_peers=known, record_validator=VALIDATOR))
+        records = [Records(node, identity(i), RUN, time.time) for i, node in enumerate(nodes)]
+        await honest_peers_see_each_other(records)
+        await an_intruder_changes_nothing(nodes, records)
+        newcomer = await Daemon.start(identity(2).path, [], client_mode=True)
+        daemons.append(newcomer)
+        known = [maddr for daemon in daemons[:2] for maddr in await daemon.maddrs() if "127.0.0.1" in maddr]
+        await bootstrap(newcomer, known, 5.0)
+        nodes.append(
+            await DHTNode.create(
+                p2p=newcomer.p2p,
+                initial_peers=known,
+                client_mode=True,
+                record_validator=VALIDATOR,
+                reuse_get_requests=False,
+            )
+        )
+        await a_blank_answer_hides_nobody(nodes[1], nodes[2])
+    finally:
+        for node in nodes:
+            await node.shutdown()
+        for daemon in daemons:
+            await daemon.stop()
+    assert not any(daemon.is_alive for daemon in daemons)
+
+
+async def honest_peers_see_each_other(records: list[Records]) -> None:
+    expires = soon()
+    written = {identity(i).peer_id: lease(expires, since_round=i) for i in range(2)}
+    for i, own in enumerate(records):
+        assert await own.publish("leases", written[identity(i).peer_id])
+    for own in records:
+        assert await own.read("leases", Lease) == written
+    newer = lease(expires + 1, since_round=9)
+    assert await records[1].publish("leases", newer)
+    for own in records:
+        assert (await own.read("leases", Lease))[identity(1).peer_id] == newer
+        assert await own.read("progress", Progress) == {}
+
+
+async def an_intruder_changes_nothing(nodes: list[DHTNode], records: list[Records]) -> None:
+    """Node 1 turns hostile: its own checks are off, and it writes under everybody's name."""
+    before = await records[0].read("leases", Lease)
+    nodes[1].protocol.record_validator = None
+    key, later = record_key(RUN, "leases"), soon(600)
+    forged = seal(identity(1), "leases", RUN, lease(later))
+    attacks: list[tuple[Any, str | None]] = [
+        (forged, identity(0).peer_id),  # another's name
+        (forged, None),  # a plain value in place of the dictionary
+        (b"rubbish", identity(1).peer_id),
+    ]
+    key_id = DHTID.generate(source=key)
+    for value, subkey in attacks:
+        answer = await nodes[1].protocol.call_store(nodes[0].peer_id, [key_id], [pack(value)], later, [subkey])
+        assert answer == [False], (value, subkey)
+    assert await records[0].read("leases", Lease) == before
+
+
+async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None:
+    """A whole dictionary that is empty and never expires: for hivemind, nothing could be newer."""
+    nothing = ValueWithExpiration(DictionaryDHTValue(), math.inf)
+    hostile.protocol.storage.get = lambda key: nothing
+    ask = reader.protocol.call_find
+
+    async def ask_the_honest_later(peer: PeerID, keys: Collection[DHTID]) -> Any:
+        if str(peer) == identity(0).peer_id:
+            await asyncio.sleep(0.1)
+        return await ask(peer, keys)
+
+    reader.protocol.call_find = ask_the_honest_later
+    found = await Records(reader, identity(2), RUN, time.time).read("leases", Lease)
+    assert set(found) == {identity(0).peer_id, identity(1).peer_id}
+
+
+@pytest.mark.slow
+def test_records_travel_between_two_real_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "a-directory-for-temporary-files-with-a-path-that-is-too-long-for-a-unix-socket-to-lie-in"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    asyncio.run(asyncio.wait_for(two_nodes(), 120))
+    left = [path for parent in (directory, Path("/tmp")) for path in parent.glob(f"spes_swarm-{os.getpid()}-*")]
+    assert left == []  # of their sockets
