@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.model_state import plain_state_dict
 from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, values
 from tests.helpers.repository import ROOT
-from tests.helpers.small_disk import mounted_disk
 
 torch.set_num_threads(1)
 
@@ -217,13 +215,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys
 def test_a_shard_size_that_is_none(size: str) -> None:
     with pytest.raises(UserError, match="500MB"):
         shard_bytes(size)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for less than a model."""
-    with mounted_disk(tmp_path / "disk", 128 << 10) as disk:
-        yield disk
 
 
 def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

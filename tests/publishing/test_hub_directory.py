@@ -23,7 +23,6 @@ from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.publication import read_export
 from spes_swarm.publishing.target import Published, open_target, round_of
 from tests.helpers.publications import manifest_of, packed, snapshot
-from tests.publishing.test_export import small_disk  # noqa: F401  # a fixture
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.publishing.test_hub_directory"])
@@ -142,7 +141,7 @@ def test_an_export_that_changes_meanwhile_is_not_published(tmp_path: Path, expor
     assert not list((tmp_path / "models" / "revisions").iterdir())
 
 
-def test_a_disk_that_is_full(small_disk: Path, exports: list[Path]) -> None:  # noqa: F811
+def test_a_disk_that_is_full(small_disk: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(small_disk / "models")
     with pytest.raises(HubError, match="on a full disk"):
         publish(target, exports[1])

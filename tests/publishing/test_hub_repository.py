@@ -20,7 +20,6 @@ from spes_swarm.publishing.source import open_source
 from spes_swarm.publishing.target import Published
 from tests.helpers.hub_server import READ_TOKEN, STRANGER_TOKEN, HubServer
 from tests.helpers.publications import assert_complete, layout_for, packed, values
-from tests.publishing.test_export import small_disk  # noqa: F401  # a fixture
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.publishing.test_hub_repository"])
@@ -418,11 +417,7 @@ def test_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> 
 
 
 @pytest.mark.slow
-def test_a_hub_whose_disk_is_full(
-    small_disk: Path,  # noqa: F811
-    exports: list[Path],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hub_whose_disk_is_full(small_disk: Path, exports: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer(small_disk / "hub", PART_BYTES) as full:
         monkeypatch.setenv("HF_ENDPOINT", full.endpoint)
         with pytest.raises(HubError, match="the Hub has no room left"):
@@ -432,10 +427,7 @@ def test_a_hub_whose_disk_is_full(
 
 @pytest.mark.filterwarnings("ignore:Not enough free disk space:UserWarning")
 def test_a_disk_that_is_too_small_for_what_is_read(
-    small_disk: Path,  # noqa: F811
-    name: str,
-    large: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small_disk: Path, name: str, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(name, large)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(small_disk))

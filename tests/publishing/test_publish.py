@@ -20,7 +20,6 @@ from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.hub_server import TOKEN, HubServer
 from tests.helpers.publications import assert_complete, manifest_of, output_dir, packed
 from tests.helpers.repository import ROOT
-from tests.publishing.test_export import small_disk  # noqa: F401  # a fixture
 
 # huggingface_hub still sends files as its HTTP library no longer likes them.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -223,11 +222,7 @@ def test_an_older_round_than_the_published(tmp_path: Path, out: Path, capsys: py
     assert not (earlier / "publication").exists()  # found out before anything is exported
 
 
-def test_a_full_disk_where_the_peer_is(
-    tmp_path: Path,
-    small_disk: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_full_disk_where_the_peer_is(tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint fits, an export does not."""
     subprocess.run(["mount", "-o", f"remount,size={640 << 10}", str(small_disk)], check=True)
     out = output_dir(small_disk / SECRET_DIRECTORY, 1)
