@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, ViewportSize, expect, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 from spes_swarm.monitor.views.web.synthetic import SyntheticSwarm
-from tests.monitor.test_monitor_web import PATIENCE_S, Served, a_swarm
+from tests.helpers.browser import CHROMIUM, FLAGS, Visit
+from tests.helpers.served_monitor import PATIENCE_S, Served, a_swarm
 
-CHROMIUM = shutil.which(os.environ.get("CHROMIUM", "chromium"))
-# Chromium looks up and updates things of its own unless told not to.
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-FLAGS += ["--disable-component-update", "--disable-sync"]
 HOSTILE = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>'
 PHONE: ViewportSize = {"width": 390, "height": 844}
-DESKTOP: ViewportSize = {"width": 1440, "height": 900}
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (on Debian: apt-get install chromium)")
 
@@ -34,34 +28,6 @@ def browser() -> Iterator[Browser]:
         running.close()
 
 
-class Visit:
-    """A page, with all that it asked for and all that went wrong in it."""
-
-    def __init__(self, browser: Browser, **options: Any) -> None:
-        self.context = browser.new_context(viewport=options.pop("viewport", DESKTOP), **options)
-        self.context.set_default_timeout(PATIENCE_S * 1000)
-        self.page: Page = self.context.new_page()
-        self.requests: list[str] = []
-        self.troubles: list[str] = []
-        self.page.on("request", self._requested)
-        self.page.on("console", lambda message: self._trouble(message.type, message.text))
-        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
-
-    def _requested(self, request: Request) -> None:
-        self.requests.append(request.url)
-
-    def _trouble(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning"):
-            self.troubles.append(text)
-
-    def open(self, served: Served) -> Page:
-        """Shows the page, as soon as it has a state."""
-        self.page.goto(served.url)
-        expect(self.page.locator("#link")).to_have_attribute("data-link", "live")
-        self.page.evaluate("window.sameDocument = true")
-        return self.page
-
-
 @pytest.fixture
 def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visit]:
     """At the end nothing may have gone wrong, nor anything been asked for elsewhere."""
@@ -71,12 +37,6 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visit]:
     visiting.context.close()
     assert visiting.troubles == []
     assert {url.split("/")[2].split(":")[0] for url in visiting.requests} <= {"127.0.0.1"}
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with Served(a_swarm()) as running:
-        yield running
 
 
 def names(page: Page) -> list[str]:

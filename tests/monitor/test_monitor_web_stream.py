@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +13,7 @@ import pytest
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.views.web import feed
 from spes_swarm.monitor.views.web.changes import difference, new_points
-from tests.monitor.test_monitor_web import PATIENCE_S, Served, a_swarm
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    with Served(a_swarm()) as running:
-        yield running
+from tests.helpers.served_monitor import PATIENCE_S, Served, a_swarm
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from tests.helpers.browser import CHROMIUM, FLAGS, Visit
 from tests.helpers.swarm import Swarm, swarm
-from tests.monitor.test_monitor_web_page import CHROMIUM, FLAGS, Visit
 
 # Four peers on two cores, perhaps beside other tests: they commit rounds in their own time.
 PATIENCE_MS = 600_000.0
