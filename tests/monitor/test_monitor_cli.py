@@ -16,8 +16,8 @@ from spes_swarm.monitor.__main__ import main
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.schema import STATE_SCHEMA
 from spes_swarm.monitor.views.plot import plot_run
+from tests.helpers.histories import written
 from tests.helpers.monitoring import peer_id, points, swarm_state, troubled_state
-from tests.monitor.test_monitor_history import written
 
 MADDR = f"/ip4/203.0.113.7/tcp/31337/p2p/{peer_id(0)}"
 

@@ -12,42 +12,16 @@ from pathlib import Path
 import pytest
 
 from spes_swarm.base.errors import DataError, UserError
-from spes_swarm.config.file import load_config
-from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.ledger import Ledger
-from spes_swarm.monitor.state import Fault, SwarmState
+from spes_swarm.monitor.state import Fault
+from tests.helpers.histories import manifest, written
 from tests.helpers.monitoring import RUN, START, TTL_S, Watched, peer_id, points, progress, troubled_state
 from tests.helpers.repository import ROOT
-from tests.helpers.rounds import identity
 
 A, B = peer_id(0), peer_id(1)
-
-
-def manifest(name: str = "test") -> Manifest:
-    run = load_config(ROOT / "configs" / "quickstart.yaml").run
-    assert run is not None
-    return found_run(dataclasses.replace(run, name=name), "ab" * 32, identity(0))
-
-
-def written(path: Path, count: int = 5, state: SwarmState | None = None) -> SwarmState:
-    """A file with a history."""
-    shown = state or troubled_state()
-    history = History(path)
-    history.begin(manifest())
-    known = Known(
-        round=12,
-        alive_at=START,
-        tokens={A: 100, B: 200},
-        names={A: "laptop"},
-        trained_in={0: 12, 3: 7},
-        faults=(Fault(time=START, peer_id=A, kind="round"),),
-    )
-    history.write(shown, known, points(count), [], ["/ip4/127.0.0.1/tcp/1/p2p/" + A])
-    history.close()
-    return shown
 
 
 def test_what_was_written_comes_back(tmp_path: Path) -> None:
@@ -136,10 +110,13 @@ def test_a_monitor_that_is_killed_leaves_a_file_that_is_whole(tmp_path: Path) ->
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.monitor.test_monitor_history import *
+from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.history import History
+from tests.helpers.histories import manifest
+from tests.helpers.monitoring import peer_id, points, troubled_state
 history = History(Path({str(path)!r}))
 history.begin(manifest())
-history.write(troubled_state(), Known(tokens={{A: 1}}), points(9), [], [])
+history.write(troubled_state(), Known(tokens={{peer_id(0): 1}}), points(9), [], [])
 history._db.execute("BEGIN IMMEDIATE")
 history._db.execute("DELETE FROM rounds")
 os.kill(os.getpid(), signal.SIGKILL)

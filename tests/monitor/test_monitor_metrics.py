@@ -12,8 +12,8 @@ from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.state import HistoryPoint, PeerState, SwarmState
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from tests.helpers.histories import written
 from tests.helpers.repository import ROOT
-from tests.monitor.test_monitor_history import written
 
 # A run of the monitor in which peers measure one more metric. It needs a process of its own, since the classes that
 # inherit it are built at import.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 import time
 from collections.abc import AsyncIterator
@@ -19,8 +18,6 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError
-from spes_swarm.config.file import load_config
-from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
@@ -29,20 +26,14 @@ from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.signed import seal
+from tests.helpers.histories import manifest
 from tests.helpers.monitoring import lease, progress
-from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 
 pytestmark = pytest.mark.slow
 
 _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 PACK = DHTProtocol.serializer.dumps
-
-
-def manifest() -> Manifest:
-    run = load_config(ROOT / "configs" / "quickstart.yaml").run
-    assert run is not None
-    return found_run(dataclasses.replace(run, name="test"), "ab" * 32, identity(0))
 
 
 def ignore(peer_id: str, error: ProtocolError) -> None:
