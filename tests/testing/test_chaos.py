@@ -43,8 +43,8 @@ from spes_swarm.testing.chaos.schedule import (
     split_in_two,
 )
 from spes_swarm.testing.local_peer import Event, LocalPeer
+from tests.helpers.empty_process import launch_nothing
 from tests.helpers.repository import ROOT
-from tests.testing.test_local_peer import launch_nothing
 
 SCRIPT = ROOT / "scripts" / "chaos.py"
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
-from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
+from spes_swarm.testing.local_peer import LocalPeer
+from tests.helpers.empty_process import launch_nothing
 
 NUM_EVENTS = 3000
-
-
-def launch_nothing(arguments: Sequence[str], log: Path) -> PeerProcess:
-    """A process that ends at once."""
-    del arguments, log
-    return subprocess.Popen([sys.executable, "-c", ""])
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
