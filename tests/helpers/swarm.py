@@ -15,6 +15,9 @@ from spes_swarm.testing.tiny_run import tiny_run
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
+# For a command that ends by itself. Importing torch and transformers on a busy machine takes most of it.
+REASONABLE_S = 300.0
+
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN = tiny_run(
     "test",

@@ -31,13 +31,12 @@ from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.small_disk import mounted_disk
-from tests.helpers.swarm import TINY_RUN, Swarm, merged, swarm
+from tests.helpers.swarm import REASONABLE_S, TINY_RUN, Swarm, merged, swarm
+from tests.helpers.tiny_model import tiny_layout
 from tests.helpers.token_files import token_writer
 
 pytestmark = pytest.mark.slow
 
-# Importing torch and transformers on a busy machine takes most of it.
-REASONABLE_S = 300.0
 _MARK = "SPES_TEST_MARK"
 _CONTEXT = multiprocessing.get_context("forkserver")  # its imports: spes_swarm/testing/forked_peer.py
 
@@ -358,7 +357,7 @@ def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> 
         assert "No space left on device" in peer.text().splitlines()[-1]
         assert "Traceback" not in peer.text()
         joined = peer.events("join")[0]
-    layout = layout_of(build_model("olmoe", TINY_RUN["model"]["settings"], 0, "cpu", on_meta=True))
+    layout = tiny_layout()
     found, complaints = load_newest(out / "checkpoints", joined["run_id"], joined["peer_id"], layout)
     assert found is not None
     assert found.meta.round >= 1

@@ -21,7 +21,7 @@ from spes_swarm.testing.local_network import LocalNetwork, enter_namespace, unav
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.home_network import LAN_HOST, HomeNetwork
 from tests.helpers.swarm import Swarm, equal_digests, swarm
-from tests.swarm.test_swarm import tiny_layout
+from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
 

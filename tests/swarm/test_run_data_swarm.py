@@ -11,8 +11,7 @@ import pytest
 
 from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.repository import ROOT
-from tests.helpers.swarm import Swarm, swarm
-from tests.peer.test_cli_errors import REASONABLE_S
+from tests.helpers.swarm import REASONABLE_S, Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 

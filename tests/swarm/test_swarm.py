@@ -9,20 +9,14 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import TINY_RUN, equal_digests, swarm
+from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
-
-
-def tiny_layout() -> Layout:
-    """Layout of the test model."""
-    return layout_of(build_model("olmoe", TINY_RUN["model"]["settings"], 0, "cpu", on_meta=True))
 
 
 def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
