@@ -1,4 +1,4 @@
-"""The shape of the package: what imports what, and how large things may be."""
+"""The shape of the package and of its tests: what imports what, and how large things may be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.helpers.repository import ROOT
 PACKAGE = ROOT / "spes_swarm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES if path.parent.name != "tasks"})  # data of the evaluation
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 15, 500, 60
 
 _IMPORT_ALL = """
@@ -82,3 +83,16 @@ def test_files_and_functions_fit_on_a_few_screens() -> None:
                 if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
                     too_long.append(f"{path}:{node.lineno} {node.name}")
     assert not too_long
+
+
+def test_no_module_imports_a_test_module() -> None:
+    """What several of them need is in tests/helpers or in a conftest.py."""
+    found: list[str] = []
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                parent = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                imported = [f"{parent}.{alias.name}" for alias in node.names]
+                if any(part.startswith("test_") for name in imported for part in name.split(".")):
+                    found.append(f"{path}:{node.lineno} {imported[0]}")
+    assert not found
