@@ -7,6 +7,7 @@ that runs `spes_swarm.join.main`.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -90,6 +91,7 @@ def _context() -> ForkServerContext:
 
 
 def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str], namespace: str | None) -> None:
+    gc.freeze()  # a full collection would visit all that the server has imported, and so copy its pages
     if namespace is not None:
         enter_namespace(namespace)
     os.environ.clear()
