@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ import yaml
 from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
 from spes_swarm.testing.tiny_run import tiny_run
+from tests.helpers.rounds import identity
+
+_FIRST_KEY = 1000  # of tests.helpers.rounds.identity; tests that attack a swarm have the first hundred
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
@@ -21,9 +25,9 @@ REASONABLE_S = 300.0
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN = tiny_run(
     "test",
-    training={"learning_rate": 3e-3, "warmup_steps": 10, "total_steps": 2000},
+    training={"learning_rate": 3e-3, "warmup_steps": 5, "total_steps": 1000},
     round={
-        "inner_steps": 10,
+        "inner_steps": 5,
         "codec": "fp16",
         "window_s": 8.0,
         "stall_timeout_s": 3.0,
@@ -31,7 +35,7 @@ TINY_RUN = tiny_run(
         "progress_ttl_s": 10.0,
         "lease_s": 60.0,
     },
-    merge={"alpha": 0.1, "steps": 400, "interval": 20},
+    merge={"alpha": 0.1, "steps": 200, "interval": 10},
     experts_per_peer=2,
     evaluation={"sequences": 8, "every_rounds": 1},
 )
@@ -70,6 +74,10 @@ class Swarm:
 
     def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
+        key = self.directory / name / "identity.key"
+        if not key.exists():  # each peer would spend a fifth of a second on a new one
+            key.parent.mkdir(exist_ok=True)
+            shutil.copy(identity(_FIRST_KEY + len(self.peers)).path, key)
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
         peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], self.launch)
         self.peers.append(peer)

@@ -48,8 +48,9 @@ def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProc
 def start(hub: HubServer, directory: Path, *arguments: object) -> LocalPeer:
     common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
     # Who only publishes does it in a process of its own, whose environment is all that matters. It has the lowest
-    # priority: peers that train as fast as they can would leave it nothing of a busy machine.
-    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.05, hub.environment())
+    # priority: peers that train as fast as they can would leave it nothing of a busy machine, and would already be
+    # due to publish again when it has ended.
+    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.25, hub.environment())
     return LocalPeer(directory, [*common, *map(str, arguments)], launch)
 
 
