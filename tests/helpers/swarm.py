@@ -15,7 +15,8 @@ from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
 from spes_swarm.testing.tiny_run import tiny_run
 from tests.helpers.rounds import identity
 
-_FIRST_KEY = 1000  # of tests.helpers.rounds.identity; tests that attack a swarm have the first hundred
+# Numbers for tests.helpers.rounds.identity that no live swarm uses; tests that attack a swarm use those below 100.
+_FREE_KEYS = set(range(100, 164))
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
@@ -60,6 +61,7 @@ class Swarm:
         self.directory = directory
         self.peers: list[LocalPeer] = []
         self.launch: Launch = ForkServer()
+        self._keys: list[int] = []
         self.config = directory / "run.yaml"
         self.config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes or {})}), encoding="utf-8")
 
@@ -76,8 +78,11 @@ class Swarm:
         """Starts a process."""
         key = self.directory / name / "identity.key"
         if not key.exists():  # each peer would spend a fifth of a second on a new one
-            key.parent.mkdir(exist_ok=True)
-            shutil.copy(identity(_FIRST_KEY + len(self.peers)).path, key)
+            key.parent.mkdir(parents=True, exist_ok=True)
+            number = min(_FREE_KEYS)
+            _FREE_KEYS.remove(number)
+            self._keys.append(number)
+            shutil.copy(identity(number).path, key)
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
         peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], self.launch)
         self.peers.append(peer)
@@ -96,6 +101,7 @@ class Swarm:
     def __exit__(self, *details: object) -> None:
         for peer in self.peers:
             peer.__exit__()
+        _FREE_KEYS.update(self._keys)
 
 
 @contextmanager
