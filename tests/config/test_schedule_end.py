@@ -100,14 +100,14 @@ def test_whose_last_round_failed_fetches_it_from_those_who_wait(others: list[tup
 def test_a_run_ends_with_its_schedule(tmp_path: Path) -> None:
     """All end by themselves with the same round, it is published, and who comes later is told in one line."""
     place = tmp_path / "published"
-    training = {"total_steps": 50, "warmup_steps": 5, "at_end": "stop"}
+    training = {"total_steps": 25, "warmup_steps": 5, "at_end": "stop"}
     with swarm(tmp_path, training=training, evaluation={"every_rounds": 4}) as running:
         running.found("--wait-for-peers", "2", "--publish-to", f"file:{place}", "--publish-every", "100")
         running.join("--wait-for-peers", "2")
         assert [peer.wait() for peer in running.peers] == [0, 0]
         for peer in running.peers:
             assert max(peer.rounds()) == 5
-            assert [event["steps"] for event in peer.events("schedule_end")] == [50]
+            assert [event["steps"] for event in peer.events("schedule_end")] == [25]
             assert peer.rounds()[5]["eval_loss_stderr"] > 0  # the last round is measured whenever it comes
             assert peer.events("leave")[0]["round"] == 5
             assert "is over: it ended with round 5" in peer.text()
@@ -120,6 +120,6 @@ def test_a_run_ends_with_its_schedule(tmp_path: Path) -> None:
         fresh = running.start("fresh", "--from-hub", f"file:{place}")
         for peer in (again, fresh):
             assert peer.wait() == 0, peer.tail()
-            lines = [line for line in peer.text().splitlines() if " is over: all 50 steps" in line]
+            lines = [line for line in peer.text().splitlines() if " is over: all 25 steps" in line]
             assert len(lines) == 1
             assert not peer.events("step")
