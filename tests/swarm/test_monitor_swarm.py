@@ -16,6 +16,7 @@ import pytest
 
 from spes_swarm.monitor.schema import STATE_SCHEMA
 from spes_swarm.testing.local_peer import PATIENCE_S
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import Swarm, swarm
 
 pytestmark = pytest.mark.swarm
@@ -96,6 +97,7 @@ def start_three(running: Swarm) -> None:
 def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Path) -> None:
     history = tmp_path / "run.sqlite"
     with swarm(tmp_path) as running:
+        running.launch = launch_slow(0.1)  # what is waited for is mostly that records expire
         start_three(running)
         founder, second, third = running.peers
         address = founder.address()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
 from spes_swarm.testing.local_peer import LocalPeer
+from tests.helpers.slow_join import sleeping_main
 from tests.helpers.swarm import TINY_RUN, equal_digests, merged
 
 pytestmark = [
@@ -22,7 +24,8 @@ FAST = {"progress_ttl_s": 6.0, "lease_s": 8.0, "window_s": 4.0, "stall_timeout_s
 
 def start(network: LocalNetwork, host: int, directory: Path, *arguments: object) -> LocalPeer:
     common = ["--host-maddrs", f"/ip4/{network.address(host)}/tcp/31000", "--num-threads", "1", "--wait-for-peers", "4"]
-    launch = ForkServer(network.namespace(host))
+    # What is waited for is mostly that leases expire.
+    launch = ForkServer(network.namespace(host), main=partial(sleeping_main, 0.1))
     return LocalPeer(directory / f"peer{host}", [*common, *map(str, arguments)], launch)
 
 
