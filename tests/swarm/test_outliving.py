@@ -12,7 +12,7 @@ import pytest
 
 from spes_swarm.network.round.rendezvous import rank
 from spes_swarm.testing.local_peer import LocalPeer
-from tests.helpers.slow_join import launch_slower_than
+from tests.helpers.slow_join import launch_slow, launch_slower_than
 from tests.helpers.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -52,6 +52,7 @@ def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path)
 def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_path: Path) -> None:
     lease_s = 12.0
     with swarm(tmp_path, round={"lease_s": lease_s}, **SPREAD) as running:
+        running.launch = launch_slow(0.1)  # what is waited for is that the lease expires
         *stay, victim = running.start_all(3)
         for peer in running.peers:
             peer.wait_for_round(2)
