@@ -107,7 +107,3 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             kind = "malformed"
         self._refused[kind] += 1
         return kind
-
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Never merges: each run has its own validator."""
-        return False

@@ -102,10 +102,6 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
             raise ProtocolError("expiration", "the record's expiration is not the signed one")
         return writer, message
 
-    def merge_with(self, other: RecordValidatorBase) -> bool:
-        """Never merges: each run has its own validator."""
-        return False
-
 
 async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
     """The entries under a key by subkey, with their `value` and `expiration_time`, merged from all nodes that answer.
