@@ -14,7 +14,6 @@ import msgpack
 from hivemind.dht import DHTNode
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
-from hivemind.p2p import P2P
 from hivemind.utils.serializer import MSGPackSerializer
 
 from spes_swarm.base.decoding import check_msgpack
@@ -77,9 +76,20 @@ class RunDht:
     ) -> None:
         """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         give_to_hivemind(self.now)
+        bound_dht_decoding()
         trusted = set(trust(await self.connected()))
         await self._timekeeper.settle(trusted)
-        self._node = await _join_dht(self._daemon.p2p, initial_peers, validator, client_mode=client_mode, **options)
+        # `daemon.bootstrap` has run before, and reports better which initial peers do not answer.
+        self._node = await DHTNode.create(
+            p2p=self._daemon.p2p,
+            initial_peers=list(initial_peers) or None,
+            client_mode=client_mode,
+            record_validator=validator,
+            reuse_get_requests=False,  # see dht_records.search
+            strict=False,
+            ensure_bootstrap_success=False,
+            **options,
+        )
         self.own_maddrs = await self._daemon.maddrs()
         more = set(trust(await self.connected()))
         if more != trusted:  # the DHT has found them
@@ -110,23 +120,3 @@ class RunDht:
         """Leaves the DHT."""
         if self._node is not None:
             await self._node.shutdown()
-
-
-async def _join_dht(
-    p2p: P2P, initial_peers: Sequence[str], validator: RecordValidatorBase, *, client_mode: bool, **options: Any
-) -> DHTNode:
-    """Creates this process's DHT node; `options` are passed on to `DHTNode.create`.
-
-    Succeeds even if no initial peer answers: `daemon.bootstrap` has run before, and reports failures better.
-    """
-    bound_dht_decoding()
-    return await DHTNode.create(
-        p2p=p2p,
-        initial_peers=list(initial_peers) or None,
-        client_mode=client_mode,
-        record_validator=validator,
-        reuse_get_requests=False,  # see dht_records.search
-        strict=False,
-        ensure_bootstrap_success=False,
-        **options,
-    )
