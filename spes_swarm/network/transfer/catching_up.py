@@ -66,13 +66,15 @@ class CatchingUp:
             TransferError: the run has ended without this peer, and its last reference could not be fetched.
         """
         before = self._reference.round
-        if self._run_has_ended():
-            return await self._fetch_last(before)
-        swarm = await self._round_of_most(before)
-        if before > swarm:
-            why = f"this peer had committed round {before}, most others only {swarm}"
+        last = self._missed_end()
+        swarm = await self._round_of_most(before) if last is None else last
+        why = f"this peer had committed round {before}, "
+        if last is not None:
+            why += f"and the run has ended with round {last}"
+        elif before > swarm:
+            why += f"most others only {swarm}"
         elif swarm - before > _MAX_ROUNDS_BEHIND:
-            why = f"this peer had committed round {before}, most others already {swarm}"
+            why += f"most others already {swarm}"
         else:
             return None
         started = time.monotonic()
@@ -81,6 +83,8 @@ class CatchingUp:
             payload_bytes = await self._replace_reference(keep_difference=before < swarm)
             complete = True
         except TransferError as exc:
+            if last is not None:
+                raise
             # Some of it may have arrived. Values and digests are consistent in any case; the next round heals the rest.
             why += f"; {exc}"
         return CaughtUp(
@@ -91,30 +95,19 @@ class CatchingUp:
             complete=complete,
         )
 
-    def _run_has_ended(self) -> bool:
-        """Returns True if at least half of the peers have committed the run's last round, and this one has not.
+    def _missed_end(self) -> int | None:
+        """Returns the run's last round if at least half of the peers have committed it, and this one has not.
 
         This one counts among the peers. Those that have committed the last round are waiting, so the roster's median
         does not count them: it counts only peers that train.
         """
         own, last = self._reference.round, self._last_round
         if last is None or own >= last:
-            return False
+            return None
         there = [view for view in self._roster.present() if view.progress.state in ("training", "waiting")]
         voices = self._roster.standing.voices(view.peer_id for view in there)
         others = [view for view in there if view.peer_id in voices]
-        return 2 * sum(view.progress.round >= last for view in others) > len(others)
-
-    async def _fetch_last(self, before: int) -> CaughtUp:
-        started = time.monotonic()
-        payload_bytes = await self._replace_reference(keep_difference=True)
-        return CaughtUp(
-            round=self._reference.round,
-            why=f"this peer had committed round {before}, and the run has ended with round {self._last_round}",
-            seconds=time.monotonic() - started,
-            payload_bytes=payload_bytes,
-            complete=True,
-        )
+        return last if 2 * sum(view.progress.round >= last for view in others) > len(others) else None
 
     async def _round_of_most(self, own_round: int) -> int:
         swarm = self._roster.median_round(own_round)
