@@ -46,10 +46,6 @@ async def greets(host: str, port: int, timeout_s: float) -> bool:
             writer.transport.abort()
 
 
-def _maddr(host: str, port: int) -> str:
-    return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"
-
-
 @dataclass(frozen=True)
 class _Answer:
     """One peer's answer."""
@@ -73,7 +69,8 @@ def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
     reachable = 2 * len(through) >= len(counting)
     first = through[0] if reachable else next(answer for answer in counting if not answer.open_ports)
     port = first.open_ports[0] if reachable else ports[0]
-    return Reach(reachable, _maddr(first.host, port), tuple(answer.peer_id for answer in counting))
+    address = f"/ip{ipaddress.ip_address(first.host).version}/{first.host}/tcp/{port}"
+    return Reach(reachable, address, tuple(answer.peer_id for answer in counting))
 
 
 class ReachService:

@@ -236,9 +236,8 @@ class Exchange:
         """
         if not state.group.members[member].statement.reachable:
             return False  # only it can open a connection
-        peer_id = state.group.members[member].peer_id
         try:
-            await self._rpc.call(peer_id, "have", {"group": state.group.id}, self._limits.stall_timeout_s / 2)
+            await self._ask_have(state, member)
         except (TimeoutError, RemoteError, ProtocolError):
             return False
         except OSError:
@@ -294,9 +293,7 @@ class Exchange:
         if not state.group.members[member].statement.reachable:
             return None
         try:
-            answer = await self._rpc.call(
-                peer_id, "have", {"group": state.group.id}, timeout_s=self._limits.stall_timeout_s / 2
-            )
+            answer = await self._ask_have(state, member)
             if not isinstance(answer.get("finished"), bool) or not isinstance(answer.get("held"), bytes):
                 raise ProtocolError("malformed", "an answer to `have` lacks its fields")
             return answer["finished"], set(members_of(answer["held"], len(state.plan.parts)))
@@ -305,6 +302,10 @@ class Exchange:
         except STREAM_ERRORS:
             pass  # no answer: `_repair` does not wait for this member
         return None
+
+    async def _ask_have(self, state: RoundState, member: int) -> dict[str, Any]:
+        peer_id = state.group.members[member].peer_id
+        return await self._rpc.call(peer_id, "have", {"group": state.group.id}, self._limits.stall_timeout_s / 2)
 
     # Serving.
 
@@ -358,9 +359,7 @@ class Exchange:
             raise ProtocolError("malformed", "a pull lists its parts as 32-bit numbers")
         if listed:
             for index in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
-                frame = state.result_frame(index, member)
-                if frame is not None:
-                    await self._send_result(state, channel, frame)
+                await self._send_result(state, channel, index, member)
         else:
             try:
                 await self._stream_reduced(state, member, channel)
@@ -379,11 +378,13 @@ class Exchange:
             index = state.reduced[position]
             position += 1
             if state.plan.block_of(state.plan.parts[index]).receives(member):
-                frame = state.result_frame(index, member)
-                if frame is not None:
-                    await self._send_result(state, channel, frame)
+                await self._send_result(state, channel, index, member)
 
-    async def _send_result(self, state: RoundState, channel: Channel, frame: Frame) -> None:
+    async def _send_result(self, state: RoundState, channel: Channel, index: int, member: int) -> None:
+        """Sends a result, if this peer holds it in a form that the member can use."""
+        frame = state.result_frame(index, member)
+        if frame is None:
+            return
         if state is not self._round:
             raise ProtocolError("group", "that round is over")
         await channel.send(frame)

@@ -113,16 +113,14 @@ class Rendezvous:
         deadline = time.monotonic() + 2 * self.window_s + 20.0
         failed = self._failed.get(statement.round, set())
         if statement.round not in self._failed:
-            self._past.clear()
-            self._returned.clear()
+            self._forget_past()
         self._failed = {statement.round: failed}
         try:
             while time.monotonic() < deadline:
                 leader = self._best_candidate(statement.round, failed | self._past)
                 if leader is None:
                     failed.clear()
-                    self._past.clear()
-                    self._returned.clear()
+                    self._forget_past()
                     raise RoundError("no peer that could lead the round is reachable")
                 if leader == self.identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
@@ -194,8 +192,7 @@ class Rendezvous:
             gathering = self._gathering(round_number)
         self._following = (round_number, self.identity.peer_id)
         while time.monotonic() < deadline:
-            group = self._closed_group(round_number)
-            if group is not None:
+            if (group := self._closed_group(round_number)) is not None:
                 return group
             if gathering.redirect is not None:
                 return None
@@ -308,8 +305,7 @@ class Rendezvous:
             except OSError:
                 failed.add(leader)
                 return None
-            group = self._closed_group(round_number)
-            if group is not None:
+            if (group := self._closed_group(round_number)) is not None:
                 return group
             if answer.get("over"):
                 # Unless the records confirm it, the next attempt goes to another leader.
@@ -367,9 +363,12 @@ class Rendezvous:
         self._closed = None
         self._ahead.clear()
         self._failed.clear()
+        self._forget_past()
+        self._stop_leading(max(self._gatherings, default=0))
+
+    def _forget_past(self) -> None:
         self._past.clear()
         self._returned.clear()
-        self._stop_leading(max(self._gatherings, default=0))
 
     def _set_closed(self, group: Group) -> None:
         if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
@@ -402,8 +401,7 @@ class Rendezvous:
         sealed = request.get("statement")
         if not isinstance(sealed, bytes):
             raise ProtocolError("malformed", "`gather` without a statement")
-        group = self._closed_group(round_number)
-        if group is not None:
+        if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         target = self.target_round()
         if round_number < target:
@@ -426,16 +424,14 @@ class Rendezvous:
         if gathering.redirect is None:
             self._add(gathering, round_number, sealed)
             await gathering.changed.wait(_POLL_S)
-        group = self._closed_group(round_number)
-        if group is not None:
+        if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         return {"leader": gathering.redirect} if gathering.redirect else {}
 
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a leader that calls this peer to a round."""
         round_number = self._check_request(request)
-        group = self._closed_group(round_number)
-        if group is not None:
+        if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         target = self.target_round()
         if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault

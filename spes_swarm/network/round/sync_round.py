@@ -68,7 +68,8 @@ class SyncRounds:
         self.listener.notify(GroupFormed(group.round, len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
-        self._count_tokens(group, tokens)
+        self.announcer.has_contributed(tokens)
+        self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
         report = RoundReport(
             commit,
             grouped - started,
@@ -136,7 +137,3 @@ class SyncRounds:
         if (experts.gained or experts.lost) and not leaving:
             self.announcer.renew_lease_soon()
         return experts
-
-    def _count_tokens(self, group: Group, own: int) -> None:
-        self.announcer.has_contributed(own)
-        self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
