@@ -37,8 +37,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     """The record validator of the monitor's DHT node, with a cache of its verdicts.
 
     Each refresh delivers all records again, from several nodes, and verifying a signature takes far longer than a
-    lookup. A verdict is kept while the same bytes keep arriving; see `forget`. How far ahead a record expires is not
-    part of the verdict, since that depends on the time.
+    lookup. A verdict is kept while the same bytes keep arriving; see `forget`.
 
     Args:
         run_id: the run.
@@ -53,10 +52,9 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             DHTID.generate(source=record_key(run_id, kind)).to_bytes(): seconds for kind, seconds in longest_s.items()
         }
         self._validator = RunRecordValidator(run_id, now)
-        self._verdicts: dict[DHTRecord, _Verdict] = {}
-        self._before: dict[DHTRecord, _Verdict] = {}
-        self._too_long: set[DHTRecord] = set()  # refused for their lifetime since the last call of `forget`
-        self._too_long_before: set[DHTRecord] = set()
+        # By record, and whether it expires too far ahead, which depends on the time; those before the last `forget`.
+        self._verdicts: dict[tuple[DHTRecord, bool], _Verdict] = {}
+        self._before: dict[tuple[DHTRecord, bool], _Verdict] = {}
         self._refused: Counter[RefusalKind] = Counter()
         self.num_verified = 0  # signatures checked so far
 
@@ -79,26 +77,19 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     def forget(self) -> None:
         """Drops the verdicts on records that have not arrived since the last call; to be called after each refresh."""
         self._before, self._verdicts = self._verdicts, {}
-        self._too_long_before, self._too_long = self._too_long, set()
 
     def _verdict(self, record: DHTRecord) -> _Verdict:
-        if record.expiration_time > self._now() + self._longest_s.get(record.key, MAX_LIFETIME_S):
-            return self._refuse_lifetime(record)
-        verdict = self._verdicts.get(record) or self._before.get(record) or self._judge(record)
+        too_long = record.expiration_time > self._now() + self._longest_s.get(record.key, MAX_LIFETIME_S)
+        key = record, too_long
+        verdict = self._verdicts.get(key) or self._before.get(key) or self._judge(record, too_long)
         if len(self._verdicts) < _MAX_REMEMBERED:
-            self._verdicts[record] = verdict
+            self._verdicts[key] = verdict
         return verdict
 
-    def _refuse_lifetime(self, record: DHTRecord) -> RefusalKind:
-        kind = _REFUSALS["lifetime"]
-        if record not in self._too_long and record not in self._too_long_before:
-            self._refused[kind] += 1
-        if len(self._too_long) < _MAX_REMEMBERED:
-            self._too_long.add(record)
-        return kind
-
-    def _judge(self, record: DHTRecord) -> _Verdict:
+    def _judge(self, record: DHTRecord, too_long: bool) -> _Verdict:
         try:
+            if too_long:
+                raise ProtocolError("lifetime", "the record's lifetime is too long")
             self.num_verified += 1
             return self._validator.open(record)
         except ProtocolError as exc:

@@ -126,7 +126,7 @@ def test_whether_a_record_lives_too_long_is_asked_of_the_clock_each_time() -> No
     assert (checker.num_verified, checker.refused) == (1, {"far_future": 1})
     for _ in range(3):
         checker.forget()
-    assert checker._too_long == checker._too_long_before == set()
+    assert checker._verdicts == checker._before == {}
 
 
 def test_what_hivemind_hands_out_is_opened_without_another_check() -> None:
