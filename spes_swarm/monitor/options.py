@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spes_swarm.base.address import check_listen_address, check_peer_address
 from spes_swarm.base.arguments import OneLineParser
@@ -16,7 +19,7 @@ from spes_swarm.storage.trackers import check_tracker
 class Options:
     """The command-line options, checked to be consistent."""
 
-    initial_peers: tuple[str, ...]
+    initial_peers: Sequence[str]
     run_id: str | None
     once: bool
     json: bool
@@ -25,8 +28,8 @@ class Options:
     replay: Path | None
     plot: Path | None
     bootstrap: bool
-    host_maddrs: tuple[str, ...]
-    announce_maddrs: tuple[str, ...]
+    host_maddrs: Sequence[str]
+    announce_maddrs: Sequence[str]
     identity: Path | None
     log: str | None
     refresh_s: float
@@ -40,24 +43,7 @@ def parse_options(arguments: list[str] | None) -> Options:
         ConfigError: an unknown flag, a wrong value, or flags that contradict each other.
         AddressError: an address that cannot be used.
     """
-    values = _parser().parse_args(arguments)
-    options = Options(
-        initial_peers=tuple(check_peer_address(maddr) for maddr in values.initial_peers),
-        run_id=values.run_id,
-        once=values.once,
-        json=values.json,
-        web=None if values.web is None else _host_and_port(values.web),
-        history=values.history,
-        replay=values.replay,
-        plot=values.plot,
-        bootstrap=values.bootstrap,
-        host_maddrs=tuple(check_listen_address(maddr) for maddr in values.host_maddrs),
-        announce_maddrs=tuple(check_listen_address(maddr, announced=True) for maddr in values.announce_maddrs),
-        identity=values.identity,
-        log=values.log,
-        refresh_s=_positive("--refresh", values.refresh),
-        timeout_s=_positive("--bootstrap-timeout", values.bootstrap_timeout),
-    )
+    options = Options(**vars(_parser().parse_args(arguments)))
     _check(options)
     return options
 
@@ -66,18 +52,22 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="python -m spes_swarm.monitor", description="Watch a swarm from its signed DHT records."
     )
-    parser.add_argument("--initial-peers", nargs="+", default=[], metavar="MADDR", help="addresses of peers of the run")
+    maddrs: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "MADDR"}
+    period: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+    parser.add_argument("--initial-peers", **maddrs, type=check_peer_address, help="addresses of peers of the run")
     parser.add_argument("--run-id", help="refuse any run but this one")
     parser.add_argument(
-        "--refresh", type=float, default=2.0, metavar="SECONDS", help="time between refreshes (default: 2)"
+        "--refresh", **period, default=2.0, dest="refresh_s", help="time between refreshes (default: 2)"
     )
     parser.add_argument(
-        "--bootstrap-timeout", type=float, default=30.0, metavar="SECONDS", help="to reach any peer (default: 30)"
+        "--bootstrap-timeout", **period, default=30.0, dest="timeout_s", help="to reach any peer (default: 30)"
     )
     shown = parser.add_argument_group("output")
     shown.add_argument("--once", action="store_true", help="print the state once and exit")
     shown.add_argument("--json", action="store_true", help="print JSON, one line for each update")
-    shown.add_argument("--web", metavar="HOST:PORT", help="serve a web page, /metrics and /api/state")
+    shown.add_argument(
+        "--web", type=_host_and_port, metavar="HOST:PORT", help="serve a web page, /metrics and /api/state"
+    )
     shown.add_argument("--log", metavar="tensorboard|wandb|trackio", help="log the swarm's metrics to a tracker")
     kept = parser.add_argument_group("history")
     kept.add_argument("--history", type=Path, metavar="FILE", help="SQLite file that keeps what was seen")
@@ -92,16 +82,16 @@ def _parser() -> OneLineParser:
     entry.add_argument(
         "--identity", type=Path, metavar="FILE", help="file that keeps the peer id (default: a new id each time)"
     )
-    entry.add_argument(
-        "--host-maddrs", nargs="+", default=[], metavar="MADDR", help="where to listen, with a fixed port"
-    )
-    entry.add_argument(
-        "--announce-maddrs", nargs="+", default=[], metavar="MADDR", help="addresses to announce instead"
-    )
+    entry.add_argument("--host-maddrs", **maddrs, type=check_listen_address, help="where to listen, with a fixed port")
+    announced = partial(check_listen_address, announced=True)
+    entry.add_argument("--announce-maddrs", **maddrs, type=announced, help="addresses to announce instead")
     return parser
 
 
 def _check(options: Options) -> None:
+    for name, seconds in (("--refresh", options.refresh_s), ("--bootstrap-timeout", options.timeout_s)):
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ConfigError(f"{name}: found {seconds:g}, expected more than 0 seconds")
     if options.log is not None:
         check_tracker(options.log)
         if options.once:
@@ -131,12 +121,6 @@ def _check(options: Options) -> None:
             raise ConfigError("--bootstrap needs --host-maddrs with a fixed port, such as /ip4/0.0.0.0/tcp/31337")
     elif options.host_maddrs or options.announce_maddrs:
         raise ConfigError("--host-maddrs and --announce-maddrs are for an entry point: give --bootstrap, too")
-
-
-def _positive(name: str, value: float) -> float:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}: found {value:g}, expected more than 0 seconds")
-    return value
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

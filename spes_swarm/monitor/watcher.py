@@ -216,10 +216,10 @@ def _ignore(peer_id: str, error: ProtocolError) -> None:
 class NetworkOptions:
     """How the monitor takes part in the network."""
 
-    initial_peers: tuple[str, ...]
+    initial_peers: Sequence[str]
     identity_path: Path
-    host_maddrs: tuple[str, ...]
-    announce_maddrs: tuple[str, ...]
+    host_maddrs: Sequence[str]
+    announce_maddrs: Sequence[str]
     is_entry: bool
     run_id: str | None
     timeout_s: float  # to reach any peer
