@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -87,10 +87,7 @@ async def _replay(options: Options) -> None:
         _console().print(f"{plural(len(history), 'round')} drawn: {options.plot}", markup=False, highlight=False)
         return
     source = HeldState(state, history)
-    with ExitStack() as cleanup:
-        listener = _listen(options)
-        if listener is not None:
-            cleanup.callback(listener.close)
+    with _listen(options) as listener:
         _print_once(options, source)
         if listener is not None:
             await _serve(source, listener)
@@ -103,9 +100,7 @@ async def _watch(options: Options) -> None:
     from spes_swarm.monitor.history import History
 
     with ExitStack() as cleanup:
-        listener = _listen(options)
-        if listener is not None:
-            cleanup.callback(listener.close)
+        listener = cleanup.enter_context(_listen(options))
         history = History(options.history) if options.history is not None else None
         if history is not None:
             cleanup.callback(history.close)
@@ -213,10 +208,10 @@ async def _show_json(source: StateSource, output: TextIO) -> None:
         await source.wait_for_change(60.0)
 
 
-def _listen(options: Options) -> socket.socket | None:
+def _listen(options: Options) -> AbstractContextManager[socket.socket | None]:
     """Binds the page's address before any slow step; browsers wait until the page is served."""
     if options.web is None:
-        return None
+        return nullcontext()
     from spes_swarm.monitor.views.web import listen
 
     return listen(*options.web)

@@ -42,15 +42,13 @@ def plot_run(state: SwarmState, history: Sequence[HistoryPoint], path: Path) -> 
 
     draw(top_left, lambda point: point.train_loss, color=_BLUE, label="training")
     draw(top_left, lambda point: point.eval_loss, color=_ORANGE, label="held-out text", linestyle="--")
-    measured = [p for p in history if p.eval_loss is not None and p.eval_loss_stderr is not None]
-    top_left.fill_between(
-        [point.round for point in measured],
-        [(point.eval_loss or 0.0) - (point.eval_loss_stderr or 0.0) for point in measured],
-        [(point.eval_loss or 0.0) + (point.eval_loss_stderr or 0.0) for point in measured],
-        color=_ORANGE,
-        alpha=0.15,
-        linewidth=0,
-    )
+    band = [
+        (point.round, point.eval_loss - point.eval_loss_stderr, point.eval_loss + point.eval_loss_stderr)
+        for point in history
+        if point.eval_loss is not None and point.eval_loss_stderr is not None
+    ]
+    if band:
+        top_left.fill_between(*zip(*band, strict=True), color=_ORANGE, alpha=0.15, linewidth=0)
     _name(top_left, "loss (median over peers)")
     if top_left.get_legend_handles_labels()[0]:
         top_left.legend(frameon=False)

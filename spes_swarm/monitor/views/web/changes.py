@@ -16,7 +16,7 @@ the state minus `age_s`) has moved to another second; the receiver advances the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from spes_swarm.monitor.state import HistoryPoint
@@ -28,7 +28,7 @@ _RECHECKED_POINTS: Final = 32  # the newest old points, which may still be corre
 
 def difference(old: Json, new: Json) -> Json | None:
     """The change from `old` to `new`; None if a whole state has to be sent (another run or number of experts)."""
-    if _identity(old) != _identity(new) or len(old["experts"]) != len(new["experts"]):
+    if old["run"]["run_id"] != new["run"]["run_id"] or len(old["experts"]) != len(new["experts"]):
         return None
     change: Json = {"time": new["time"]}
     head = {key: new[key] for key in new if key not in ("time", "peers", "experts") and new[key] != old.get(key)}
@@ -51,11 +51,6 @@ def new_points(old: Sequence[HistoryPoint], new: Sequence[HistoryPoint]) -> list
         return None
     start = max(0, len(old) - _RECHECKED_POINTS)
     return [point for index, point in enumerate(new[start:], start) if index >= len(old) or point != old[index]]
-
-
-def _identity(state: Json) -> Any:
-    run = state["run"]
-    return run["run_id"] if isinstance(run, Mapping) else None
 
 
 def _peer_changes(old: Json, new: Json) -> tuple[list[Json], list[str]]:

@@ -89,9 +89,7 @@ def names_loopback(authority: str) -> bool:
         port = rest[1:]
     elif authority.count(":") == 1:
         name, _, port = authority.partition(":")
-    if port and not port.isascii():
-        return False
-    if port and not port.isdigit():
+    if port and not (port.isascii() and port.isdigit()):
         return False
     if name.lower() == "localhost":
         return True
