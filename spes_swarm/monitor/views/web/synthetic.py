@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from spes_swarm.monitor.state import (
@@ -44,19 +44,17 @@ class _Volunteer:
     seen: float = 0.0
     dead: bool = False
     digest: str | None = None  # if it differs from the swarm's
-    joined_round: int = field(default=0)
+    joined_round: int = 0
 
 
 class SyntheticSwarm:
     """Some volunteers with their rounds and losses."""
 
-    def __init__(
-        self, *, num_peers: int = 4, num_experts: int = 8, seed: int = 0, start: float = 1_795_000_000.0
-    ) -> None:
-        self._random = random.Random(seed)
+    def __init__(self, *, num_peers: int = 4, num_experts: int = 8) -> None:
+        self._random = random.Random(0)
         self._num_experts = num_experts
         self._experts_each = max(1, min(num_experts, 2 * num_experts // max(1, num_peers) + 1))
-        self.time = start
+        self.time = 1_795_000_000.0
         self._round = 0
         self._in_round = 0.0
         self._volunteers: list[_Volunteer] = []
