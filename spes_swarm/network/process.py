@@ -28,7 +28,7 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
-from spes_swarm.port.messages import Command, Reach, Reply, RunSettings
+from spes_swarm.port.messages import UNKNOWN_REACH, Command, Reach, Reply, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
@@ -130,17 +130,14 @@ class NetworkProcess(ProcessCommands):
         self._rpc = Rpc(self._daemon.p2p, self.on_fault)
         self._rpc.on_silence = self._replace_connection
         await self._rpc.start()
-        before = self._connectivity
         self._connectivity = Connectivity(
             self._daemon,
             self._rpc,
             announced=bool(announce_maddrs),
-            relay=relay,
+            use_relays=relay,
             notify=self.notify,
-            on_fault=self.on_fault,
+            found=UNKNOWN_REACH if self._connectivity is None else self._connectivity.found,
         )
-        if before is not None:
-            self._connectivity.found = before.found
         await self._connectivity.start()
         return await self._daemon.maddrs()
 

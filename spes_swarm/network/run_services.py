@@ -61,7 +61,6 @@ class RunServices(RunCommands):
         run, p2p = state.run, daemon.p2p
         self._listener = listener
         self._daemon = daemon
-        self._rpc = rpc
         rpc.on_contact = state.roster.standing.note_answer
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
         self._faults = RecentFaults(self._dht.now)
@@ -126,10 +125,10 @@ class RunServices(RunCommands):
         await self._moments.start()
         await self._rendezvous.start()
         await self.refresh()
-        self._spawn(self._repeat(self._announcer.announce, 0.3))  # a burst of events needs only one record
-        self._spawn(self._repeat(self._look_around, _REFRESH_S))
-        self._spawn(self._repeat(self._keep_time, 0.0))
-        self._spawn(self._repeat(self._reunite, _REFRESH_S))
+        self.repeat(self._announcer.announce, 0.3)  # a burst of events needs only one record
+        self.repeat(self._look_around, _REFRESH_S)
+        self.repeat(self._keep_time, 0.0)
+        self.repeat(self._reunite, _REFRESH_S)
 
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
@@ -169,17 +168,18 @@ class RunServices(RunCommands):
         """Asks a peer for its addresses; returns the last known ones if it does not answer."""
         return await self._greetings.greet(peer_id)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(coroutine))
-
-    async def _repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
+    def repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
         """Repeats an action while the run is open. An unexpected error is reported and does not end the loop."""
-        while True:
-            try:
-                await action()
-            except Exception as exc:  # any error: a peer that stops publishing or reading would split the swarm
-                self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
-            await asyncio.sleep(pause_s)
+
+        async def run() -> None:
+            while True:
+                try:
+                    await action()
+                except Exception as exc:  # any error: a peer that stops publishing or reading would split the swarm
+                    self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
+                await asyncio.sleep(pause_s)
+
+        self._tasks.append(asyncio.create_task(run()))
 
     async def count_tokens(self) -> TokenCounts:
         """See RunCommands."""

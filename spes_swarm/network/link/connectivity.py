@@ -5,13 +5,12 @@ Ties together reach.py (the check), links.py (connections) and relay.py (circuit
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Protocol
 
-from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.links import Links
 from spes_swarm.network.link.reach import ReachService
@@ -43,36 +42,28 @@ class RunPeers(Protocol):
     async def maddrs_of(self, peer_id: str) -> list[str]:
         """Asks a peer for its addresses."""
 
+    def repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
+        """Repeats an action while the run is open."""
 
+
+@dataclass(eq=False)
 class Connectivity:
-    """Maintains this peer's connections in the background once it takes part in a run.
+    """Maintains this peer's connections in the background once it takes part in a run."""
 
-    `announced`: the user has given the addresses at which it can be reached. `relay`: it serves as a relay and uses
-    circuits.
-    """
+    daemon: Daemon
+    rpc: Rpc
+    _: KW_ONLY
+    announced: bool  # the user has given the addresses at which this peer can be reached
+    use_relays: bool  # it serves as a relay and uses circuits
+    notify: Callable[[Reach | LinkMade], None]
+    found: Reach = UNKNOWN_REACH  # the latest result of the check whether this peer can be reached
+    _links: Links | None = field(default=None, init=False)
+    _doubted: bool = field(default=False, init=False)
+    _next_review: float = field(default_factory=lambda: time.monotonic() + _FIRST_REVIEW_S, init=False)
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        rpc: Rpc,
-        *,
-        announced: bool,
-        relay: bool,
-        notify: Callable[[Reach | LinkMade], None],
-        on_fault: Callable[[str, ProtocolError], None],
-    ) -> None:
-        self._daemon = daemon
-        self._announced = announced
-        self._use_relays = relay
-        self._notify = notify
-        self._on_fault = on_fault
-        self._reach = ReachService(daemon, rpc)
-        self._relay = Relay(daemon, enabled=relay)
-        self._links: Links | None = None
-        self.found = UNKNOWN_REACH  # the latest result of the check whether this peer can be reached
-        self._doubted = False
-        self._next_review = time.monotonic() + _FIRST_REVIEW_S
-        self._task: asyncio.Task[None] | None = None
+    def __post_init__(self) -> None:
+        self._reach = ReachService(self.daemon, self.rpc)
+        self._relay = Relay(self.daemon, enabled=self.use_relays)
 
     async def start(self) -> None:
         """Registers the services that other peers may call; until `attend`, nothing is relayed."""
@@ -81,12 +72,12 @@ class Connectivity:
 
     async def check(self) -> Reach:
         """Asks connected peers whether this one can be reached; see reach.py."""
-        peers = list(await self._daemon.connections())
+        peers = list(await self.daemon.connections())
         self.found = await self._ask(peers) if peers else UNKNOWN_REACH
         return self.found
 
     async def _ask(self, peers: list[str]) -> Reach:
-        return await self._reach.check(peers, await self._daemon.maddrs(), announced=self._announced)
+        return await self._reach.check(peers, await self.daemon.maddrs(), announced=self.announced)
 
     def attend(self, run: RunPeers, *, review: bool, is_busy: Callable[[], bool]) -> None:
         """Starts maintaining the connections to the peers of a run.
@@ -96,12 +87,11 @@ class Connectivity:
         """
         self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in run.neighbours())
         links = self._links = Links(
-            self._daemon,
-            use_relays=self._use_relays,
+            self.daemon,
+            use_relays=self.use_relays,
             maddrs_of=run.maddrs_of,
-            on_link=lambda peer_id, relayed: self._notify(LinkMade(peer_id, relayed)),
+            on_link=lambda peer_id, relayed: self.notify(LinkMade(peer_id, relayed)),
         )
-
         if self.found.reachable:
             run.set_reach(True, self.found.address)
         if self.found.reachable is not None:
@@ -112,20 +102,12 @@ class Connectivity:
             if review and time.monotonic() >= self._next_review:
                 await self._review(run)
 
-        async def repeat() -> None:
-            while True:
-                try:
-                    await look_around()
-                except Exception as exc:  # any error: without connections, the other services would suffer
-                    self._on_fault(self._daemon.peer_id, ProtocolError("internal", repr(exc)))
-                await asyncio.sleep(_TEND_S)
-
-        self._task = asyncio.create_task(repeat())
+        run.repeat(look_around, _TEND_S)
 
     async def _review(self, run: RunPeers) -> None:
         """Checks again; a negative result is confirmed before this peer stops counting as reachable."""
         known = {neighbour.peer_id for neighbour in run.neighbours()}
-        peers = [peer for peer in await self._daemon.connections() if peer in known]
+        peers = [peer for peer in await self.daemon.connections() if peer in known]
         if not peers:
             return
         random.shuffle(peers)
@@ -137,12 +119,10 @@ class Connectivity:
             return
         run.set_reach(found.reachable, found.address if found.reachable else None)
         if (found.reachable, found.address) != (self.found.reachable, self.found.address):
-            self._notify(found)
+            self.notify(found)
         self.found = found
 
     def stop(self) -> None:
-        """Stops the background tasks; circuits through this peer last until the daemon ends."""
-        if self._task is not None:
-            self._task.cancel()
+        """Stops dialling; circuits through this peer last until the daemon ends."""
         if self._links is not None:
             self._links.stop()
