@@ -19,9 +19,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
-
-FlatArray = npt.NDArray[np.float32]
 
 GATE_UP = "gate_up_proj"  # (2F, D) per expert: transformers puts the F gate rows before the F up rows
 # Similarities convert this many elements per expert to fp64 at a time (8 MiB), never a whole layer.
@@ -40,7 +39,7 @@ def merge_due(previous_step: int, step: int, interval: int) -> bool:
     return interval > 0 and step // interval > previous_step // interval
 
 
-def similarity(gate_EP: FlatArray) -> npt.NDArray[np.float64]:
+def similarity(gate_EP: FloatArray) -> npt.NDArray[np.float64]:
     """Cosine similarity (E, E) of the rows; 0 where a row is zero. Accepts strided views."""
     E, P = gate_EP.shape
     gram_EE = np.zeros((E, E), dtype=np.float64)
@@ -73,12 +72,12 @@ def nearest_experts(similarity_EE: npt.NDArray[np.float64], num_neighbours: int)
     return order_EE[:, : min(num_neighbours, E - 1)].astype(np.int64)
 
 
-def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], alpha: float) -> FlatArray:
-    own_P: FlatArray = stack_EP[expert]
+def _merged(stack_EP: FloatArray, expert: int, donors_K: npt.NDArray[np.int64], alpha: float) -> FloatArray:
+    own_P: FloatArray = stack_EP[expert]
     if alpha == 0.0 or len(donors_K) == 0:
         return own_P.copy()
     # Donors are added in index order, so the result does not depend on their order of similarity.
-    mean_P: FlatArray = np.zeros_like(own_P)
+    mean_P: FloatArray = np.zeros_like(own_P)
     for donor in np.sort(donors_K):
         mean_P += stack_EP[donor]
     mean_P /= np.float32(len(donors_K))
@@ -88,14 +87,14 @@ def _merged(stack_EP: FlatArray, expert: int, donors_K: npt.NDArray[np.int64], a
     return mean_P
 
 
-def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FlatArray]]]:
+def _layers(reference_N: FloatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FloatArray]]]:
     """Per layer and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
 
     All expert blocks have the same slots at the same offsets, so the experts are rows of one matrix; nothing is copied.
     """
     first = layout.expert_block(0)
     block_EN = reference_N[first.start :].reshape(layout.num_experts, first.size)
-    layers: dict[str, dict[str, tuple[int, FlatArray]]] = {}
+    layers: dict[str, dict[str, tuple[int, FloatArray]]] = {}
     for position, slot in enumerate(first.slots):
         layer, _, tensor = slot.name.rpartition(".")
         offset = slot.start - first.start
@@ -104,8 +103,8 @@ def _layers(reference_N: FlatArray, layout: Layout) -> Iterator[dict[str, tuple[
 
 
 def merged_slots(
-    reference_N: FlatArray, layout: Layout, alpha: float, num_neighbours: int
-) -> Iterator[tuple[TensorSlot, FlatArray]]:
+    reference_N: FloatArray, layout: Layout, alpha: float, num_neighbours: int
+) -> Iterator[tuple[TensorSlot, FloatArray]]:
     """Yields (slot, merged values) for every tensor of every expert.
 
     The reference is only read. Extra memory is one tensor of one expert plus a few MiB, whatever the model size. The

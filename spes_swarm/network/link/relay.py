@@ -23,6 +23,7 @@ from hivemind.p2p import PeerID
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.wire import STREAM_ERRORS
+from spes_swarm.protocol.members.identity import varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 _STOP = "/libp2p/circuit/relay/0.2.0/stop"
@@ -52,22 +53,14 @@ class Status(IntEnum):
     UNEXPECTED_MESSAGE = 401
 
 
-def _varint(number: int) -> bytes:
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*out, number])
-
-
 def encode(fields: Sequence[tuple[int, int | bytes]]) -> bytes:
     """Encodes (field number, value) pairs as a protobuf message."""
     parts: list[bytes] = []
     for number, value in fields:
         if isinstance(value, int):
-            parts.append(_varint(number << 3) + _varint(value))
+            parts.append(varint(number << 3) + varint(value))
         else:
-            parts.append(_varint(number << 3 | 2) + _varint(len(value)) + value)
+            parts.append(varint(number << 3 | 2) + varint(len(value)) + value)
     return b"".join(parts)
 
 
@@ -122,7 +115,7 @@ async def _receive(reader: asyncio.StreamReader) -> dict[int, int | bytes]:
 
 async def _send(writer: asyncio.StreamWriter, fields: Sequence[tuple[int, int | bytes]]) -> None:
     message = encode(fields)
-    writer.write(_varint(len(message)) + message)
+    writer.write(varint(len(message)) + message)
     await writer.drain()
 
 

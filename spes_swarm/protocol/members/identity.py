@@ -39,14 +39,18 @@ def _peer_id_of(public_key_der: bytes) -> str:
     return encoded.decode("ascii")
 
 
+def varint(number: int) -> bytes:
+    """Encodes a number as protobuf does."""
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*out, number])
+
+
 def _envelope(key_der: bytes) -> bytes:
     """The protobuf message of an RSA key."""
-    length, rest = bytearray(), len(key_der)
-    while rest > 0x7F:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    length.append(rest)
-    return _ENVELOPE_START + bytes(length) + key_der
+    return _ENVELOPE_START + varint(len(key_der)) + key_der
 
 
 def _key_in(envelope: bytes) -> bytes:
