@@ -25,6 +25,8 @@ import psutil
 from spes_swarm.base.errors import SwarmError
 
 _PREFIX = "spes-swarm-"
+# A public range, none of which is reachable from inside, because libp2p treats private addresses differently.
+_ADDRESSES = "11.77.0"
 _NOBODY = "02:00:00:00:00:00"  # a unicast hardware address that no host has
 _NAMESPACES = Path("/run/netns")
 _COMMAND_TIMEOUT_S = 30.0
@@ -78,18 +80,14 @@ def enter_namespace(name: str) -> None:
 class LocalNetwork:
     """`num_hosts` hosts (at most 250) in one IPv4 network, numbered from 0; a context manager.
 
-    The default prefix of the addresses is from a public range (none of which is reachable from inside), because libp2p
-    treats private addresses differently.
-
     Raises:
         LocalNetworkError: the network cannot be created here; see `unavailable_reason`.
     """
 
-    def __init__(self, num_hosts: int, *, prefix: str = "11.77.0") -> None:
+    def __init__(self, num_hosts: int) -> None:
         if not 1 <= num_hosts <= _MAX_HOSTS:
             raise ValueError(f"num_hosts must be 1 to {_MAX_HOSTS}, found {num_hosts}")
         self.num_hosts = num_hosts
-        self._prefix = prefix
         self._name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         self._switch = f"{self._name}-switch"
 
@@ -148,7 +146,7 @@ class LocalNetwork:
 
     def address(self, host: int) -> str:
         """IPv4 address at which others see a host."""
-        return f"{self._prefix}.{self._checked(host) + 1}"
+        return f"{_ADDRESSES}.{self._checked(host) + 1}"
 
     def _checked(self, host: int) -> int:
         if not 0 <= host < self.num_hosts:

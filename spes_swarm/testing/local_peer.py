@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -122,15 +123,12 @@ class LocalPeer:
         """
         deadline = time.monotonic() + timeout_s
         while True:
+            ended = self.process.poll() is not None  # checked before reading, so that its last events are not missed
             for event in self.events(kind):
                 if condition(event):
                     return event
-            ended = self.process.poll() is not None
             if ended or time.monotonic() > deadline:
                 why = f"the peer ended with code {self.process.returncode}" if ended else f"after {timeout_s:.0f} s"
-                for event in self.events(kind):  # it may have been written just before the end
-                    if condition(event):
-                        return event
                 raise LocalPeerError(f"no matching {kind!r} event: {why}\n{self.tail()}")
             time.sleep(_POLL_S)
 
@@ -184,10 +182,8 @@ class LocalPeer:
     def signal_tree(self, number: int) -> None:
         """Sends a signal to the main process and all that it has started."""
         for process in self.tree():
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
 
     def kill(self) -> list[psutil.Process]:
         """Sends SIGKILL to the main process only, as the kernel's OOM killer does; returns its former tree."""
