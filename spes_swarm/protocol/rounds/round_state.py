@@ -84,33 +84,21 @@ def _energy(difference_N: FloatArray) -> float:
         return float(np.sum(np.square(difference_N, dtype=np.float64)))
 
 
+@dataclass(eq=False)
 class RoundState:
-    """One round as one member sees it.
+    """One round as one member sees it."""
 
-    Args:
-        live_N: this member's live weights (only shared and held blocks are read); the commit sets
-            those blocks to the new live weights.
-        tracks: this peer's record of the others.
-    """
+    group: Group
+    plan: Plan
+    me: int
+    reference: Reference
+    live_N: FloatArray  # this member's; only shared and held blocks are read, and the commit sets them to the new ones
+    codec: Codec
+    bounds: Bounds
+    tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
 
-    def __init__(
-        self,
-        group: Group,
-        plan: Plan,
-        me: int,
-        reference: Reference,
-        live_N: FloatArray,
-        codec: Codec,
-        bounds: Bounds,
-        tracks: TrackRecords | None = None,
-    ) -> None:
-        self.group = group
-        self.plan = plan
-        self.me = me
-        self.reference = reference
-        self.live_N = live_N
-        self.codec = codec
-        self._bounds = bounds
+    def __post_init__(self) -> None:
+        plan, me = self.plan, self.me
         self.results: dict[int, Result] = {}
         self.dropped: set[int] = set()  # parts whose results have arrived and were refused
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
@@ -123,7 +111,6 @@ class RoundState:
         self.payload_bytes_sent = 0
         self.payload_bytes_received = 0
         self.wanted = {part.index: part for part in plan.wanted(me)}
-        self._tracks = tracks or TrackRecords()
         self._block_sizes: Counter[int] = Counter()  # elements of each block, and how many of them are reduced here
         self._reduced_sizes: Counter[int] = Counter()
         for part in plan.parts:
@@ -235,10 +222,10 @@ class RoundState:
         Its RMS was not stated, so it is measured part by part. A member cannot be further apart than the rounds since
         its last commit with this peer.
         """
-        if not self._bounds.bounded or not math.isfinite(contribution.limit_rms):
+        if not self.bounds.bounded or not math.isfinite(contribution.limit_rms):
             return difference_N
         peer_id = self.group.members[contribution.member].peer_id
-        since = self._tracks.rounds_since(peer_id, self.plan.round)
+        since = self.tracks.rounds_since(peer_id, self.plan.round)
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
         apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
@@ -247,7 +234,7 @@ class RoundState:
 
     def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
-        if not self._bounds.bounded:
+        if not self.bounds.bounded:
             return
         key = contribution.member, part.block
         budget = self._budgets.get(key)
@@ -268,8 +255,8 @@ class RoundState:
 
     def _check_norm(self, difference_N: FloatArray) -> None:
         rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
-        if not rms <= self._bounds.max_update_rms:
-            raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self._bounds.max_update_rms:.3g}")
+        if not rms <= self.bounds.max_update_rms:
+            raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self.bounds.max_update_rms:.3g}")
 
     def give_up(self, member: int) -> int:
         """Stops waiting for a contributor; returns the number of parts that it still owed."""
@@ -305,7 +292,7 @@ class RoundState:
         members = list(accumulator.differences)
         weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
         coefficients = weights / weights.sum()
-        if self._bounds.bounded:
+        if self.bounds.bounded:
             block_plan = self.plan.block_of(part)
             free_rms = FREE_DEVIATION * block_plan.median_rms
             differences_MN = np.stack([accumulator.differences[member] for member in members])
@@ -320,12 +307,12 @@ class RoundState:
 
     def clipped(self) -> list[tuple[int, ProtocolError]]:
         """The members whose contributions were shortened; see round_faults.clipped."""
-        if not self._bounds.bounded:
+        if not self.bounds.bounded:
             return []
         ids = [member.peer_id for member in self.group.members]
-        new = {i for i, peer_id in enumerate(ids) if self._tracks.is_new(peer_id)}
+        new = {i for i, peer_id in enumerate(ids) if self.tracks.is_new(peer_id)}
         left = self.deviations_left()
-        known = {i: self._tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
+        known = {i: self.tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
         return round_faults.clipped(self.plan, left | known, new)
 
     def deviations_left(self) -> dict[int, float]:
@@ -407,7 +394,7 @@ class RoundState:
 
     def refuse_excessive(self) -> list[tuple[int, ProtocolError]]:
         """Drops results longer than their contributions can explain, as if missing; returns (reducer, fault) pairs."""
-        if not self._bounds.bounded:
+        if not self.bounds.bounded:
             return []
         known = {index: (result.included, result.energy) for index, result in self.results.items()}
         errors = []
