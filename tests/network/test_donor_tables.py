@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.transfer.donors import choose_table
-from spes_swarm.network.transfer.transfer import table_from_wire, table_to_wire
+from spes_swarm.network.transfer.donors import choose_table, table_from_wire, table_to_wire
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from tests.helpers.rounds import small_layout
 

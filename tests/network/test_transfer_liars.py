@@ -14,7 +14,7 @@ from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.transfer import donors as donors_module
 from spes_swarm.network.transfer import download as download_module
 from spes_swarm.network.transfer.chunk_stream import piece_frames
-from spes_swarm.network.transfer.transfer import table_to_wire
+from spes_swarm.network.transfer.donors import table_to_wire
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from tests.helpers.transfer_net import (

@@ -7,15 +7,20 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.p2p import P2P
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.network.link.wire import Channel
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, ReferenceTable
+from spes_swarm.protocol.rounds.statement import MAX_ROUND
 
 _MAX_VOTERS = 16  # donors whose tables are compared
 _MAX_UNSURE = 8  # votes without a majority, as when some donors have committed and others are about to
@@ -25,17 +30,83 @@ _REST_S = 30.0  # until a donor that has failed is asked again while there are o
 _HONEST_FAILURES = {"donor", "truncated", "stalled", "refused"}
 
 
-class Donors(Protocol):
+def table_to_wire(table: ReferenceTable) -> dict[str, Any]:
+    """Encodes a table for a newcomer."""
+    return {
+        "round": table.round,
+        "versions": list(table.versions),
+        "chunks": [b"".join(digests) for digests in table.chunk_digests],
+    }
+
+
+def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
+    """Checks a table received from a donor.
+
+    Raises:
+        ProtocolError: (`malformed`, `shape`) the table cannot be used.
+    """
+    number, versions, chunks = wire.get("round"), wire.get("versions"), wire.get("chunks")
+    if not (
+        type(number) is int  # a bool is an int, too
+        and number < MAX_ROUND
+        and isinstance(versions, list)
+        and isinstance(chunks, list)
+        and all(type(version) is int and 0 <= version <= number for version in versions)
+        and all(isinstance(digests, bytes) and len(digests) % DIGEST_BYTES == 0 for digests in chunks)
+    ):
+        raise ProtocolError("malformed", "a reference table lacks its fields")
+    split = tuple(
+        tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)) for digests in chunks
+    )
+    table = ReferenceTable(number, tuple(versions), split)
+    table.check_shape(layout)
+    return table
+
+
+@dataclass(frozen=True)
+class Donors:
     """A newcomer's access to donors."""
 
-    def known(self) -> Collection[str]:
-        """Returns the peers that may be asked."""
+    p2p: P2P
+    rpc: Rpc
+    name: str
+    layout: Layout
+    timeout_s: float
+    known: Callable[[], Collection[str]]  # returns the peers that may be asked
 
     async def table(self, donor: str) -> ReferenceTable:
         """Asks for a table; raises OSError or ProtocolError."""
+        return table_from_wire(await self.rpc.call(donor, "table", {}, self.timeout_s), self.layout)
 
-    def connect(self, donor: str) -> AbstractAsyncContextManager[Channel]:
-        """Opens a stream for requests; raises STREAM_ERRORS."""
+    @asynccontextmanager
+    async def connect(self, donor: str) -> AsyncIterator[Channel]:
+        """Opens a stream for requests; raises STREAM_ERRORS.
+
+        hivemind 1.1.12 never closes a stream whose opening is cancelled. So the opening is left to finish by itself,
+        and the stream is closed then.
+        """
+        stack = AsyncExitStack()
+        opening = asyncio.create_task(
+            stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
+        )
+        try:
+            channel = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            closing = asyncio.create_task(_close_when_open(opening, stack))
+            _CLOSING.add(closing)
+            closing.add_done_callback(_CLOSING.discard)
+            raise
+        async with stack:
+            yield channel
+
+
+_CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself does not keep tasks alive
+
+
+async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
+    with suppress(*STREAM_ERRORS):
+        await opening
+    await stack.aclose()
 
 
 def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bool]:
@@ -55,9 +126,8 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
 class DonorVote:
     """The vote among the donors of one download; `on_fault` is called for donors that fail or lie."""
 
-    def __init__(self, donors: Donors, layout: Layout, on_fault: Callable[[str, ProtocolError], None]) -> None:
+    def __init__(self, donors: Donors, on_fault: Callable[[str, ProtocolError], None]) -> None:
         self._donors = donors
-        self._layout = layout
         self._on_fault = on_fault
         # Donors that are asked again only if there are no others, and until when; for liars, for ever.
         self._failed: dict[str, float] = {}
@@ -115,9 +185,7 @@ class DonorVote:
 
         async def ask(donor: str) -> ReferenceTable | None:
             try:
-                table = await self._donors.table(donor)
-                table.check_shape(self._layout)
-                return table
+                return await self._donors.table(donor)
             except ProtocolError as exc:
                 self.note_failure(donor, exc)
             except OSError:

@@ -58,7 +58,7 @@ class Download:
     ) -> None:
         self._reference = reference
         self._donors = donors
-        self._vote = DonorVote(donors, reference.layout, on_fault)
+        self._vote = DonorVote(donors, on_fault)
         self._stall_timeout_s = stall_timeout_s
         self._partial = partial
         self._on_progress = on_progress

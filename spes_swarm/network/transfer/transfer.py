@@ -10,9 +10,8 @@ keeps copies of the blocks that are under way to a newcomer, until they have bee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,56 +20,21 @@ from hivemind.p2p import P2P
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import TransferLimit
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.network.link.wire import Channel, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
-from spes_swarm.network.transfer.donors import DonorVote
+from spes_swarm.network.transfer.donors import Donors, DonorVote, table_to_wire
 from spes_swarm.network.transfer.download import Download
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.port.messages import SyncProgress, TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
-from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, Reference, ReferenceTable, chunks_of
+from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunks_of
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.statement import MAX_ROUND
 
 _RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun or ended
 # Copies for newcomers take no more memory than this, or than one block if that is larger.
 _MAX_COPIED_BYTES = 1 << 30
 # Newcomers request block after block; several small ones are under way at a time.
 _BLOCKS_PER_STREAM = 4
-
-
-def table_to_wire(table: ReferenceTable) -> dict[str, Any]:
-    """Encodes a table for a newcomer."""
-    return {
-        "round": table.round,
-        "versions": list(table.versions),
-        "chunks": [b"".join(digests) for digests in table.chunk_digests],
-    }
-
-
-def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
-    """Checks a table received from a donor.
-
-    Raises:
-        ProtocolError: (`malformed`, `shape`) the table cannot be used.
-    """
-    number, versions, chunks = wire.get("round"), wire.get("versions"), wire.get("chunks")
-    if not (
-        type(number) is int  # a bool is an int, too
-        and number < MAX_ROUND
-        and isinstance(versions, list)
-        and isinstance(chunks, list)
-        and all(type(version) is int and 0 <= version <= number for version in versions)
-        and all(isinstance(digests, bytes) and len(digests) % DIGEST_BYTES == 0 for digests in chunks)
-    ):
-        raise ProtocolError("malformed", "a reference table lacks its fields")
-    split = tuple(
-        tuple(digests[i : i + DIGEST_BYTES] for i in range(0, len(digests), DIGEST_BYTES)) for digests in chunks
-    )
-    table = ReferenceTable(number, tuple(versions), split)
-    table.check_shape(layout)
-    return table
 
 
 class Copies:
@@ -108,51 +72,6 @@ class Copies:
         """Drops the copies of all other blocks."""
         for block in self._chunks.keys() - set(blocks):
             self._num_bytes -= sum(map(len, self._chunks.pop(block).values()))
-
-
-@dataclass(frozen=True)
-class _DonorLinks:
-    """A newcomer's access to donors; see donors.Donors."""
-
-    p2p: P2P
-    rpc: Rpc
-    name: str
-    layout: Layout
-    timeout_s: float
-    known: Callable[[], Collection[str]]
-
-    async def table(self, donor: str) -> ReferenceTable:
-        return table_from_wire(await self.rpc.call(donor, "table", {}, self.timeout_s), self.layout)
-
-    @asynccontextmanager
-    async def connect(self, donor: str) -> AsyncIterator[Channel]:
-        """Opens a stream.
-
-        hivemind 1.1.12 never closes a stream whose opening is cancelled. So the opening is left to finish by itself,
-        and the stream is closed then.
-        """
-        stack = AsyncExitStack()
-        opening = asyncio.create_task(
-            stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
-        )
-        try:
-            channel = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            closing = asyncio.create_task(_close_when_open(opening, stack))
-            _CLOSING.add(closing)
-            closing.add_done_callback(_CLOSING.discard)
-            raise
-        async with stack:
-            yield channel
-
-
-_CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself does not keep tasks alive
-
-
-async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
-    with suppress(*STREAM_ERRORS):
-        await opening
-    await stack.aclose()
 
 
 class Transfer:
@@ -237,11 +156,11 @@ class Transfer:
 
     async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
         """Returns what a download would fetch: the table that most donors have, None if no donor answers."""
-        table, _ = await DonorVote(self._links(donors), self._reference.layout, self._on_fault).vote()
+        table, _ = await DonorVote(self._links(donors), self._on_fault).vote()
         return table
 
-    def _links(self, donors: Callable[[], Collection[str]]) -> _DonorLinks:
-        return _DonorLinks(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+    def _links(self, donors: Callable[[], Collection[str]]) -> Donors:
+        return Donors(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
 
     # The donor.
 
