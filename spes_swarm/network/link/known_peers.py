@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from hivemind.dht import DHTNode
@@ -40,14 +41,21 @@ def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     return maddrs
 
 
+@dataclass(slots=True)
+class _Known:
+    """One peer; times are monotonic."""
+
+    maddrs: list[str]
+    seen_at: float
+    next_dial: float = 0.0
+    interval_s: float = _MIN_INTERVAL_S
+
+
 class KnownPeers:
     """The addresses of peers that were once live, and when to dial those that no longer are."""
 
     def __init__(self, initial: Sequence[str]) -> None:
-        self._maddrs: OrderedDict[str, list[str]] = OrderedDict()
-        self._seen: dict[str, float] = {}
-        self._next: dict[str, float] = {}
-        self._interval: dict[str, float] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # the one met longest ago is first
         for maddr in initial:
             self.note(peer_id_of(maddr), [maddr])
 
@@ -55,43 +63,35 @@ class KnownPeers:
         """Remembers where a peer can be reached; forgets the peers met longest ago when there are too many."""
         if not maddrs:
             return
-        self._maddrs[peer_id] = list(maddrs)
-        self._maddrs.move_to_end(peer_id)
-        self._seen[peer_id] = time.monotonic()
-        while len(self._maddrs) > _MAX_PEERS:
-            self._forget(next(iter(self._maddrs)))
-
-    def _forget(self, peer_id: str) -> None:
-        for table in (self._maddrs, self._seen, self._next, self._interval):
-            table.pop(peer_id, None)
+        known = self._known.setdefault(peer_id, _Known([], 0.0))
+        known.maddrs, known.seen_at = list(maddrs), time.monotonic()
+        self._known.move_to_end(peer_id)
+        while len(self._known) > _MAX_PEERS:
+            self._known.popitem(last=False)
 
     def of(self, peers: Collection[str]) -> list[str]:
         """The known addresses of these peers."""
-        return [maddr for peer in peers for maddr in self._maddrs.get(peer, [])]
+        return [maddr for peer in peers if peer in self._known for maddr in self._known[peer].maddrs]
 
     def due(self, live: Collection[str]) -> list[str]:
         """Returns the peers that are not live and should be dialled now; pauses between attempts become longer."""
         now = time.monotonic()
-        for peer in live:
-            if peer in self._maddrs:
-                self._seen[peer] = now
-            self._next.pop(peer, None)
-            self._interval.pop(peer, None)
-        for peer in [p for p, seen in self._seen.items() if now - seen > _FORGET_S]:
-            self._forget(peer)
-        missing = [peer for peer in self._maddrs if peer not in live and now >= self._next.get(peer, 0.0)]
-        missing.sort(key=lambda peer: self._next.get(peer, 0.0))
-        for peer in missing[:_DIALS_AT_A_TIME]:
-            interval_s = self._interval.get(peer, _MIN_INTERVAL_S)
-            self._next[peer] = now + interval_s
-            self._interval[peer] = min(_INTERVAL_GROWTH * interval_s, _MAX_INTERVAL_S)
-        return missing[:_DIALS_AT_A_TIME]
+        for peer in self._known.keys() & live:
+            self._known[peer] = _Known(self._known[peer].maddrs, seen_at=now)
+        for peer in [peer for peer, known in self._known.items() if now - known.seen_at > _FORGET_S]:
+            del self._known[peer]
+        missing = [peer for peer, known in self._known.items() if peer not in live and now >= known.next_dial]
+        turn = sorted(missing, key=lambda peer: self._known[peer].next_dial)[:_DIALS_AT_A_TIME]
+        for known in map(self._known.__getitem__, turn):
+            known.next_dial = now + known.interval_s
+            known.interval_s = min(_INTERVAL_GROWTH * known.interval_s, _MAX_INTERVAL_S)
+        return turn
 
     async def dial(self, daemon: Daemon, peers: Collection[str]) -> list[str]:
         """Dials these peers at their addresses; returns those that answer."""
 
         async def try_one(peer_id: str) -> str | None:
-            for maddr in self._maddrs.get(peer_id, []):
+            for maddr in self.of([peer_id]):
                 with suppress(OSError, ValueError):
                     await daemon.connect(maddr, _DIAL_TIMEOUT_S)
                     return peer_id
