@@ -55,13 +55,8 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         # By record, and whether it expires too far ahead, which depends on the time; those before the last `forget`.
         self._verdicts: dict[tuple[DHTRecord, bool], _Verdict] = {}
         self._before: dict[tuple[DHTRecord, bool], _Verdict] = {}
-        self._refused: Counter[RefusalKind] = Counter()
+        self.refused: Counter[RefusalKind] = Counter()  # the same bytes count once while they keep arriving
         self.num_verified = 0  # signatures checked so far
-
-    @property
-    def refused(self) -> dict[RefusalKind, int]:
-        """Number of refused records by kind, sorted; the same bytes count once while they keep arriving."""
-        return dict(sorted(self._refused.items()))
 
     def validate(self, record: DHTRecord) -> bool:
         """Returns True if a record is valid; hivemind calls it for every record from other nodes."""
@@ -96,5 +91,5 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             kind = _REFUSALS.get(exc.kind, "malformed")
         except Exception:  # no input from other nodes may end the monitor
             kind = "malformed"
-        self._refused[kind] += 1
+        self.refused[kind] += 1
         return kind

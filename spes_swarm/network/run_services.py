@@ -41,7 +41,7 @@ from spes_swarm.port.messages import (
     TransferReport,
 )
 from spes_swarm.protocol.consensus.lineage import Lineage
-from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
+from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.members.election import periods_to_wait
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
@@ -136,11 +136,6 @@ class RunServices(RunCommands):
         self._listener.on_fault(peer_id, error)
 
     # Reachability; see connectivity.RunPeers.
-
-    @property
-    def reference(self) -> Reference:
-        """The run's reference, as this peer has it."""
-        return self._state.reference
 
     def _own_maddrs(self) -> list[str]:
         """This peer's addresses, as other peers get them; none while it cannot be reached."""

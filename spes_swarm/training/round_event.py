@@ -24,32 +24,29 @@ class RoundEvents:
         self._metrics = metrics
         self._status = status
         self._on_written = on_written
-        self._fields: dict[str, Any] | None = None
-        self._traffic: Future[tuple[int, int]] | None = None
+        self._pending: tuple[dict[str, Any], Future[tuple[int, int]]] | None = None
 
     def committed(self, fields: dict[str, Any]) -> None:
         """Stores the fields of an event at its round's commit; a pending event is written first."""
         self.write(wait_s=0.0)
-        self._fields = fields
-        self._traffic = self._network.submit(Commands.traffic)
+        self._pending = fields, self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:
         """Writes the pending event if its traffic is known."""
-        if self._traffic is not None and self._traffic.done():
+        if self._pending is not None and self._pending[1].done():
             self.write(wait_s=0.0)
 
     def write(self, wait_s: float) -> None:
         """Writes the pending event, with its traffic if that is known within `wait_s`, otherwise without."""
-        fields, self._fields = self._fields, None
-        traffic, self._traffic = self._traffic, None
-        if fields is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
+        fields, traffic = pending
         sent: int | None = None
         received: int | None = None
         # The round is committed even if the network process has failed.
         with suppress(TimeoutError, NetworkProcessError):
-            if traffic is not None:
-                sent, received = traffic.result(wait_s)
+            sent, received = traffic.result(wait_s)
         self._metrics.write("round", **fields, payload_bytes_sent=sent, payload_bytes_received=received)
         self._status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
         self._on_written()

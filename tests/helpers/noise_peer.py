@@ -77,7 +77,7 @@ async def _take_part(
 ) -> None:
     async with membership(maddr, directory, Exchange, num_experts=4, tokens_per_step=1) as member:
         services = member.services
-        layout = services.reference.layout
+        layout = services._state.reference.layout
         held = member.presence.experts
         shared_rms = expert_rms = FIRST_RMS if fixed_rms is None else fixed_rms
         with (directory / "rounds.jsonl").open("a", buffering=1) as log:
@@ -100,7 +100,7 @@ async def _take_part(
                 log.write(json.dumps({"round": report.commit.round, "rms": [shared_rms, expert_rms]}) + "\n")
                 if fixed_rms is None:
                     shared_rms, expert_rms = (
-                        size * rms for rms in moved_rms(layout, before_N, services.reference.values_N)
+                        size * rms for rms in moved_rms(layout, before_N, services._state.reference.values_N)
                     )
 
 
