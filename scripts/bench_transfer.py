@@ -123,7 +123,7 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     num_bytes = 0
     while True:
         values_N[:] = 0.0
-        transfer._reference = Reference(layout, values_N)
+        transfer.reference = Reference(layout, values_N)
         started = time.monotonic()
 
         def tell(progress: SyncProgress, before: int = num_bytes) -> None:

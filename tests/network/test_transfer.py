@@ -138,7 +138,7 @@ def test_slow_donors_do_not_hold_up_the_end(net: Net) -> None:
 def test_a_donor_that_waits_for_its_limit_is_not_taken_for_dead(net: Net) -> None:
     async def test() -> None:
         async with net.peers(1, stall_timeout_s=1.0) as (newcomer, (donor,)):
-            newcomer.transfer._stall_timeout_s = 1.0
+            newcomer.transfer.stall_timeout_s = 1.0
             donor.transfer._limit.set_rate(PIECE_BYTES / 1.5)  # a piece takes longer than that
             asyncio.get_running_loop().call_later(5.0, donor.transfer._limit.set_rate, None)
             await newcomer.download()
@@ -305,7 +305,7 @@ async def cut_at_half(newcomer: Node, partial: Path) -> int:
     newcomer.on_progress = lambda progress: None
     done = newcomer.progress[-1].done_bytes
     # The next process begins with zeros.
-    newcomer.reference = newcomer.transfer._reference = Reference(LAYOUT, np.zeros(LAYOUT.num_elements, np.float32))
+    newcomer.reference = newcomer.transfer.reference = Reference(LAYOUT, np.zeros(LAYOUT.num_elements, np.float32))
     return done
 
 

@@ -156,7 +156,7 @@ def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkey
             for honest in donors[1:]:
                 wait_for(spoke, honest)
             if name == "silence":
-                newcomer.transfer._stall_timeout_s = 3.0
+                newcomer.transfer.stall_timeout_s = 3.0
             report = await newcomer.download()
             assert_same(newcomer, donors[1])
             assert newcomer.kinds(liar) <= kinds
@@ -177,7 +177,7 @@ def test_a_liar_that_is_the_only_donor_is_given_up(net: Net, name: str, monkeypa
 
     async def test() -> None:
         async with net.peers(1) as (newcomer, (liar,)):
-            newcomer.transfer._stall_timeout_s = 1.0
+            newcomer.transfer.stall_timeout_s = 1.0
             lie_on_streams(liar, LIES[name][0])
             with pytest.raises(TransferError, match="no donor answered, or none delivered"):
                 await newcomer.download()

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
@@ -40,28 +41,20 @@ _PROGRESS_S = 1.0
 _MAX_UNWRITTEN = 64  # chunks that wait for the disk; further ones are not written, so a download never waits for it
 
 
+@dataclass(eq=False)
 class Download:
-    """One download into `reference`, which is consistent with its own table at all times.
+    """One download into `reference`, which is consistent with its own table at all times."""
 
-    `partial` keeps verified chunks of unfinished attempts. `on_progress` is called about once a second, `on_fault` for
-    donors that fail or lie.
-    """
+    reference: Reference
+    donors: Donors
+    stall_timeout_s: float
+    partial: PartialReference | None  # keeps verified chunks of unfinished attempts
+    on_fault: Callable[[str, ProtocolError], None]  # called for donors that fail or lie
+    on_progress: Callable[[SyncProgress], None]  # called about once a second
 
-    def __init__(
-        self,
-        reference: Reference,
-        donors: Donors,
-        stall_timeout_s: float,
-        partial: PartialReference | None,
-        on_fault: Callable[[str, ProtocolError], None],
-        on_progress: Callable[[SyncProgress], None],
-    ) -> None:
-        self._reference = reference
-        self._donors = donors
-        self._vote = DonorVote(donors, on_fault)
-        self._stall_timeout_s = stall_timeout_s
-        self._partial = partial
-        self._on_progress = on_progress
+    def __post_init__(self) -> None:
+        reference = self.reference
+        self._vote = DonorVote(self.donors, self.on_fault)
         self._chunks = [chunk for block in reference.layout.blocks for chunk in chunks_of(block)]
         self._chunks_of_block: list[list[int]] = [[] for _ in reference.layout.blocks]
         for number, chunk in enumerate(self._chunks):
@@ -74,7 +67,7 @@ class Download:
         self._progress_at = 0.0
         # State of the current pass.
         self._wanted: dict[int, bytes] = {}
-        self._queue = ChunkQueue((), stall_timeout_s)
+        self._queue = ChunkQueue((), self.stall_timeout_s)
         self._changed = Changes()  # notified when the queue changes
 
     async def run(self) -> TransferReport:
@@ -90,11 +83,11 @@ class Download:
             writer.cancel()
             with suppress(asyncio.CancelledError):
                 await writer
-            if self._partial is not None:
-                self._partial.close()
-        if self._partial is not None:
-            self._partial.remove()
-        self._report.digest = self._reference.digest.hex()
+            if self.partial is not None:
+                self.partial.close()
+        if self.partial is not None:
+            self.partial.remove()
+        self._report.digest = self.reference.digest.hex()
         return self._report
 
     async def _bring_up_to_date(self) -> None:
@@ -122,8 +115,8 @@ class Download:
             await self._fetch(table, wanted, tables)
             if not self._compare(table):
                 self._report.round = table.round
-                self._reference.adopt(table.round, table.versions)
-                assert self._reference.digest == table.digest
+                self.reference.adopt(table.round, table.versions)
+                assert self.reference.digest == table.digest
                 return
             fruitless = 0 if len(self._whole) > num_whole else fruitless + 1
             await asyncio.sleep(0.5 * fruitless)
@@ -134,14 +127,14 @@ class Download:
     def _adopt_from_different_rounds(self, last: ReferenceTable | None) -> None:
         blocks = [self._whole[index] for index in range(len(self._chunks_of_block))]
         self._report.round = max(round_number for _, round_number in blocks)
-        self._reference.adopt(self._report.round, [version for version, _ in blocks])
+        self.reference.adopt(self._report.round, [version for version, _ in blocks])
         if last is not None:
-            mine = self._reference.digests
+            mine = self.reference.digests
             self._report.outdated_blocks = sum(a != b for a, b in zip(mine, last.digests, strict=True))
 
     def _compare(self, table: ReferenceTable) -> dict[int, bytes]:
         """Notes which blocks match the table; returns the table's digests of the chunks that do not."""
-        mine = self._reference.table.chunk_digests
+        mine = self.reference.table.chunk_digests
         wanted: dict[int, bytes] = {}
         for block, numbers in enumerate(self._chunks_of_block):
             theirs = table.chunk_digests[block]
@@ -158,28 +151,28 @@ class Download:
 
     async def _restore(self, table: ReferenceTable) -> None:
         """Takes over the chunks that an earlier attempt has fetched and that still match the table."""
-        if self._partial is None:
+        if self.partial is None:
             return
         for number, digest in self._compare(table).items():
             chunk = self._chunks[number]
-            values_N = await asyncio.to_thread(self._partial.read, chunk)
+            values_N = await asyncio.to_thread(self.partial.read, chunk)
             if values_N is not None and chunk_digest(values_N) == digest:
-                self._reference.replace_chunk(chunk, values_N, digest)
+                self.reference.replace_chunk(chunk, values_N, digest)
                 self._report.resumed_bytes += EXACT.num_bytes(chunk.size)
 
     async def _write_forever(self) -> None:
         while True:
             chunk, values_N = await self._unwritten.get()
-            if self._partial is not None:
-                await asyncio.to_thread(self._partial.write, chunk, values_N)
+            if self.partial is not None:
+                await asyncio.to_thread(self.partial.write, chunk, values_N)
 
     # One pass: fetch what differs from one table.
 
     async def _fetch(self, table: ReferenceTable, wanted: dict[int, bytes], tables: dict[str, ReferenceTable]) -> None:
         """Fetches chunks until all have arrived, or no known donor has the remaining ones."""
         self._wanted = wanted
-        queue = self._queue = ChunkQueue(wanted, self._stall_timeout_s / 4)
-        seen = {*self._donors.known(), *tables}
+        queue = self._queue = ChunkQueue(wanted, self.stall_timeout_s / 4)
+        seen = {*self.donors.known(), *tables}
         waiting: deque[str] = deque()
         lanes: dict[str, asyncio.Task[None]] = {}
         num_lanes = _NUM_DONORS
@@ -204,7 +197,7 @@ class Download:
                 if done:
                     continue
                 num_lanes = min(num_lanes + 1, _MAX_DONORS)  # some of the donors may be slow, even on purpose
-                others = set(self._donors.known()) - lanes.keys() - set(waiting)
+                others = set(self.donors.known()) - lanes.keys() - set(waiting)
                 more = {donor for donor in others if donor not in seen or self._vote.has_recovered(donor)}
                 seen |= more
                 add(await self._vote.tables_of(more))
@@ -245,7 +238,7 @@ class Download:
         arrivals = ChunkAssembler(self._chunks)
         num_received = num_kept = 0
         try:
-            async with self._donors.connect(donor) as channel:
+            async with self.donors.connect(donor) as channel:
                 await channel.send(arrivals.ask(first, self._wanted[first]))
                 heard_at = answered_at = time.monotonic()
                 while arrivals.num_asked and not queue.finished:
@@ -253,7 +246,7 @@ class Download:
                         await channel.send(arrivals.ask(n, self._wanted[n]))
                     frame = await channel.receive(PIECE_BYTES)
                     now = time.monotonic()
-                    if frame.kind is FrameKind.KEEPALIVE and now - heard_at < _PATIENCE * self._stall_timeout_s:
+                    if frame.kind is FrameKind.KEEPALIVE and now - heard_at < _PATIENCE * self.stall_timeout_s:
                         continue
                     if frame.kind is FrameKind.KEEPALIVE:
                         raise ProtocolError("stalled", f"nothing but keepalives for {now - heard_at:.0f} s")
@@ -289,7 +282,7 @@ class Download:
             return False
         chunk = self._chunks[number]
         self._whole.pop(chunk.block, None)
-        self._reference.replace_chunk(chunk, values_N, self._wanted[number])
+        self.reference.replace_chunk(chunk, values_N, self._wanted[number])
         if number in self._fetched:
             self._report.superseded_bytes += EXACT.num_bytes(chunk.size)
         self._fetched.add(number)
@@ -306,7 +299,7 @@ class Download:
         self._progress_at = now
         report = self._report
         done_bytes = self._total_bytes - self._num_bytes(self._queue.remaining)
-        self._on_progress(
+        self.on_progress(
             SyncProgress(
                 round_number, done_bytes, self._total_bytes, report.payload_bytes, dict(report.chunks_by_donor)
             )

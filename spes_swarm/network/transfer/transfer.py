@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,28 +75,23 @@ class Copies:
             self._num_bytes -= sum(map(len, self._chunks.pop(block).values()))
 
 
+@dataclass(eq=False)
 class Transfer:
-    """Serves this peer's reference and downloads that of other peers; see base/rate_limit.py on `upload_mbps`."""
+    """Serves this peer's reference and downloads that of other peers."""
 
-    def __init__(
-        self,
-        p2p: P2P,
-        rpc: Rpc,
-        run_id: str,
-        reference: Reference,
-        stall_timeout_s: float,
-        on_fault: Callable[[str, ProtocolError], None],
-        upload_mbps: float | None = None,
-    ) -> None:
-        self._p2p = p2p
-        self._rpc = rpc
-        self._reference = reference
-        self._stall_timeout_s = stall_timeout_s
-        self._on_fault = on_fault
-        self._name = f"{run_id}/fetch"
-        self._chunks = [chunk for block in reference.layout.blocks for chunk in chunks_of(block)]
-        self._limit = TransferLimit(upload_mbps)
-        self._copies = Copies(reference)
+    p2p: P2P
+    rpc: Rpc
+    run_id: str
+    reference: Reference
+    stall_timeout_s: float
+    on_fault: Callable[[str, ProtocolError], None]
+    upload_mbps: float | None = None  # see base/rate_limit.py
+
+    def __post_init__(self) -> None:
+        self._name = f"{self.run_id}/fetch"
+        self._chunks = [chunk for block in self.reference.layout.blocks for chunk in chunks_of(block)]
+        self._limit = TransferLimit(self.upload_mbps)
+        self._copies = Copies(self.reference)
         self._copying: set[asyncio.Task[None]] = set()
         # For each open stream: the blocks requested last, each with its newest request (chunk and digest).
         self._under_way: list[dict[int, tuple[int, bytes]]] = []
@@ -103,8 +99,8 @@ class Transfer:
 
     async def start(self) -> None:
         """Registers the handlers; nothing is served before `open`."""
-        await serve_channel(self._p2p, self._name, self._serve_fetch, self._stall_timeout_s, self._on_fault)
-        await self._rpc.serve("table", self._serve_table)
+        await serve_channel(self.p2p, self._name, self._serve_fetch, self.stall_timeout_s, self.on_fault)
+        await self.rpc.serve("table", self._serve_table)
 
     def open(self) -> None:
         """Marks this peer's reference as complete: other peers may fetch it from now on."""
@@ -125,7 +121,7 @@ class Transfer:
 
     async def _copy_if_current(self, number: int, digest: bytes) -> None:
         # For a newcomer that fetches a block as it was before an earlier commit, there are copies already.
-        if self._reference.digest_of(self._chunks[number]) == digest:
+        if self.reference.digest_of(self._chunks[number]) == digest:
             await self._copies.add(self._chunks[number].block)
 
     # The newcomer.
@@ -146,21 +142,21 @@ class Transfer:
         """
         links = self._links(donors)
         kept = PartialReference(partial) if partial is not None else None
-        download = Download(self._reference, links, self._stall_timeout_s, kept, self._on_fault, on_progress)
+        download = Download(self.reference, links, self.stall_timeout_s, kept, self.on_fault, on_progress)
         try:
             return await download.run()
         finally:
             if kept is not None and kept.error is not None:
                 error = ProtocolError("disk", f"fetched chunks could not be kept in {partial}: {kept.error}")
-                self._on_fault(str(self._p2p.peer_id), error)
+                self.on_fault(str(self.p2p.peer_id), error)
 
     async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
         """Returns what a download would fetch: the table that most donors have, None if no donor answers."""
-        table, _ = await DonorVote(self._links(donors), self._on_fault).vote()
+        table, _ = await DonorVote(self._links(donors), self.on_fault).vote()
         return table
 
     def _links(self, donors: Callable[[], Collection[str]]) -> Donors:
-        return Donors(self._p2p, self._rpc, self._name, self._reference.layout, self._stall_timeout_s, donors)
+        return Donors(self.p2p, self.rpc, self._name, self.reference.layout, self.stall_timeout_s, donors)
 
     # The donor.
 
@@ -168,7 +164,7 @@ class Transfer:
         del peer_id, request
         if not self._serving:
             return {"error": "this peer has no complete reference yet"}
-        return table_to_wire(self._reference.table)
+        return table_to_wire(self.reference.table)
 
     async def _serve_fetch(self, channel: Channel) -> None:
         blocks: dict[int, tuple[int, bytes]] = {}
@@ -205,12 +201,12 @@ class Transfer:
     def _payload(self, number: int, digest: bytes) -> bytes | None:
         """Returns the chunk with that digest, None if there is none, or no longer one."""
         chunk = self._chunks[number]
-        if digest == self._reference.digest_of(chunk):
+        if digest == self.reference.digest_of(chunk):
             return self._copies.encode(chunk)
         return self._copies.get(chunk.block, digest)
 
     async def _send_chunk(self, channel: Channel, number: int, payload: bytes | None) -> None:
-        for frame in piece_frames(number, payload, self._reference.round):
+        for frame in piece_frames(number, payload, self.reference.round):
             await self._wait_for_turn(channel, len(frame.payload))
             await channel.send(frame)
 
@@ -220,6 +216,6 @@ class Transfer:
         place, told_at = self._limit.book(num_bytes), loop.time()
         while (wait_s := self._limit.wait_s(place)) > 0:
             await asyncio.sleep(min(wait_s, _RECHECK_S))
-            if loop.time() - told_at > self._stall_timeout_s / 4:
+            if loop.time() - told_at > self.stall_timeout_s / 4:
                 await channel.send(Frame(FrameKind.KEEPALIVE))
                 told_at = loop.time()
