@@ -79,16 +79,11 @@ class _Entry:
 
 
 class RoundBook:
-    """The peers' reports of one round.
-
-    Attributes:
-        number: the round.
-        tokens: what all peers had trained on by then; None: not recorded yet.
-    """
+    """The peers' reports of one round."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
-        self.tokens: int | None = None
+        self.tokens: int | None = None  # what all peers had trained on by then; None: not recorded yet
         self._first_seen = now
         self._entries: dict[str, _Entry] = {}
 

@@ -35,11 +35,7 @@ def run_info(manifest: Manifest) -> RunInfo:
 
 
 class Collector:
-    """Keeps a `HeldState` up to date.
-
-    Attributes:
-        source: the state that views show.
-    """
+    """Keeps a `HeldState`, the `source` of all views, up to date."""
 
     def __init__(self, watcher: Watcher, history: History | None, refresh_s: float) -> None:
         """Starts from the history, if there is one.

@@ -76,16 +76,10 @@ class _Sighting:
 
 @dataclass
 class Ledger:
-    """Builds the state of one run from records.
-
-    Attributes:
-        run: what is trained.
-        progress_ttl_s: how long a peer counts as present without a new record.
-        known: what earlier monitors have recorded.
-    """
+    """Builds the state of one run from records."""
 
     run: RunInfo
-    progress_ttl_s: float
+    progress_ttl_s: float  # how long a peer counts as present without a new record
     known: Known = field(default_factory=Known)
 
     def __post_init__(self) -> None:

@@ -38,11 +38,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
 
     Each refresh delivers all records again, from several nodes, and verifying a signature takes far longer than a
     lookup. A verdict is kept while the same bytes keep arriving; see `forget`.
-
-    Args:
-        run_id: the run.
-        now: the swarm's time in Unix seconds.
-        longest_s: by kind, how far ahead a record may expire; honest records stay below it.
+    `longest_s` tells how far ahead records of each kind may expire; honest ones stay below it.
     """
 
     def __init__(self, run_id: str, now: Callable[[], float], longest_s: Mapping[str, float]) -> None:

@@ -54,12 +54,7 @@ class Reading:
 
 
 class Watcher:
-    """Reads the records of one run.
-
-    Attributes:
-        manifest: of the run.
-        verifier: checks every incoming record.
-    """
+    """Reads the records of one run."""
 
     def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, maddrs: Sequence[str], *, is_entry: bool) -> None:
         self.manifest = manifest
@@ -70,7 +65,7 @@ class Watcher:
         self._dht = RunDht(daemon, rpc, manifest, _ignore)
         self.now = self._dht.now
         round_config = manifest.run.round
-        self.verifier = Verifier(
+        self.verifier = Verifier(  # checks every incoming record
             manifest.run_id,
             self.now,
             {
@@ -228,10 +223,7 @@ class NetworkOptions:
 async def open_watcher(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
     """Starts the daemon and finds the run.
 
-    Args:
-        options: how the monitor takes part.
-        remembered: the manifest that an earlier monitor has recorded; with it, no peer has to answer.
-        addresses: of peers that earlier monitors have met.
+    Earlier monitors may have `remembered` its manifest, with which no peer has to answer, and `addresses` of peers.
 
     Raises:
         AddressError: it cannot listen on the given addresses.

@@ -128,17 +128,11 @@ def scale(stated_rms: float, limit: float) -> float:
 
 @dataclass(slots=True)
 class EnergyBudget:
-    """The sum of squares that one member may use up in the parts of a block that one reducer handles.
+    """The sum of squares that one member may use up in the parts of a block that one reducer handles."""
 
-    Args:
-        rms: allowed for the block as a whole.
-        block_elements: size of the block.
-        elements: total size of these parts.
-    """
-
-    rms: float
+    rms: float  # allowed for the block as a whole
     block_elements: int
-    elements: int
+    elements: int  # in these parts together
     used: float = 0.0
 
     def allows_part(self, energy: float, elements: int) -> bool:

@@ -38,15 +38,10 @@ def mean_bound_rms(block_plan: BlockPlan, included: frozenset[int]) -> float:
 
 
 def excessive_results(plan: Plan, me: int, results: Mapping[int, tuple[frozenset[int], float]]) -> list[Excess]:
-    """Finds the results of other reducers that must be dropped.
+    """Finds the results of other reducers that the member `me` must drop.
 
-    Args:
-        plan: of the round.
-        me: the member that received the results.
-        results: for each part, the included members, and the sum of squares of its difference to the plan's base.
-
-    Returns:
-        The parts to drop. Blocks whose base this member does not hold are skipped: it cannot compute the difference.
+    A result is given as the included members and the sum of squares of its difference to the plan's base. Blocks whose
+    base this member does not hold are skipped: it cannot compute the difference.
     """
     of_reducer: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for part in plan.parts:

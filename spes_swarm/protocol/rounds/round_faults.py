@@ -27,11 +27,8 @@ GROSS_DEVIATION = 0.25
 def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[int]) -> list[tuple[int, ProtocolError]]:
     """One fault (`clipped`) for each member whose contribution was materially shortened.
 
-    Args:
-        plan: of the round.
-        deviations_left: share of each member's deviation that clipping left, averaged over the parts reduced here and,
-            except for newcomers, over this round and earlier ones.
-        new: members that have taken part in few commits.
+    `deviations_left` is the share of each member's deviation that clipping left, averaged over the parts reduced here
+    and, except for the `new` members of few commits, over this round and earlier ones.
     """
     faults: list[tuple[int, ProtocolError]] = []
     for member, claim in enumerate(plan.claims):

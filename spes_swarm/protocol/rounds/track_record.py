@@ -65,13 +65,9 @@ class TrackRecords:
             self._agreement.pop(peer_id, None)
 
     def agreement(self, peer_id: str, left: float) -> float:
-        """The usual share of a peer's deviations that clipping leaves: half this round's, half from earlier rounds.
+        """The usual share of a peer's deviations that clipping leaves: half what is `left` in this round, half earlier.
 
         One round with few parts says little: honest steps on little text occasionally deviate far.
-
-        Args:
-            peer_id: the peer.
-            left: the share in this round; only `note_agreement` stores it.
         """
         return (self._agreement.get(peer_id, 1.0) + left) / 2
 

@@ -28,12 +28,7 @@ def vouchers(earned: Mapping[str, float]) -> bytes:
 
 
 def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float]:
-    """The multiple of the median up to which each member's tokens count.
-
-    Args:
-        peer_ids: of the members.
-        vouched: the `vouched` field of each member's statement.
-    """
+    """The multiple of the median up to which each member's tokens count, from the statements' `vouched` fields."""
     index_of = {_mark(peer_id): i for i, peer_id in enumerate(peer_ids)}
     votes: list[list[float]] = [[] for _ in peer_ids]
     for voter, data in enumerate(vouched):
