@@ -42,8 +42,7 @@ class LiveWeights:
     def read_trained(self, out_N: FloatArray) -> None:
         """Copies the trained blocks to their places in a vector of the whole model."""
         for index in self.trained_blocks:
-            block = self._model.layout.blocks[index]
-            self._model.read_block(index, out_N[block.start : block.stop])
+            self._model.read_block(index, out_N[self._where(index)])
 
     def contribute(self) -> bool:
         """Copies the trained blocks into the contribution. Returns True if all values are finite."""

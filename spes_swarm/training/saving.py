@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 
@@ -21,7 +19,6 @@ def save_peer(
     setup: TrainerSetup,
     live: LiveWeights,
     optimiser: torch.optim.AdamW,
-    parameters: Mapping[str, torch.nn.Parameter],
     work: LocalWork,
     *,
     round_number: int,
@@ -63,7 +60,7 @@ def save_peer(
         layout,
         setup.reference_N,
         live_N,
-        optimiser_arrays(optimiser, dict(parameters)),
+        optimiser_arrays(optimiser, dict(setup.model.trainable_parameters())),
         setup.keep_checkpoints,
     )
     setup.on_saved()

@@ -59,7 +59,6 @@ class Trainer:
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,
         )
-        self._parameters = dict(setup.model.trainable_parameters())
         self._loss_weights = LossWeights(
             load_balance=training.load_balance_weight,
             router_z=training.router_z_weight,
@@ -122,7 +121,6 @@ class Trainer:
         self._model.hold(meta.held, self._optimiser)
         load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
         self._model.hold(held, self._optimiser)
-        self._parameters = dict(self._model.trainable_parameters())
         self.step = meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
@@ -243,7 +241,8 @@ class Trainer:
             )
         self._optimiser.zero_grad(set_to_none=True)
         losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters.values(), training.max_grad_norm)
+        parameters = [parameter for _, parameter in self._model.trainable_parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
         routed_E = self._model.pop_routed_tokens()
         self._loss = float(losses.cross_entropy)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
@@ -407,7 +406,6 @@ class Trainer:
         self._leaving = self._leaving or self._is_last_round()
         if not self._leaving:
             self._model.hold(change.held, self._optimiser)
-            self._parameters = dict(self._model.trainable_parameters())
             changed = [*change.gained, *change.lost]
             self._live.reset_to_reference(layout.expert_block(expert).index for expert in changed)
             self._work.forget_experts(changed)
@@ -480,7 +478,6 @@ class Trainer:
             self._setup,
             self._live,
             self._optimiser,
-            self._parameters,
             self._work,
             round_number=self.round,
             step=self.step,

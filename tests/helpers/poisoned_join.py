@@ -26,7 +26,7 @@ def _poisoned_main(step: int, arguments: list[str]) -> int:
         if self.step == step and not done:
             done = True
             with torch.no_grad():
-                next(iter(self._parameters.values())).fill_(math.nan)
+                next(self._model.trainable_parameters())[1].fill_(math.nan)
         take_step(self)
 
     setattr(trainer.Trainer, "_train_step", poisoned)  # noqa: B010 - mypy does not let a method be assigned to
