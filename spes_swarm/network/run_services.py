@@ -265,7 +265,7 @@ class RunServices(RunCommands):
         return self._view()
 
     def _view(self) -> SwarmView:
-        roster = self._state.roster
+        roster, own_round = self._state.roster, self._state.reference.round
         answering, voices = roster.answering(), roster.voices()
         held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
         return SwarmView(
@@ -273,12 +273,10 @@ class RunServices(RunCommands):
             num_ready=sum(view.progress.state in ("waiting", "training") for view in answering),
             num_training=sum(view.progress.state == "training" for view in answering),
             tokens_per_step=roster.tokens_per_step(self._announcer.tokens_per_step),
-            tokens=self._state.roster.tokens_since_commit(
-                self._state.reference.round, self._state.run.round.progress_ttl_s
-            ),
+            tokens=roster.tokens_since_commit(own_round, self._state.run.round.progress_ttl_s),
             tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
             at=time.monotonic(),
-            swarm_round=roster.swarm_round(self._state.reference.round),
+            swarm_round=roster.swarm_round(own_round),
             experts_covered=len(held),
             publishing_periods=self._publishing_periods(),
         )

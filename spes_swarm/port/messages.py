@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import SwarmError
+from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.records import State
@@ -123,7 +124,7 @@ class Reach:
         endpoint = None if self.address is None else tcp_endpoint(self.address)
         if endpoint is None or ipaddress.ip_address(endpoint[0]).is_loopback:
             return []
-        asked = f"{len(self.via)} peer" + ("s" if len(self.via) > 1 else "")
+        asked = plural(len(self.via), "peer")
         if self.reachable:
             return [f"reachable at {self.address} (tried by {asked})"]
         host, port = endpoint

@@ -11,14 +11,12 @@ def tiny_run(
     hidden_size: int = 32,
     intermediate_size: int = 32,
     training: dict[str, Any],
-    round: dict[str, Any],
-    merge: dict[str, Any],
-    experts_per_peer: int,
-    evaluation: dict[str, Any],
+    **others: Any,
 ) -> dict[str, Any]:
     """A new `run:` section of a configuration file: two layers of eight experts on bytes, in sequences of 64.
 
-    The sizes set the bytes of an exchange; the deadlines in `round` decide how long others wait for a stopped peer.
+    The sizes set the bytes of an exchange; the deadlines in `round` decide how long others wait for a stopped peer. The
+    `others` are the remaining settings of the section.
     """
     return {
         "name": name,
@@ -40,8 +38,5 @@ def tiny_run(
             },
         },
         "training": {"sequence_length": 64, "batch_size": 2, **training},
-        "round": round,
-        "merge": merge,
-        "experts_per_peer": experts_per_peer,
-        "evaluation": evaluation,
+        **others,
     }

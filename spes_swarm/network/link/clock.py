@@ -227,10 +227,5 @@ class Timekeeper:
         if abs(ahead_s) > REPORTED_ERROR_S and not self._reported:
             self._reported = True
             side = "ahead of" if ahead_s > 0 else "behind"
-            self._on_fault(
-                self._me,
-                ProtocolError(
-                    "clock",
-                    f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's time, which is used instead",
-                ),
-            )
+            detail = f"this machine's clock is {abs(ahead_s):.1f} s {side} the swarm's time, which is used instead"
+            self._on_fault(self._me, ProtocolError("clock", detail))

@@ -34,6 +34,7 @@ _COPY_BYTES = 1 << 16
 # A circuit is one connection between two peers, whatever runs over it.
 MAX_CIRCUITS = 256
 MAX_CIRCUITS_PER_PEER = 32
+_Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 # Relay messages are length-prefixed protobuf.
 # Message types, between the source and the relay (hop), and between the relay and the target (stop).
@@ -210,7 +211,7 @@ class Relay:
             raise _RefusedError(Status.RESOURCE_LIMIT_EXCEEDED)
         return target
 
-    async def _open(self, source: str, target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _open(self, source: str, target: str) -> _Stream:
         """Asks the other end to accept the circuit."""
         if all(is_circuit(maddr) for maddr in (await self._daemon.connections()).get(target, [])):
             raise _RefusedError(Status.CONNECTION_FAILED)
@@ -233,11 +234,7 @@ class Relay:
             raise
         return reader, writer
 
-    async def _copy(
-        self,
-        one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    ) -> None:
+    async def _copy(self, one: _Stream, other: _Stream) -> None:
         """Copies in both directions until one of them ends; half a circuit is useless."""
 
         async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
