@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
@@ -24,7 +25,7 @@ class Announcer:
     faults: RecentFaults
     now: Callable[[], float]  # the swarm's time in Unix seconds
     reachable: Callable[[], bool]  # whether other peers can open connections to this one
-    on_fault: Callable[[str, ProtocolError], None]  # called if no DHT node accepts a record
+    on_fault: FaultSink  # called if no DHT node accepts a record
     presence: Presence | None = None  # what the trainer reported last
     volunteering: tuple[bytes, bool] | None = None  # digest of the target (see election.py), and whether it publishes
     in_round: bool = False

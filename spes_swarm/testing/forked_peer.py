@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from spes_swarm import join
@@ -77,17 +77,13 @@ class ForkServer:
     def __call__(self, arguments: Sequence[str], log: Path) -> ForkedPeer:
         """Like local_peer.launch_join, without the time for imports."""
         environment = dict(os.environ if self._environment is None else self._environment)
-        process = _context().Process(
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        process = context.Process(
             target=_run, args=(self._main, list(arguments), str(log), environment, self._namespace)
         )
         process.start()
         return ForkedPeer(process)
-
-
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
-    return context
 
 
 def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str], namespace: str | None) -> None:

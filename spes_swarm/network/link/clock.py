@@ -22,6 +22,7 @@ from typing import Any
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import FaultSink
 
 # Records live for many seconds, so this much disagreement does no harm. If smaller offsets were corrected, two peers
 # would drive each other forward by their measurement errors, since the one that is behind follows the other.
@@ -170,7 +171,7 @@ def give_to_hivemind(now: Callable[[], float]) -> None:
 class Timekeeper:
     """Keeps a peer's swarm clock in step with the others, and answers their requests for its time."""
 
-    def __init__(self, rpc: Rpc, run_id: str, me: str, on_fault: Callable[[str, ProtocolError], None]) -> None:
+    def __init__(self, rpc: Rpc, run_id: str, me: str, on_fault: FaultSink) -> None:
         self.clock = SwarmClock()  # the swarm clock of this process
         self._rpc = rpc
         self._run_id = run_id

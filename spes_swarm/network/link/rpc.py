@@ -15,6 +15,7 @@ from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.wire import FaultSink
 
 _NAMESPACE = "spes_swarm/1"
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
@@ -47,7 +48,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             using it for up to 40 s, and only a new connection helps.
     """
 
-    def __init__(self, p2p: P2P, on_fault: Callable[[str, ProtocolError], None]) -> None:
+    def __init__(self, p2p: P2P, on_fault: FaultSink) -> None:
         self._p2p = p2p
         self.on_fault = on_fault
         self.on_contact: Callable[[str], None] = lambda peer_id: None

@@ -17,11 +17,11 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils.serializer import MSGPackSerializer
 
 from spes_swarm.base.decoding import check_msgpack
-from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import FaultSink
 
 # The only extension that the swarm's records use. hivemind's other one, for tuples, would be decoded without a limit.
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
@@ -48,9 +48,7 @@ Trust = Callable[[set[str]], Collection[str]]
 class RunDht:
     """Joins and leaves the DHT, and keeps the swarm's time. `on_fault` gets invalid answers, and wrong clocks."""
 
-    def __init__(
-        self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: Callable[[str, ProtocolError], None]
-    ) -> None:
+    def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: FaultSink) -> None:
         self._daemon = daemon
         self._rpc = rpc
         self._manifest = manifest

@@ -139,6 +139,8 @@ def _abort_unread(transport: asyncio.WriteTransport) -> None:
 
 
 StreamHandler = Callable[[Channel], Awaitable[None]]
+FaultSink = Callable[[str, ProtocolError], None]
+"""Takes a peer that did something wrong, or with which an operation failed, and what happened."""
 
 
 @asynccontextmanager
@@ -163,9 +165,7 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
         channel.close()
 
 
-async def serve_channel(
-    p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: Callable[[str, ProtocolError], None]
-) -> None:
+async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink) -> None:
     """Registers a stream handler. A ProtocolError in it is reported, sent to the other side, and ends the stream."""
     num_open: Counter[str] = Counter()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.link.rpc import RemoteError, Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -37,7 +36,6 @@ _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
 _COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE = 0.5, 0.75, 0.9
-FaultSink = Callable[[str, ProtocolError], None]
 
 
 @dataclass(frozen=True, slots=True)

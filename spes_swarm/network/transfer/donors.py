@@ -17,7 +17,7 @@ from hivemind.p2p import P2P
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, ReferenceTable
 from spes_swarm.protocol.rounds.statement import MAX_ROUND
@@ -126,7 +126,7 @@ def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bo
 class DonorVote:
     """The vote among the donors of one download; `on_fault` is called for donors that fail or lie."""
 
-    def __init__(self, donors: Donors, on_fault: Callable[[str, ProtocolError], None]) -> None:
+    def __init__(self, donors: Donors, on_fault: FaultSink) -> None:
         self._donors = donors
         self._on_fault = on_fault
         # Donors that are asked again only if there are no others, and until when; for liars, for ever.

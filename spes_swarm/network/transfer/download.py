@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, TransferError
-from spes_swarm.network.link.wire import STREAM_ERRORS
+from spes_swarm.network.link.wire import STREAM_ERRORS, FaultSink
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, ChunkAssembler
 from spes_swarm.network.transfer.donors import Donors, DonorVote
@@ -49,7 +49,7 @@ class Download:
     donors: Donors
     stall_timeout_s: float
     partial: PartialReference | None  # keeps verified chunks of unfinished attempts
-    on_fault: Callable[[str, ProtocolError], None]  # called for donors that fail or lie
+    on_fault: FaultSink  # called for donors that fail or lie
     on_progress: Callable[[SyncProgress], None]  # called about once a second
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ Shapes: N elements of one expert's block.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from hivemind.p2p import P2P
@@ -19,7 +19,7 @@ from hivemind.p2p import P2P
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel, serve_channel
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
 from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
@@ -40,7 +40,7 @@ class Moments:
     _: KW_ONLY
     limits: MomentLimits
     stall_timeout_s: float
-    on_fault: Callable[[str, ProtocolError], None]
+    on_fault: FaultSink
     _round: int = -1
     # Expert -> peers that have not fetched its moments yet.
     _due: dict[int, set[str]] = field(default_factory=dict, init=False)

@@ -21,7 +21,7 @@ from hivemind.p2p import P2P
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import TransferLimit
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import Channel, serve_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.network.transfer.donors import Donors, DonorVote, table_to_wire
 from spes_swarm.network.transfer.download import Download
@@ -84,7 +84,7 @@ class Transfer:
     run_id: str
     reference: Reference
     stall_timeout_s: float
-    on_fault: Callable[[str, ProtocolError], None]
+    on_fault: FaultSink
     upload_mbps: float | None = None  # see base/rate_limit.py
 
     def __post_init__(self) -> None:
