@@ -173,11 +173,11 @@ class Watcher:
             self._met.popitem(last=False)
 
     async def _redial(self) -> None:
-        given = [peer_id_of(maddr) for maddr in self._initial_peers]
-        turn = [peer for peer in self._met if peer not in given][:_DIALS_AT_A_TIME]
+        turn = [peer for peer in self._met if peer not in self._initial_ids][:_DIALS_AT_A_TIME]
         for peer in turn:
             self._met.move_to_end(peer)  # the others have their turn next time
-        answering = set(await self._known_peers.dial(self._daemon, [*given, *turn])) | await self._dht.connected()
+        dialled = await self._known_peers.dial(self._daemon, [*self._initial_ids, *turn])
+        answering = {*dialled, *await self._dht.connected()}
         if answering:
             self._dht.node.blacklist.clear()
             # This puts both nodes back into each other's routing tables.
@@ -187,9 +187,8 @@ class Watcher:
 
     def addresses(self) -> list[str]:
         """Addresses of peers of the run for the next start, present ones first."""
-        return list(dict.fromkeys([*self._known_peers.of(self.live), *self._known_peers.of(self._met)]))[
-            :_MAX_REMEMBERED
-        ]
+        known = self._known_peers.of([*self.live, *self._met])
+        return list(dict.fromkeys(known))[:_MAX_REMEMBERED]
 
     def join_command(self) -> str | None:
         """The command that joins the run; None if there is no address to offer."""

@@ -265,7 +265,8 @@ class RunServices(RunCommands):
         return self._view()
 
     def _view(self) -> SwarmView:
-        roster, own_round = self._state.roster, self._state.reference.round
+        roster, own_round, me = self._state.roster, self._state.reference.round, self._state.identity.peer_id
+        volunteering = self._announcer.volunteering
         answering, voices = roster.answering(), roster.voices()
         held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
         return SwarmView(
@@ -278,14 +279,8 @@ class RunServices(RunCommands):
             at=time.monotonic(),
             swarm_round=roster.swarm_round(own_round),
             experts_covered=len(held),
-            publishing_periods=self._publishing_periods(),
+            publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
-
-    def _publishing_periods(self) -> int:
-        volunteering = self._announcer.volunteering
-        if volunteering is None:
-            return 0
-        return periods_to_wait(self._volunteers, volunteering[0], self._state.identity.peer_id)
 
     async def volunteer(self, target: bytes | None, publishing: bool) -> None:
         """See RunCommands."""

@@ -228,12 +228,11 @@ class Rendezvous:
 
     async def _call(self, peer_id: str, round_number: int, gathering: _Gathering) -> None:
         """Calls one peer to the round until it comes; marks it as lost if it cannot be reached."""
+        arguments = {"run": self.run_id, "round": round_number}
         failures = 0
         while failures < 2:
             try:
-                answer = await self.rpc.call(
-                    peer_id, "call", {"run": self.run_id, "round": round_number}, _CALL_TIMEOUT_S
-                )
+                answer = await self.rpc.call(peer_id, "call", arguments, _CALL_TIMEOUT_S)
                 failures = 0
                 self._adopt_group(answer, round_number)
                 leader = answer.get("leader")
