@@ -44,21 +44,10 @@ _PROBE = (
 class Tokenizer(Protocol):
     """What the rest of the package needs from a tokenizer."""
 
-    @property
-    def name(self) -> str:
-        """Display name: the argument of `load_tokenizer`, or how the tokenizer was made."""
-
-    @property
-    def digest(self) -> str:
-        """Hex BLAKE3 that identifies the mapping from text to ids; equal on peers that may share a run."""
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def end_of_text(self) -> int:
-        """The id that ends every document."""
+    name: str  # for display: the argument of `load_tokenizer`, or how the tokenizer was made
+    digest: str  # hex BLAKE3 that identifies the mapping from text to ids; equal on peers that may share a run
+    vocab_size: int  # one more than the largest id
+    end_of_text: int  # the id that ends every document
 
     def produces(self, token_id: int) -> bool:
         """Returns True if the id can occur in tokenised documents, as text or as the end of one."""
@@ -100,38 +89,18 @@ class FastTokenizer:
         token_id = backend.token_to_id(end_of_text)
         if token_id is None:
             raise DataError(f"tokenizer {name!r}: its end-of-text token {end_of_text!r} is not in its vocabulary")
-        self._name = name
-        self._backend = backend
-        self._end_of_text = end_of_text
-        self._files = dict(files) if files is not None else _plain_files(backend, end_of_text)
-        self._end_of_text_id: int = token_id
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-        self._vocab_size = 1 + max(vocabulary.values())
+        self.name = name
+        self.digest = _digest(backend, vocabulary, token_id)
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.end_of_text: int = token_id
+        self._backend = backend
+        self._end_of_text_name = end_of_text
+        self._files = dict(files) if files is not None else _plain_files(backend, end_of_text)
         self._produced = _produced(backend, vocabulary) | {token_id}
-        self._digest = _digest(backend, vocabulary, token_id)
 
     def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
-        return _unpickle_fast, (self._name, self._backend.to_str(), self._end_of_text, self._files)
-
-    @property
-    def name(self) -> str:
-        """See `Tokenizer`."""
-        return self._name
-
-    @property
-    def digest(self) -> str:
-        """See `Tokenizer`."""
-        return self._digest
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Tokenizer`."""
-        return self._vocab_size
-
-    @property
-    def end_of_text(self) -> int:
-        """See `Tokenizer`."""
-        return self._end_of_text_id
+        return _unpickle_fast, (self.name, self._backend.to_str(), self._end_of_text_name, self._files)
 
     def produces(self, token_id: int) -> bool:
         """See `Tokenizer`."""
