@@ -66,7 +66,8 @@ class DirectoryTarget:
 
     def newest(self) -> Publication | None:
         """See `Target`."""
-        return self._publication(self._path / MAIN)
+        main = self._path / MAIN
+        return load_publication(_revision_at(self._path, main), self.label) if main.exists() else None
 
     def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
         """See `Target`; `message` is not kept."""
@@ -83,18 +84,13 @@ class DirectoryTarget:
             if tag is not None:
                 self._tags.mkdir(exist_ok=True)
                 self._point(self._tags / tag, Path("..", "revisions", name))
-        return Published(
-            status="unchanged" if there else "published",
-            round=publication.round,
-            digest=publication.digest,
-            revision=name,
-            bytes_sent=bytes_sent,
-        )
+        return Published.of(publication, name, was_there=there, bytes_sent=bytes_sent)
 
     def prune(self, keep: int) -> list[int]:
         """See `Target`."""
         with self._writing():
-            named = {link.resolve() for link in (self._path / MAIN, *self._links())}
+            tags = self._tags.iterdir() if self._tags.is_dir() else ()
+            named = {link.resolve() for link in (self._path / MAIN, *tags)}
             old = sorted(self._found(), reverse=True)[max(1, keep) :]
             gone = [(number, path) for number, path in old if path.resolve() not in named]
             for number, path in gone:
@@ -110,12 +106,6 @@ class DirectoryTarget:
             number = round_of(path.name)
             if number is not None and (path / PUBLICATION_FILE).is_file():
                 yield number, path
-
-    def _links(self) -> list[Path]:
-        return list(self._tags.iterdir()) if self._tags.is_dir() else []
-
-    def _publication(self, path: Path) -> Publication | None:
-        return load_publication(_revision_at(self._path, path), self.label) if path.exists() else None
 
     def _check_free(self, tag: str | None, name: str) -> None:
         link = self._tags / tag if tag else None

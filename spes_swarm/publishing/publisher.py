@@ -35,9 +35,7 @@ def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
     directory: Path = options.directory
     current = target.newest() if options.due is not None else None
     if current is not None and current.round >= options.due:
-        return Published(
-            status="unchanged", round=current.round, digest=current.digest, revision="main", bytes_sent=0
-        ), []
+        return Published.of(current, "main", was_there=True, bytes_sent=0), []
     if (directory / PUBLICATION_FILE).is_file():
         ignored = [f"--{name.replace('_', '-')}" for name in _OF_THE_CARD if getattr(options, name)]
         if ignored:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -101,15 +102,10 @@ def read_publication(repo_id: str, commit: str) -> Publication | None:
     """
     try:
         with _get(repo_id, commit, PUBLICATION_FILE) as response:
-            hf_raise_for_status(response)
-            data = bytearray()
-            for piece in response.iter_bytes():
-                data += piece
-                if len(data) > MAX_PUBLICATION_BYTES:
-                    break  # rejected by the parser
+            data = _body(response, MAX_PUBLICATION_BYTES)  # the parser rejects what is longer
     except EntryNotFoundError:
         return None
-    return parse_publication(bytes(data), repo_id)
+    return parse_publication(data, repo_id)
 
 
 def _size_of(repo_id: str, commit: str, name: str) -> int | None:
@@ -120,24 +116,30 @@ def _size_of(repo_id: str, commit: str, name: str) -> int | None:
 
 def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> bytes | None:
     """Fetches bytes of a file, None if the server sends only whole files."""
-    data = bytearray()
     with _get(repo_id, commit, name, {"Range": f"bytes={begin}-{end - 1}"}) as response:
-        hf_raise_for_status(response)
         if response.status_code != _PARTIAL_CONTENT:
             return None
-        for piece in response.iter_bytes():
-            data += piece
-            if len(data) > end - begin:
-                break
+        data = _body(response, end - begin)
     if len(data) != end - begin:
         raise httpx2.RemoteProtocolError(f"received {len(data)} bytes instead of {end - begin}")
-    return bytes(data)
+    return data
 
 
-def _get(
-    repo_id: str, commit: str, name: str, headers: dict[str, str] | None = None
-) -> AbstractContextManager[httpx2.Response]:
+@contextmanager
+def _get(repo_id: str, commit: str, name: str, headers: dict[str, str] | None = None) -> Iterator[httpx2.Response]:
+    """Requests a file; raises the library's error if the server refuses it."""
     url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
     every = {**build_hf_headers(library_name="spes_swarm"), "Accept-Encoding": "identity", **(headers or {})}
-    stream: AbstractContextManager[httpx2.Response] = http_stream_backoff("GET", url, headers=every, timeout=TIMEOUT)
-    return stream
+    with http_stream_backoff("GET", url, headers=every, timeout=TIMEOUT) as response:
+        hf_raise_for_status(response)
+        yield response
+
+
+def _body(response: httpx2.Response, most_bytes: int) -> bytes:
+    """Returns the content of an answer; stops reading once it is longer than `most_bytes`."""
+    data = bytearray()
+    for piece in response.iter_bytes():
+        data += piece
+        if len(data) > most_bytes:
+            break
+    return bytes(data)

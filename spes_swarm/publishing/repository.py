@@ -13,7 +13,6 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.hf_api import GitRefs
 
 from spes_swarm.base.errors import HubError
 from spes_swarm.publishing.card import round_tag
@@ -40,38 +39,31 @@ class RepositoryTarget:
     """A model repository; see `Target`. The library provides the token: HF_TOKEN, or `hf auth login`."""
 
     def __init__(self, repo_id: str, *, private: bool = False) -> None:
-        self._repo_id = repo_id
+        self.label = repo_id
         self._private = private
         self._api = hub_api()
-
-    @property
-    def label(self) -> str:
-        """See `Target`."""
-        return self._repo_id
 
     def check_rights(self) -> None:
         """See `Target`."""
         with translate_hub_errors(self.label):
             user = patiently(lambda: self._api.whoami(cache=True))
             if patiently(self._head) is not None:
-                patiently(lambda: self._api.auth_check(self._repo_id, write=True))
+                patiently(lambda: self._api.auth_check(self.label, write=True))
                 return
-        owner = self._repo_id.split("/")[0]
+        owner = self.label.split("/")[0]
         if owner not in {user.get("name"), *(org.get("name") for org in user.get("orgs", ()))}:
             raise HubError(f"{self.label} does not exist, and this token cannot create it; use your own user name")
 
     def rounds(self) -> list[int]:
         """See `Target`."""
         with translate_hub_errors(self.label):
-            refs = patiently(self._refs)
-        numbers = [round_of(tag.name) for tag in refs.tags] if refs else []
-        return sorted(number for number in numbers if number is not None)
+            return sorted(number for name in self._tags() if (number := round_of(name)) is not None)
 
     def newest(self) -> Publication | None:
         """See `Target`."""
         with translate_hub_errors(self.label):
             head = patiently(self._head)
-            return None if head is None else self._publication(head)
+            return None if head is None else read_publication(self.label, head)
 
     def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
         """See `Target`."""
@@ -84,13 +76,8 @@ class RepositoryTarget:
             for name in (round_tag(publication.round), tag):
                 if name is not None:
                     self._tag(name, commit, tags)
-        return Published(
-            status="unchanged" if there else "published",
-            round=publication.round,
-            digest=publication.digest,
-            revision=commit,
-            bytes_sent=None if uses_xet() and not there else TRAFFIC.bytes_sent - sent_before,
-        )
+        bytes_sent = None if uses_xet() and not there else TRAFFIC.bytes_sent - sent_before
+        return Published.of(publication, commit, was_there=there, bytes_sent=bytes_sent)
 
     def prune(self, keep: int) -> list[int]:
         """See `Target`. Only the tags are removed: the commits stay in the history of `main`."""
@@ -108,32 +95,26 @@ class RepositoryTarget:
     def _head(self) -> str | None:
         """Returns the newest commit, None if there is no repository."""
         try:
-            sha = self._api.repo_info(self._repo_id, revision=MAIN).sha
+            sha = self._api.repo_info(self.label, revision=MAIN).sha
         except RepositoryNotFoundError as exc:
             if exc.response.status_code == 401:  # the Hub's answer to a missing repository and to an invalid token
                 self._api.whoami(cache=True)
             return None
         return str(sha)
 
-    def _refs(self) -> GitRefs | None:
-        try:
-            return self._api.list_repo_refs(self._repo_id)
-        except RepositoryNotFoundError:
-            return None
-
     def _tags(self) -> dict[str, str]:
-        """Returns all tags with their commits."""
-        refs = patiently(self._refs)
-        return {tag.name: tag.target_commit for tag in refs.tags} if refs else {}
-
-    def _publication(self, commit: str) -> Publication | None:
-        return read_publication(self._repo_id, commit)
+        """Returns all tags with their commits; none if there is no repository."""
+        try:
+            refs = patiently(lambda: self._api.list_repo_refs(self.label))
+        except RepositoryNotFoundError:
+            return {}
+        return {tag.name: tag.target_commit for tag in refs.tags}
 
     # Writing.
 
     def _create(self) -> None:
         if patiently(self._head) is None:
-            patiently(lambda: self._api.create_repo(self._repo_id, private=self._private or None, exist_ok=True))
+            patiently(lambda: self._api.create_repo(self.label, private=self._private or None, exist_ok=True))
 
     def _commit(
         self, export: Path, publication: Publication, message: str, tag: str | None, tags: dict[str, str]
@@ -143,7 +124,7 @@ class RepositoryTarget:
             head = patiently(self._head)
             if head is None:
                 raise HubError(f"{self.label} has been removed")
-            current = self._publication(head)
+            current = read_publication(self.label, head)
             there = is_there(current, publication.run_id, publication.round, publication.digest, self.label)
             if tag is not None and tag in tags and not (there and tags[tag] == head):
                 raise HubError(f"{self.label} has a tag {tag} already; choose another name")
@@ -153,7 +134,7 @@ class RepositoryTarget:
                 self._tag(round_tag(current.round), head, tags)
             try:
                 info = self._api.create_commit(
-                    self._repo_id,
+                    self.label,
                     list(_operations(export, publication, current)),
                     commit_message=message,
                     parent_commit=head,
@@ -172,13 +153,13 @@ class RepositoryTarget:
             return
         if name in tags:
             self._untag(name)
-        patiently(lambda: self._api.create_tag(self._repo_id, tag=name, revision=commit, exist_ok=True))
+        patiently(lambda: self._api.create_tag(self.label, tag=name, revision=commit, exist_ok=True))
         tags[name] = commit
 
     def _untag(self, name: str) -> None:
         def remove() -> None:
             with contextlib.suppress(RevisionNotFoundError):  # an earlier attempt succeeded, and its response was lost
-                self._api.delete_tag(self._repo_id, tag=name)
+                self._api.delete_tag(self.label, tag=name)
 
         patiently(remove)
 

@@ -82,7 +82,6 @@ class LoadedReference:
     digests: tuple[bytes, ...]
     digest: str  # hex, of the whole
     tokens: int | None  # trained on by all peers together
-    steps: int
     peers: int | None
 
 
@@ -192,7 +191,6 @@ class PublicationSource:
             digests=digests,
             digest=publication.digest,
             tokens=publication.tokens,
-            steps=publication.steps,
             peers=publication.peers,
         )
 

@@ -33,13 +33,22 @@ class Published:
     revision: str  # permanent name to read it by: a commit, or the round's directory
     bytes_sent: int | None  # to the target, without headers; None: sent by a library that does not report it
 
+    @classmethod
+    def of(cls, publication: Publication, revision: str, *, was_there: bool, bytes_sent: int | None) -> Published:
+        """Returns the result of publishing a publication, which the target may have had before."""
+        return cls(
+            status="unchanged" if was_there else "published",
+            round=publication.round,
+            digest=publication.digest,
+            revision=revision,
+            bytes_sent=bytes_sent,
+        )
+
 
 class Target(Protocol):
     """A repository that can be published to. Every call has deadlines, and raises HubError when it fails."""
 
-    @property
-    def label(self) -> str:
-        """For messages: USER/REPO, or "the directory"; never a path."""
+    label: str  # for messages: USER/REPO, or "the directory"; never a path
 
     def check_rights(self) -> None:
         """Checks that publishing is allowed; leaves nothing behind.
