@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from spes_swarm.base.arguments import OneLineParser
+from spes_swarm.base.arguments import OneLineParser, exit_code
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import two_columns
 
@@ -21,23 +21,22 @@ _COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    return exit_code("spes_swarm", lambda: _run(arguments))
+
+
+def _run(arguments: list[str] | None) -> None:
     parser = OneLineParser(prog="python -m spes_swarm", add_help=False)
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("command", nargs="*")
-    try:
-        options, unknown = parser.parse_known_args(arguments)
-        given = options.command
-        if unknown and not given:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        if given:
-            dotted = f"spes_swarm.{given[0]}" if given[0] in _COMMANDS else "spes_swarm.COMMAND"
-            raise UserError(f"commands are modules: use python -m {dotted}; python -m spes_swarm lists them")
-    except UserError as exc:
-        print(f"spes_swarm: {exc}", file=sys.stderr)
-        return 2
+    options, unknown = parser.parse_known_args(arguments)
+    given = options.command
+    if unknown and not given:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if given:
+        dotted = f"spes_swarm.{given[0]}" if given[0] in _COMMANDS else "spes_swarm.COMMAND"
+        raise UserError(f"commands are modules: use python -m {dotted}; python -m spes_swarm lists them")
     print(two_columns([(f"python -m spes_swarm.{name}", purpose) for name, purpose in _COMMANDS.items()]))
     print("Each has --help.")
-    return 0
 
 
 if __name__ == "__main__":

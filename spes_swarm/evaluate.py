@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser
-from spes_swarm.base.errors import ConfigError, UserError
+from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from spes_swarm.convert.evaluation import Evaluation
@@ -25,18 +25,7 @@ _DEFAULT_TASKS = "python_lines,python_bytes"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
-    try:
-        _run(_parse(arguments))
-    except UserError as exc:
-        print(f"evaluate: {exc}", file=sys.stderr)
-        return 2
-    except OSError as exc:  # the results cannot be written
-        print(f"evaluate: {exc}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("evaluate: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code("evaluate", lambda: _run(_parse(arguments)))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

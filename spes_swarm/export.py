@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, exit_code, shard_bytes
 
 if TYPE_CHECKING:
     from spes_swarm.publishing.publication import Publication
@@ -59,6 +58,11 @@ def export_model(
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    interrupted = "interrupted; the destination is complete if it exists"
+    return exit_code("export", lambda: _run(arguments), interrupted=interrupted)
+
+
+def _run(arguments: list[str] | None) -> None:
     parser = OneLineParser(prog="python -m spes_swarm.export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output_dir", type=Path, help="the --output-dir of a peer")
     parser.add_argument("destination", type=Path, help="a new or empty directory")
@@ -68,29 +72,14 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="SIZE",
         help="largest weight file, e.g. 500MB (default: %(default)s)",
     )
-    try:
-        options = parser.parse_args(arguments)
-        written = export_model(
-            options.output_dir,
-            options.destination,
-            max_shard_size=options.max_shard_size,
-            on_skipped=_say_skipped,
-        )
-    except UserError as exc:
-        print(f"export: {exc}", file=sys.stderr)
-        return 2
-    except OSError as exc:  # an impossible path, or a limit of the machine
-        print(f"export: {exc}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("export: interrupted; the destination is complete if it exists", file=sys.stderr)
-        return 130
+    options = parser.parse_args(arguments)
+    written = export_model(
+        options.output_dir,
+        options.destination,
+        max_shard_size=options.max_shard_size,
+        on_skipped=lambda reason: print(f"export: skipping a checkpoint: {reason}", file=sys.stderr),
+    )
     print(f"round {written.round} of {written.run_id} written to {options.destination}")
-    return 0
-
-
-def _say_skipped(reason: str) -> None:
-    print(f"export: skipping a checkpoint: {reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import logging
 import sys
 from pathlib import Path
 
-from spes_swarm.base.arguments import OneLineParser
-from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError, UserError
+from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError
 from spes_swarm.peer.stop_signals import StopSignals
 
 
@@ -75,6 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     signals = StopSignals()
     signals.install()
+    interrupted = "stopped immediately; only the last checkpoint is kept"
+    return exit_code("join", lambda: _run(arguments, signals), interrupted=interrupted)
+
+
+def _run(arguments: list[str] | None, signals: StopSignals) -> int:
     try:
         with signals.interruptible():
             options = parse_arguments(arguments)
@@ -92,21 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(draft.peer, run, signals=signals).run()
-    except UserError as exc:
-        # It may quote other peers: it must stay on one line and contain no terminal escapes.
-        print("join: " + "".join(c if c.isprintable() else " " for c in str(exc)), file=sys.stderr)
-        return 2
     except LeftEarlyError:
         return 0
-    except OSError as exc:  # a limit of the machine: no file descriptors or memory left, stdout closed
-        print(f"join: {exc}", file=sys.stderr)
-        return 2
     except NetworkProcessError as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("join: stopped immediately; only the last checkpoint is kept", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, interrupt_on_sigterm
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.arguments import OneLineParser, exit_code, interrupt_on_sigterm
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
@@ -28,18 +27,7 @@ _BPE_SAMPLE_CHARS = 200_000_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
-    try:
-        options = _parse(arguments)
-        interrupt_on_sigterm()
-        summary, tokenizer = _run(options)
-    except UserError as exc:
-        print(f"tokenize: {exc}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("tokenize: interrupted; complete shards are kept", file=sys.stderr)
-        return 130
-    print(_table(summary, tokenizer))
-    return 0
+    return exit_code("tokenize", lambda: _run(_parse(arguments)), interrupted="interrupted; complete shards are kept")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,7 +58,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _run(options: argparse.Namespace) -> tuple[ShardSummary, Tokenizer]:
+def _run(options: argparse.Namespace) -> None:
+    interrupt_on_sigterm()
     # Slow enough to be interrupted.
     from tqdm import tqdm
 
@@ -99,7 +88,7 @@ def _run(options: argparse.Namespace) -> tuple[ShardSummary, Tokenizer]:
             overwrite=options.overwrite,
             on_progress=bar.update,
         )
-    return summary, tokenizer
+    print(_table(summary, tokenizer))
 
 
 def _table(summary: ShardSummary, tokenizer: Tokenizer) -> str:

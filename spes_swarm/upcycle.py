@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, interrupt_on_sigterm
+from spes_swarm.base.arguments import OneLineParser, exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import two_columns
 
@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
-    try:
-        options = _parse(arguments)
-        interrupt_on_sigterm()
-        return _run(options)
-    except UserError as exc:
-        print(f"upcycle: {exc}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("upcycle: interrupted; OUTPUT is complete if it exists", file=sys.stderr)
-        return 130
+    interrupted = "interrupted; OUTPUT is complete if it exists"
+    return exit_code("upcycle", lambda: _run(_parse(arguments)), interrupted=interrupted)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,6 +62,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
+    interrupt_on_sigterm()
     if options.write_config is not None and (
         options.write_config.exists() or not options.write_config.resolve().parent.is_dir()
     ):

@@ -1,4 +1,4 @@
-"""Command-line parsing that reports mistakes in one line, without usage text or a traceback."""
+"""Command lines: mistakes and failures are reported in one line, without usage text or a traceback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import re
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -26,6 +27,21 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every mistake."""
         raise ConfigError(f"{message}; see --help")
+
+
+def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
+    """Runs a command and returns its exit code (None: 0); explains a failure or a Ctrl-C in one line on stderr."""
+    try:
+        return run() or 0
+    except UserError as exc:
+        # It may quote other peers: it must stay on one line and contain no terminal escapes.
+        reason, code = "".join(c if c.isprintable() else " " for c in str(exc)), 2
+    except OSError as exc:  # an impossible path, or a limit of the machine
+        reason, code = str(exc), 2
+    except KeyboardInterrupt:
+        reason, code = interrupted, 130
+    print(f"{program}: {reason}", file=sys.stderr)
+    return code
 
 
 def report_interrupt(program: str) -> None:
