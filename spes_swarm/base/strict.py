@@ -73,6 +73,10 @@ class Section:
             object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
         self._check()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Converts a section to plain JSON values: dicts, lists and scalars that share nothing with it."""
+        return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+
     def _check(self) -> None:
         """Checks several fields against each other; the message of a ConfigError starts with the dotted key."""
 
@@ -84,14 +88,9 @@ def _hints(cls: type[Section]) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def to_dict(section: Section) -> dict[str, Any]:
-    """Converts a section to plain JSON values: dicts, lists and scalars that share nothing with it."""
-    return {name: _plain(getattr(section, name)) for name in _hints(type(section))}
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
-        return to_dict(value)
+        return value.to_dict()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

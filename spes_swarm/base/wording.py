@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 def plural(count: int, one: str) -> str:
@@ -76,11 +76,6 @@ def ranges(experts: Sequence[int], separator: str = ",", none: str = "-") -> str
 def cut(text: str, width: int) -> str:
     """Shortens text that is longer than `width`, with an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def listed(words: Iterable[str]) -> str:
-    """Joins words with commas."""
-    return ", ".join(words)
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.strict import Pattern, Range, Section, read_section, to_dict
+from spes_swarm.base.strict import Pattern, Range, Section, read_section
 from spes_swarm.config.constraints import BatchSize, Count, Positive, Seed, Text
 
 
@@ -52,10 +52,6 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        return to_dict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from blake3 import blake3
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.strict import Pattern, Range, Section, read_section, show, to_dict
+from spes_swarm.base.strict import Pattern, Range, Section, read_section, show
 from spes_swarm.base.wording import one_to, plural
 from spes_swarm.config.constraints import (
     BatchSize,
@@ -337,10 +337,6 @@ class RunConfig(Section):
     def most_experts(self) -> int:
         """Most experts that one peer holds while others can hold the rest; at least `experts_per_peer`."""
         return max(self.experts_per_peer, int(self.ownership.max_share * self.model.num_experts))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `from_dict` is the inverse."""
-        return to_dict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from spes_swarm.base.wording import listed, plural, seconds
+from spes_swarm.base.wording import plural, seconds
 from spes_swarm.monitor.state import SwarmState
 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
@@ -62,4 +62,4 @@ def name_of(state: SwarmState, peer_id: str) -> str:
 
 def refusals(state: SwarmState) -> str:
     """Refused records by kind, such as "3 forged, 1 oversized"; empty if there are none."""
-    return listed(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(state.refused.items()))
+    return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(state.refused.items()))

@@ -18,14 +18,6 @@ from spes_swarm.storage.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)
-class JoinRequest:
-    """A validated request."""
-
-    peer: PeerConfig
-    run: RunConfig | None  # of the run to found, or expected of the run that is joined or continued; None: any
-
-
-@dataclass(frozen=True)
 class DraftRequest:
     """A request of `join` validated except for the model, which needs transformers."""
 
@@ -34,7 +26,7 @@ class DraftRequest:
     run_is_explicit: bool  # the user passed --config
 
     def build_run(self) -> RunConfig | None:
-        """Builds the run of a JoinRequest; imports transformers, which takes seconds.
+        """Builds the run of a Session; imports transformers, which takes seconds.
 
         Raises:
             ConfigError: its model cannot be built.

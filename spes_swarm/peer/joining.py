@@ -20,6 +20,8 @@ from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
@@ -28,7 +30,6 @@ from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
 from spes_swarm.peer.capacity import choose_device, plan_experts
-from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
@@ -57,7 +58,8 @@ _Result = TypeVar("_Result")
 class SessionContext:
     """What a peer keeps from the start to the end of its session in a run."""
 
-    request: JoinRequest
+    peer: PeerConfig
+    run: RunConfig | None  # to found, or expected of the run that is joined or continued; None: any
     directory: RunDirectory
     identity: Identity
     console: PeerConsole
@@ -77,7 +79,7 @@ class Joining:
 
     def __init__(self, context: SessionContext) -> None:
         self._context = context
-        self._peer = context.request.peer
+        self._peer = context.peer
         self._console = context.console
         self._tokens_per_step = 0
         self._maddrs: list[str] = []
@@ -123,7 +125,15 @@ class Joining:
 
     def _find_run(self) -> None:
         context = self._context
-        finder = RunFinder(context.request, context.directory, context.identity, self._ask, self._console, context.data)
+        finder = RunFinder(
+            peer=self._peer,
+            run=context.run,
+            directory=context.directory,
+            identity=context.identity,
+            ask=self._ask,
+            console=self._console,
+            data=context.data,
+        )
         self.manifest = finder.find()
         self._run = self.manifest.run
         self._source = finder.source

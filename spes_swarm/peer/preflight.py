@@ -54,7 +54,7 @@ def check_machine(peer: PeerConfig) -> None:
 
 
 def check_request(peer: PeerConfig, run: RunConfig | None) -> None:
-    """Applies all checks to a request; see `JoinRequest` for the arguments.
+    """Applies all checks to a request; see `Session` for the arguments.
 
     Raises:
         UserError: the request is invalid, or fails `check_machine` or `check_run`.

@@ -19,7 +19,7 @@ import platform
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,15 @@ class LocalData:
         }
 
 
+@dataclass(eq=False)
 class PeerData:
-    """The data of one peer, from the command line or its last session; `stop` is set when the user wants to leave."""
+    """The data of one peer, from the command line or its last session."""
 
-    def __init__(
-        self, peer: PeerConfig, directory: RunDirectory, say: Callable[[str], None], stop: threading.Event
-    ) -> None:
-        self._given = peer.data
-        self._differs_given = peer.data_differs
-        self._directory = directory
-        self._say = say
-        self._stop = stop
-        self._founded: LocalData | None = None
+    peer: PeerConfig
+    directory: RunDirectory
+    say: Callable[[str], None]
+    stop: threading.Event  # set when the user wants to leave
+    _founded: LocalData | None = field(default=None, init=False)
 
     def choose(self, run: DataConfig) -> tuple[str, bool]:
         """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
@@ -78,8 +75,8 @@ class PeerData:
         Raises:
             DataError: the user has named no data although the run needs some, or obviously different data.
         """
-        source, may_differ = self._given, self._differs_given
-        if source is None and (last := self._directory.known_data()) is not None:
+        source, may_differ = self.peer.data, self.peer.data_differs
+        if source is None and (last := self.directory.known_data()) is not None:
             source, may_differ = last.source, last.differs or may_differ
         if source is None:
             if run.kind == "corpus":
@@ -97,7 +94,7 @@ class PeerData:
             raise _refusal(run, here)
         if run.kind == "corpus" and not may_differ and not Path(source).exists() and not glob.has_magic(source):
             raise DataError(
-                f"the run trains on {describe_data(run)}, but --data {self._given or source!r} does not exist here: "
+                f"the run trains on {describe_data(run)}, but --data {self.peer.data or source!r} does not exist here: "
                 "give the path of your copy"
             )
         return source, may_differ
@@ -129,25 +126,25 @@ class PeerData:
         if self._founded is not None:
             return self._founded
         source, may_differ = self.choose(run)
-        self._say(f"opening data: {source}")
+        self.say(f"opening data: {source}")
         files = tuple(TokenFile.open(path) for path in open_corpus(source, tokenizer))
         if source == STDLIB:
             here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
             if run.python_version not in (None, here.python_version):
-                self._say(
+                self.say(
                     f"the run uses the standard library of Python {run.python_version}, this peer that of "
                     f"{here.python_version}: the text differs slightly"
                 )
         else:
             if run.kind != "own":  # `own` is compared with nothing
-                check_contents_once(files, default_cache_dir(), self._say, self._leave_if_stopped)
+                check_contents_once(files, default_cache_dir(), self.say, self._leave_if_stopped)
             member = membership(files)
             here = DataConfig(kind="corpus", name=name_of(source), digest=member.digest)
         differs = not _same(run, here)
         if differs and not may_differ:
             raise _refusal(run, here, member)
         if differs:
-            self._say(f"training on {describe_data(here)}, although the run trains on {describe_data(run)}")
+            self.say(f"training on {describe_data(here)}, although the run trains on {describe_data(run)}")
         return LocalData(source, files, here, member.num_shards if member is not None else len(files), differs)
 
     def remember(self, data: LocalData) -> None:
@@ -156,10 +153,10 @@ class PeerData:
         Raises:
             UserError: the directory cannot be written.
         """
-        self._directory.remember_data(data.source, differs=data.differs)
+        self.directory.remember_data(data.source, differs=data.differs)
 
     def _leave_if_stopped(self) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise LeftEarlyError("stopped while reading the data")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,12 @@ import numpy as np
 from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.capacity import choose_device, plan_experts
-from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
@@ -27,31 +28,23 @@ from spes_swarm.storage.run_directory import RunDirectory
 _KNOWN_PEERS_TIMEOUT_S = 5.0
 
 
+@dataclass(eq=False, kw_only=True)
 class RunFinder:
-    """Finds the run.
+    """Finds the run."""
 
-    Attributes:
-        initial_peers: addresses of peers of the run: those given, or those of an earlier session if any answers now.
-        source: the publication named by --from-hub, if any.
-    """
+    peer: PeerConfig
+    run: RunConfig | None  # to found, or expected of the run that is joined or continued; None: any
+    directory: RunDirectory
+    identity: Identity
+    ask: Ask  # sends a command to the network process
+    console: PeerConsole
+    data: PeerData
+    # Addresses of peers of the run: those given, or those of an earlier session if any answers now.
+    initial_peers: list[str] = field(init=False)
+    source: PublicationSource | None = field(default=None, init=False)  # named by --from-hub
 
-    def __init__(
-        self,
-        request: JoinRequest,
-        directory: RunDirectory,
-        identity: Identity,
-        ask: Ask,
-        console: PeerConsole,
-        data: PeerData,
-    ) -> None:
-        self._request = request
-        self._data = data
-        self._directory = directory
-        self._identity = identity
-        self._ask = ask
-        self._console = console
-        self.initial_peers = list(request.peer.initial_peers)
-        self.source: PublicationSource | None = None
+    def __post_init__(self) -> None:
+        self.initial_peers = list(self.peer.initial_peers)
 
     def find(self) -> Manifest:
         """Returns the verified manifest of the run that the user wants.
@@ -59,26 +52,26 @@ class RunFinder:
         Raises:
             UserError: there is no such run, or it differs from what the user has asked for.
         """
-        stored = self._directory.manifest()
-        peer = self._request.peer
+        stored = self.directory.manifest()
+        peer = self.peer
         if peer.from_hub is not None:
             self.source = open_source(peer.from_hub, stored.run_id if stored is not None else peer.run_id)
-            self._console.say(f"round {self.source.publication.round} of {self.source.manifest.run_id} is published")
+            self.console.say(f"round {self.source.publication.round} of {self.source.manifest.run_id} is published")
         if not peer.initial_peers and stored is None:
             if self.source is not None:
                 return self.source.manifest
             return self._found()
         if not peer.initial_peers and stored is not None:
-            if not _same_run(self._request.run, stored.run):
+            if not _same_run(self.run, stored.run):
                 raise UserError(
-                    f"output directory {self._directory.path} belongs to run {stored.run_id}, whose configuration "
+                    f"output directory {self.directory.path} belongs to run {stored.run_id}, whose configuration "
                     "differs from the given one; choose another --output-dir, or leave out --config to continue it"
                 )
-            self._console.say("continuing the run of this output directory")
+            self.console.say("continuing the run of this output directory")
             self.initial_peers = self._reach_known_peers()
             return stored
-        self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
-        connected = self._ask(
+        self.console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
+        connected = self.ask(
             Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
             maddrs=list(peer.initial_peers),
@@ -88,7 +81,7 @@ class RunFinder:
         if self.source is not None:
             expected = self.source.manifest.run_id
         try:
-            manifest = self._ask(
+            manifest = self.ask(
                 Commands.fetch_manifest,
                 peer.bootstrap_timeout_s + 60.0,
                 peers=connected,
@@ -98,11 +91,11 @@ class RunFinder:
         except ManifestError as exc:
             if stored is not None and peer.run_id is None:
                 raise UserError(
-                    f"output directory {self._directory.path} belongs to run {stored.run_id}: {exc}; "
+                    f"output directory {self.directory.path} belongs to run {stored.run_id}: {exc}; "
                     "choose another --output-dir"
                 ) from exc
             raise
-        if not _same_run(self._request.run, manifest.run):
+        if not _same_run(self.run, manifest.run):
             raise ConfigError(
                 f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
                 "the run's settings from the swarm: leave the section out"
@@ -114,38 +107,38 @@ class RunFinder:
 
         Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
         """
-        known = self._directory.known_peers()
+        known = self.directory.known_peers()
         if not known:
             return []
         try:
-            self._ask(Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+            self.ask(Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
         except BootstrapError:
-            if not self._request.peer.client_mode:
-                self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")
+            if not self.peer.client_mode:
+                self.console.say("no peer of the last session answers: this peer starts alone, and others can join it")
             return []
         return known
 
     def _found(self) -> Manifest:
-        run = self._request.run
+        run = self.run
         assert run is not None  # preflight.check_run has rejected that
-        plan_experts(run, self._request.peer, choose_device(self._request.peer.device))  # before any slow step
+        plan_experts(run, self.peer, choose_device(self.peer.device))  # before any slow step
         tokenizer = run_tokenizer(run)
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
-        run = dataclasses.replace(run, data=self._data.found(run.data, tokenizer))
+        run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True))
         run = self._with_initial_weights(run, layout)
-        self._console.say("founding a new run")
-        return found_run(run, layout.digest, self._identity)
+        self.console.say("founding a new run")
+        return found_run(run, layout.digest, self.identity)
 
     def _with_initial_weights(self, run: RunConfig, layout: Layout) -> RunConfig:
         """Returns the configuration with the digest of the initial weights that the user has named."""
-        directory, expected = self._request.peer.initial_weights, run.model.initial_weights
+        directory, expected = self.peer.initial_weights, run.model.initial_weights
         if directory is None:
             if expected is not None:
                 raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights DIR")
             return run
-        self._console.say("reading the initial weights")
+        self.console.say("reading the initial weights")
         digest = load_initial_reference(Path(directory), layout, np.empty(layout.num_elements, dtype=np.float32))
         if expected not in (None, digest):
             raise ConfigError(f"--initial-weights: {directory} does not have the weights that the configuration names")

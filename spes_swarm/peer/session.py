@@ -18,7 +18,6 @@ from spes_swarm.config.file import load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.client import NetworkClient
-from spes_swarm.peer.join_request import JoinRequest
 from spes_swarm.peer.joining import Joining, SessionContext
 from spes_swarm.peer.panel import PeerConsole, interpreter
 from spes_swarm.peer.preflight import check_request
@@ -73,7 +72,8 @@ class Session:
         signals: StopSignals | None = None,
     ) -> None:
         check_request(peer, run)
-        self._request = JoinRequest(peer, run)
+        self._peer = peer
+        self._run = run
         self._console = PeerConsole(quiet=quiet)
         self._signals = signals if signals is not None else StopSignals()
 
@@ -132,7 +132,7 @@ class Session:
     def _enter(self, stack: ExitStack) -> tuple[SessionContext, Joining]:
         """Locks the output directory and starts the network process; `stack` undoes both."""
         started = time.monotonic()
-        peer = self._request.peer
+        peer = self._peer
         directory = RunDirectory(Path(peer.output_dir))
         stack.callback(os.close, directory.prepare())
         identity_path = Path(peer.identity) if peer.identity else directory.identity
@@ -144,7 +144,8 @@ class Session:
         status = TrainingStatus()
         network = NetworkClient(identity.path, self._listener(metrics, status))
         context = SessionContext(
-            request=replace(self._request, peer=peer),
+            peer=peer,
+            run=self._run,
             directory=directory,
             identity=identity,
             console=self._console,

@@ -25,11 +25,6 @@ class Location:
     path: Path | None
     revision: str | None
 
-    @property
-    def label(self) -> str:
-        """For messages; never a path."""
-        return self.repo_id or "the directory"
-
 
 def parse_location(text: str, *, with_revision: bool = False) -> Location:
     """Parses `USER/REPO` or `file:DIRECTORY`; with `with_revision` an optional `@REVISION` may follow.

@@ -148,7 +148,6 @@ _OPENERS: Final[dict[str, Callable[[Tracked], Tracker]]] = {
     "wandb": _Wandb,
     "trackio": _Trackio,
 }
-TRACKERS: Final = tuple(_OPENERS)
 
 
 class Quiet:
