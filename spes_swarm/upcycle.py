@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_swarm.base.arguments import OneLineParser, exit_code, interrupt_on_sigterm
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
@@ -137,10 +137,8 @@ def _write_config(directory: Path, file: Path, tokenizer: str) -> None:
     name = re.sub(r"[^a-z0-9-]+", "-", directory.resolve().name.lower()).strip("-")[:40] or "upcycled"
     run = starting_run(directory, name, tokenizer)
     header = "# A run of an upcycled mixture. Optimisation and merging are those of SPES 9B (arXiv 2602.11543).\n"
-    try:
+    with os_errors_as(UserError, f"{file} cannot be written"):
         file.write_text(header + yaml.safe_dump({"run": run.to_dict()}, sort_keys=False), encoding="utf-8")
-    except OSError as exc:
-        raise UserError(f"{file} cannot be written: {exc.strerror}") from exc
     assert load_config(file).run == run
     print(f"configuration written to {file}; found the run with")
     print(f"  python -m spes_swarm.join --config {file} --initial-weights {directory}")

@@ -22,6 +22,9 @@ SwarmError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SwarmError(Exception):
     """Base class of all deliberate errors of this package."""
@@ -106,3 +109,16 @@ class NetworkProcessError(SwarmError):
 
 class LeftEarlyError(SwarmError):
     """The peer left before its first step (stopped, or the run is over); there is nothing to save."""
+
+
+@contextmanager
+def os_errors_as(kind: type[UserError], problem: str, advice: str = "") -> Iterator[None]:
+    """Maps OSErrors to one line for the user: `problem`, the system's reason, and `advice`.
+
+    Raises:
+        UserError: of type `kind`, in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise kind(f"{problem}: {exc.strerror or exc}{advice and '; '}{advice}") from exc

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import UserError, os_errors_as
 
 
 def user_path(text: str) -> Path:
@@ -34,16 +34,30 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file by UTF-8 text, atomically and durably.
+
+    Raises:
+        OSError: it cannot be written; an earlier file is intact, and nothing is left behind.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync_to_disk(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def check_is_new(destination: Path) -> None:
     """Refuses a destination that is not empty.
 
     Raises:
         UserError: it exists and is not empty, or is not a directory.
     """
-    try:
+    with os_errors_as(UserError, f"{destination} cannot be written", "choose another destination"):
         holds_something = destination.exists() and any(destination.iterdir())
-    except OSError as exc:
-        raise UserError(f"{destination} cannot be written: {exc.strerror}; choose another destination") from exc
     if holds_something:
         raise UserError(f"{destination} exists and is not empty; choose another destination")
 
@@ -76,7 +90,7 @@ def remake_directory(path: Path, program: str) -> None:
         UserError: it is not empty and has no marker, or cannot be written.
     """
     mark = path / f".{program}"
-    try:
+    with os_errors_as(UserError, f"{path} cannot be written", "choose another directory"):
         left = [child for child in path.iterdir() if child != mark] if path.exists() else []
         if left and not mark.is_file():
             raise UserError(f"{path} contains files that {program} did not create; choose another directory")
@@ -87,5 +101,3 @@ def remake_directory(path: Path, program: str) -> None:
                 child.unlink()
         path.mkdir(parents=True, exist_ok=True)
         mark.touch()
-    except OSError as exc:
-        raise UserError(f"{path} cannot be written: {exc.strerror or exc}; choose another directory") from exc

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.data.token_file import TokenFile
 
 _WORTH_SAYING_BYTES = 1 << 30
@@ -45,11 +45,9 @@ def check_contents_once(
 
 
 def _receipt_name(file: TokenFile) -> str:
-    try:
+    with os_errors_as(DataError, f"{file.path} cannot be read"):
         status = file.path.stat()
         path = file.path.resolve()
-    except OSError as exc:
-        raise DataError(f"{file.path} cannot be read: {exc.strerror}") from exc
     # The sidecar's digest is part of the name: a receipt is valid only for these bytes and that digest.
     text = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns} {file.sidecar.blake3}"
     return blake3(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]

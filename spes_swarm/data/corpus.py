@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.readers import find_documents
@@ -58,15 +58,12 @@ def open_corpus(
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
     """
     if source == STDLIB:
-        return _tokenised(STDLIB, stdlib_files(), tokenizer, cache_dir, document_format or DocumentFormat())
-    path = user_path(source)
-    token_files = _existing_token_files(source)
-    if token_files:
-        for file in token_files:
-            TokenFile.open(file, tokenizer)
-        return token_files
-    files = find_documents([path])
-    name = path.name if path.exists() else "glob"
+        name, files = STDLIB, stdlib_files()
+    elif token_files := _existing_token_files(source):
+        return [TokenFile.open(file, tokenizer).path for file in token_files]
+    else:
+        path = user_path(source)
+        name, files = path.name if path.exists() else "glob", find_documents([path])
     return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
 
 
@@ -147,7 +144,7 @@ def _tokenised(
     entry = cache / f"{name}-{_fingerprint(files, tokenizer, document_format)[:24]}"
     if cached := _cached(entry, tokenizer):
         return cached
-    try:
+    with os_errors_as(DataError, f"cache directory {cache} cannot be used", "set XDG_CACHE_HOME"):
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{entry.name}.lock", _LOCK_TIMEOUT_S) as is_locked:
             if cached := _cached(entry, tokenizer):  # another process was faster
@@ -162,8 +159,6 @@ def _tokenised(
                     partial.rename(entry)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    except OSError as exc:
-        raise DataError(f"cache directory {cache} cannot be used: {exc.strerror}; set XDG_CACHE_HOME") from exc
     return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
 
 
@@ -178,10 +173,8 @@ def _cached(entry: Path, tokenizer: Tokenizer) -> list[Path]:
 def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, document_format: DocumentFormat) -> str:
     hasher = blake3(f"{_CACHE_VERSION} {tokenizer.digest} {document_format}\n".encode())
     for path in files:
-        try:
+        with os_errors_as(DataError, f"{path} cannot be read"):
             status = path.stat()
-        except OSError as exc:
-            raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
         hasher.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
     return hasher.hexdigest()
 

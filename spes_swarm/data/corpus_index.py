@@ -7,7 +7,6 @@ to the corpus. The shards in a directory without an index form a whole corpus.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ from blake3 import blake3
 from pydantic import Field, ValidationError
 
 from spes_swarm.base.decoding import StrictModel, first_complaint
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.user_paths import replace_file
 from spes_swarm.data.token_file import TokenFile
 
 INDEX_FILE = "corpus.json"
@@ -58,13 +58,8 @@ def write_index(directory: Path, files: Sequence[TokenFile]) -> Path:
         ],
     )
     path = directory / INDEX_FILE
-    temporary = path.with_name(f".{INDEX_FILE}.{os.getpid()}")
-    try:
-        temporary.write_text(index.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as exc:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{path} cannot be written: {exc.strerror}; free some space") from exc
+    with os_errors_as(DataError, f"{path} cannot be written", "free some space"):
+        replace_file(path, index.model_dump_json(indent=1) + "\n")
     return path
 
 

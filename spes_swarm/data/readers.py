@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 
 TextMode = Literal["file", "paragraph", "line"]
@@ -99,11 +99,8 @@ def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "
         yield from _parquet_pieces(path, text_field)
         return
     piece_kind: Literal["json", "file", "paragraph", "line"] = "json" if kind == "json" else text_mode
-    try:
-        with path.open("rb") as file:
-            yield from _cut(_blocks(file, path), piece_kind)
-    except OSError as exc:
-        raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
+    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
+        yield from _cut(_blocks(file, path), piece_kind)
 
 
 def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Broken]:

@@ -19,7 +19,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.data.tokenizer import Tokenizer
 
@@ -76,11 +76,9 @@ class TokenWriter:
         self._hasher = blake3()
         self._max_token = -1
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
+        with os_errors_as(DataError, f"{path.parent} cannot be written", "choose another directory"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = self._partial.open("wb")
-        except OSError as exc:
-            raise DataError(f"{path.parent} cannot be written: {exc.strerror}; choose another directory") from exc
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, tokens: TokenArray, num_documents: int) -> None:
@@ -99,10 +97,8 @@ class TokenWriter:
             self._max_token = max(self._max_token, high)
             content = tokens.astype(self._dtype).tobytes()
             self._hasher.update(content)
-            try:
+            with os_errors_as(DataError, f"{self._partial} cannot be written", "free some space"):
                 self._file.write(content)
-            except OSError as exc:
-                raise DataError(f"{self._partial} cannot be written: {exc.strerror}; free some space") from exc
         self.num_tokens += len(tokens)
         self.num_documents += num_documents
 

@@ -22,7 +22,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
@@ -121,12 +121,10 @@ class FastTokenizer:
 
     def save(self, directory: Path) -> None:
         """See `Tokenizer`."""
-        try:
+        with os_errors_as(DataError, f"{directory} cannot be written", "choose another directory"):
             directory.mkdir(parents=True, exist_ok=True)
             for name, content in self._files.items():
                 (directory / name).write_bytes(content)
-        except OSError as exc:
-            raise DataError(f"{directory} cannot be written: {exc.strerror}; choose another directory") from exc
 
 
 class ByteTokenizer(FastTokenizer):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spes_swarm.base.errors import HubError, PublicationError, UserError
+from spes_swarm.base.errors import HubError, PublicationError, UserError, os_errors_as
 from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.publication import (
@@ -55,10 +55,8 @@ class DirectoryTarget:
         existing = self._path.absolute()
         while not existing.exists():
             existing = existing.parent
-        try:  # os.access reports that root may write anywhere
-            tempfile.TemporaryFile(dir=existing).close()
-        except OSError as exc:
-            raise HubError(f"{self.label} to publish to cannot be written: {exc.strerror}; choose another one") from exc
+        with os_errors_as(HubError, f"{self.label} to publish to cannot be written", "choose another one"):
+            tempfile.TemporaryFile(dir=existing).close()  # os.access reports that root may write anywhere
 
     def rounds(self) -> list[int]:
         """See `Target`."""
@@ -230,10 +228,8 @@ class DirectoryFiles:
 
     def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
         """Returns bytes of a file, not verified."""
-        try:
+        with os_errors_as(PublicationError, f"{self.label}: {file.name}"):
             return read_part(self._path / file.name, file, begin, end)
-        except OSError as exc:
-            raise PublicationError(f"{self.label}: {file.name}: {exc.strerror}") from exc
 
 
 def _revision_at(path: Path, place: Path) -> Path:

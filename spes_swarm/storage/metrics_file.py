@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import UserError, os_errors_as
 
 
 class Metrics:
@@ -25,12 +25,10 @@ class Metrics:
         self._path = path
         self._peer_id = peer_id
         self._lock = threading.Lock()
-        try:
+        with os_errors_as(UserError, f"{path} cannot be written"):
             self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")
             if _ends_in_half_a_line(path):  # an earlier session was killed, or its disk was full
                 self._file.write("\n")
-        except OSError as exc:
-            raise UserError(f"{path} cannot be written: {exc.strerror}") from exc
 
     def write(self, event: str, **fields: Any) -> None:
         """Writes one event. NaN and inf become null, so that any JSON parser can read the line.
@@ -43,13 +41,9 @@ class Metrics:
             line = json.dumps(record, allow_nan=False)
         except ValueError:
             line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
-        with self._lock:
-            if self._file.closed:
-                return
-            try:
+        with self._lock, os_errors_as(UserError, f"{self._path} cannot be written"):
+            if not self._file.closed:
                 self._file.write(line + "\n")
-            except OSError as exc:
-                raise UserError(f"{self._path} cannot be written: {exc.strerror}") from exc
 
     def close(self) -> None:
         """Closes the file. Lines that a full disk has refused are lost; `write` has raised for them."""

@@ -9,8 +9,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_swarm.base.errors import CheckpointError, ManifestError, UserError
-from spes_swarm.base.user_paths import sync_to_disk
+from spes_swarm.base.errors import CheckpointError, ManifestError, UserError, os_errors_as
+from spes_swarm.base.user_paths import replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
@@ -22,10 +22,8 @@ def lock_file(path: Path, what: str, advice: str) -> int:
     Raises:
         UserError: another process has locked it; the message says `what` is in use, with `advice`.
     """
-    try:
+    with os_errors_as(UserError, what):
         lock = os.open(path, os.O_RDONLY)
-    except OSError as exc:
-        raise UserError(f"{what}: {exc.strerror}") from exc
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:
@@ -154,11 +152,9 @@ class RunDirectory:
         Raises:
             UserError: it cannot be created, or another process uses it.
         """
-        try:
+        with os_errors_as(UserError, f"output directory {self.path}"):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock.touch()
-        except OSError as exc:
-            raise UserError(f"output directory {self.path}: {exc.strerror}") from exc
         return self._take_lock()
 
     def manifest(self) -> Manifest | None:
@@ -210,11 +206,5 @@ class RunDirectory:
 
     def _store(self, name: str, text: str) -> None:
         """Replaces a file atomically and durably; raises UserError if that fails, and an earlier one is intact."""
-        path, temporary = self.path / name, self.path / f".{name}.{os.getpid()}"
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            sync_to_disk(temporary)
-            temporary.replace(path)
-        except OSError as exc:
-            temporary.unlink(missing_ok=True)
-            raise UserError(f"{path} cannot be written: {exc.strerror}") from exc
+        with os_errors_as(UserError, f"{self.path / name} cannot be written"):
+            replace_file(self.path / name, text)
