@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.arguments import command_parser, exit_code
 from spes_swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,21 +29,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m spes_swarm.evaluate",
-        description=(__doc__ or "").rpartition("\n\n")[2],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("export", type=Path, metavar="EXPORT_DIR", help="written by spes_swarm.export, or any model")
-    parser.add_argument("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="task names, or paths of YAML files")
-    parser.add_argument(
-        "--include-path", type=Path, action="append", default=[], metavar="DIR", help="directory with more tasks"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N samples of each task")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the results as JSON")
-    parser.add_argument("--attach", action="store_true", help="put the results into the export's model card")
+    parser = command_parser("evaluate", __doc__)
+    add = parser.add_argument
+    add("export", type=Path, metavar="EXPORT_DIR", help="written by spes_swarm.export, or any model")
+    add("--tasks", default=_DEFAULT_TASKS, metavar="A,B", help="task names, or paths of YAML files")
+    add("--include-path", type=Path, action="append", default=[], metavar="DIR", help="directory with more tasks")
+    add("--limit", type=int, metavar="N", help="only the first N samples of each task")
+    add("--batch-size", type=int, default=8, metavar="N", help="sequences at a time")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--output", type=Path, metavar="FILE", help="also write the results as JSON")
+    add("--attach", action="store_true", help="put the results into the export's model card")
     return parser.parse_args(arguments)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
@@ -33,28 +33,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     from spes_swarm.data.sharding import DEFAULT_SHARD_TOKENS
 
-    parser = OneLineParser(
-        prog="python -m spes_swarm.tokenize",
-        description=(__doc__ or "").rpartition("\n\n")[2],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("inputs", nargs="+", metavar="TEXT", help="files, directories or globs")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="where the shards are written")
-    parser.add_argument("--tokenizer", default="bytes", help="bytes, bpe (trained here), or a path or hub name")
-    parser.add_argument("--bpe-vocab-size", type=int, default=16384, metavar="N", help="for --tokenizer bpe")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="field or column that holds the text")
-    parser.add_argument(
+    parser = command_parser("tokenize", __doc__)
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="TEXT", help="files, directories or globs")
+    add("--output", type=Path, required=True, metavar="DIR", help="where the shards are written")
+    add("--tokenizer", default="bytes", help="bytes, bpe (trained here), or a path or hub name")
+    add("--bpe-vocab-size", type=int, default=16384, metavar="N", help="for --tokenizer bpe")
+    add("--text-field", default="text", metavar="NAME", help="field or column that holds the text")
+    add(
         "--text-mode",
         choices=("file", "paragraph", "line"),
         default="file",
         help="unit of a document in a plain text file",
     )
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    parser.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing shards")
-    parser.add_argument(
-        "--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a progress bar"
-    )
+    add("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    add("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N")
+    add("--overwrite", action="store_true", help="replace existing shards")
+    add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a progress bar")
     return parser.parse_args(arguments)
 
 

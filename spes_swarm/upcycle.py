@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import two_columns
 
@@ -31,29 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = OneLineParser(
-        prog="python -m spes_swarm.upcycle",
-        description=(__doc__ or "").rpartition("\n\n")[2],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("dense", type=Path, metavar="DENSE", help="directory of the dense model, with safetensors")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new or empty directory")
-    parser.add_argument("--experts", type=int, default=8, metavar="N", help="experts per layer")
-    parser.add_argument("--top-k", type=int, default=2, metavar="K", help="experts that process a token")
-    parser.add_argument("--noise-std", type=float, default=0.02, metavar="STD", help="of the noise; 0 for exact copies")
-    parser.add_argument("--noise-fraction", type=float, default=0.5, metavar="P", help="share of weights with noise")
-    parser.add_argument("--router-init", default="normal:0.02", metavar="HOW", help="zero, or normal:STD")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of noise and routers")
-    parser.add_argument("--dtype", default="float32", metavar="float32|bfloat16", help="dtype of the output")
-    parser.add_argument("--max-shard-size", default="2GB", metavar="SIZE", help="largest size of a weight file")
-    parser.add_argument(
-        "--source-name", metavar="NAME", help="published in upcycling.json; default: the last part of DENSE"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="compare both models on random tokens (needs their memory)"
-    )
-    parser.add_argument("--write-config", type=Path, metavar="FILE", help="also write the configuration of a run")
-    parser.add_argument(
+    parser = command_parser("upcycle", __doc__)
+    add = parser.add_argument
+    add("dense", type=Path, metavar="DENSE", help="directory of the dense model, with safetensors")
+    add("output", type=Path, metavar="OUTPUT", help="a new or empty directory")
+    add("--experts", type=int, default=8, metavar="N", help="experts per layer")
+    add("--top-k", type=int, default=2, metavar="K", help="experts that process a token")
+    add("--noise-std", type=float, default=0.02, metavar="STD", help="of the noise; 0 for exact copies")
+    add("--noise-fraction", type=float, default=0.5, metavar="P", help="share of weights with noise")
+    add("--router-init", default="normal:0.02", metavar="HOW", help="zero, or normal:STD")
+    add("--seed", type=int, default=0, metavar="N", help="seed of noise and routers")
+    add("--dtype", default="float32", metavar="float32|bfloat16", help="dtype of the output")
+    add("--max-shard-size", default="2GB", metavar="SIZE", help="largest size of a weight file")
+    add("--source-name", metavar="NAME", help="published in upcycling.json; default: the last part of DENSE")
+    add("--check", action="store_true", help="compare both models on random tokens (needs their memory)")
+    add("--write-config", type=Path, metavar="FILE", help="also write the configuration of a run")
+    add(
         "--tokenizer",
         metavar="NAME",
         help="for --write-config, loadable by every joiner; default: bytes if the model uses it, else --source-name",

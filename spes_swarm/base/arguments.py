@@ -29,6 +29,15 @@ class OneLineParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see --help")
 
 
+def command_parser(command: str, documentation: str | None) -> OneLineParser:
+    """Returns the parser of `python -m spes_swarm.COMMAND`, described by the last paragraph of its documentation."""
+    return OneLineParser(
+        prog=f"python -m spes_swarm.{command}",
+        description=(documentation or "").rpartition("\n\n")[2],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+
 def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code (None: 0); explains a failure or a Ctrl-C in one line on stderr."""
     try:
