@@ -20,8 +20,8 @@ import os
 import sys
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,15 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     seconds = time.monotonic() - started
     if options.json:
-        summary: dict[str, Any] = {
-            "status": published.status,
-            "round": published.round,
-            "digest": published.digest,
-            "revision": published.revision,
-            "bytes_sent": published.bytes_sent,
-            "seconds": round(seconds, 3),
-            "removed_rounds": gone,
-        }
+        summary = {**asdict(published), "seconds": round(seconds, 3), "removed_rounds": gone}
         print(json.dumps(summary), flush=True)
     else:
         verb = "published" if published.status == "published" else "is already published"

@@ -1,4 +1,4 @@
 """Converts dense models to mixtures (upcycling), and evaluates exports (lm-evaluation-harness).
 
-Imports `base`, `config` and `model`. Start with `upcycling`.
+Imports `base`, `config`, `model` and `publishing`. Start with `upcycling`.
 """

@@ -23,12 +23,10 @@ from huggingface_hub.repocard_data import eval_results_to_model_index, model_ind
 from spes_swarm.base.errors import CheckpointError, ConfigError, DataError, UserError
 from spes_swarm.base.strict import nearest
 from spes_swarm.model.initial_weights import WeightDirectory, read_config
+from spes_swarm.publishing.publication import CARD_FILE, PUBLICATION_FILE
 
 LOCAL_TASKS = Path(__file__).parent / "tasks"  # their data comes with this package
-CARD_FILE = "README.md"
-# Written beside a published export; identifies the run and the reference (publishing/publication.py).
-EXPORT_FILE = "spes_swarm.json"
-_EXPORT_KEYS = ("run_id", "round", "digest")
+_EXPORT_KEYS = ("run_id", "round", "digest")  # of the publication manifest
 _TASK_TYPE = "text-generation"  # the Hub's name for the task of a language model
 _MODEL_INDEX = "model-index"
 
@@ -227,11 +225,11 @@ def _is_number(value: Any) -> bool:
 def _identity(export: Path) -> dict[str, Any]:
     """Returns the run and the reference of an export, as far as it records them."""
     try:
-        content = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))
+        content = json.loads((export / PUBLICATION_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as exc:
-        raise CheckpointError(f"{export / EXPORT_FILE} cannot be read: {exc}") from exc
+        raise CheckpointError(f"{export / PUBLICATION_FILE} cannot be read: {exc}") from exc
     if not isinstance(content, dict):
-        raise CheckpointError(f"{export / EXPORT_FILE} is not a JSON object")
+        raise CheckpointError(f"{export / PUBLICATION_FILE} is not a JSON object")
     return {key: content[key] for key in _EXPORT_KEYS if isinstance(content.get(key), str | int)}

@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -204,17 +204,17 @@ def _targets(recipe: Recipe, moe: nn.Module, experts: int, is_tied: bool) -> Ite
                 )
 
 
+@dataclass(eq=False)
 class _Values:
     """Makes the values of output tensors; caches the input tensor that was read last."""
 
-    def __init__(self, weights: WeightDirectory, options: UpcyclingOptions) -> None:
-        self._weights = weights
-        self._options = options
-        self._last: tuple[str, Tensor] | None = None
+    weights: WeightDirectory
+    options: UpcyclingOptions
+    _last: tuple[str, Tensor] | None = field(default=None, init=False)
 
     def fill(self, out: Tensor, target: _Target) -> None:
         """Writes the values of a tensor into `out`, contiguous and of the target's shape."""
-        options = self._options
+        options = self.options
         if target.stream is None:
             out.copy_(self._read(target.source))
             return
@@ -237,7 +237,7 @@ class _Values:
         assert name is not None
         if self._last is None or self._last[0] != name:
             self._last = None  # frees it before the next one is read
-            self._last = (name, self._weights.read(name))
+            self._last = (name, self.weights.read(name))
         return self._last[1]
 
 

@@ -175,39 +175,39 @@ def _bounded(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
+@dataclass(eq=False)
 class _ShardSeries:
     """Distributes appended documents over shards, without splitting any, and counts them."""
 
-    def __init__(self, output: Path, tokenizer: Tokenizer, shard_tokens: int, summary: ShardSummary) -> None:
-        self._output = output
-        self._tokenizer = tokenizer
-        self._shard_tokens = shard_tokens
-        self._summary = summary
-        self._writer: TokenWriter | None = None
+    output: Path
+    tokenizer: Tokenizer
+    shard_tokens: int
+    summary: ShardSummary
+    _writer: TokenWriter | None = field(default=None, init=False)
 
     def append(self, result: _Tokenized) -> None:
         """Appends documents to the current shard until it is full, then starts the next one."""
-        self._summary.broken.update(result.broken)
+        self.summary.broken.update(result.broken)
         ends = np.cumsum(result.lengths)
         first, start = 0, 0
         while first < len(ends):
             if self._writer is None:
-                path = self._output / f"tokens-{len(self._summary.shards):05d}.npy"
-                self._writer = TokenWriter(path, self._tokenizer)
-            room = self._shard_tokens - self._writer.num_tokens
+                path = self.output / f"tokens-{len(self.summary.shards):05d}.npy"
+                self._writer = TokenWriter(path, self.tokenizer)
+            room = self.shard_tokens - self._writer.num_tokens
             last = min(int(np.searchsorted(ends, start + room)), len(ends) - 1)
             stop = int(ends[last])
             self._writer.append(result.tokens[start:stop], last + 1 - first)
-            if self._writer.num_tokens >= self._shard_tokens:
+            if self._writer.num_tokens >= self.shard_tokens:
                 self.commit()
             first, start = last + 1, stop
-        self._summary.num_tokens += len(result.tokens)
-        self._summary.num_documents += len(ends)
+        self.summary.num_tokens += len(result.tokens)
+        self.summary.num_documents += len(ends)
 
     def commit(self) -> None:
         """Completes the current shard, if any."""
         if self._writer is not None:
-            self._summary.shards.append(self._writer.commit())
+            self.summary.shards.append(self._writer.commit())
             self._writer = None
 
     def abort(self) -> None:

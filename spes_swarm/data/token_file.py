@@ -126,11 +126,10 @@ class TokenWriter:
         try:
             self._file.seek(0)
             self._file.write(_npy_header(self._dtype, self.num_tokens))
-            _flush(self._file)
             self._file.close()
-            with partial_sidecar.open("wb") as file:
-                file.write((json.dumps(asdict(sidecar), indent=2) + "\n").encode())
-                _flush(file)
+            sync_to_disk(self._partial)
+            partial_sidecar.write_text(json.dumps(asdict(sidecar), indent=2) + "\n", encoding="utf-8")
+            sync_to_disk(partial_sidecar)
             self.path.unlink(missing_ok=True)  # an old array must never be paired with the new sidecar
             partial_sidecar.replace(sidecar_path(self.path))
             self._partial.replace(self.path)
@@ -286,8 +285,3 @@ def _read_sidecar(path: Path) -> Sidecar:
     if wrong:
         raise DataError(f"{location} has missing or invalid fields: {', '.join(wrong)}; {_REMAKE}")
     return Sidecar(**{name: content[name] for name in wanted})
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

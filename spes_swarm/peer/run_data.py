@@ -48,15 +48,8 @@ class LocalData:
 
     def to_event(self) -> dict[str, Any]:
         """Returns the fields of the `data` event, without paths, since trackers get it too."""
-        return {
-            "kind": self.described.kind,
-            "name": self.described.name,
-            "digest": self.described.digest,
-            "python_version": self.described.python_version,
-            "shards": len(self.files),
-            "shards_total": self.num_shards,
-            "differs": self.differs,
-        }
+        shards = {"shards": len(self.files), "shards_total": self.num_shards}
+        return {**self.described.to_dict(), **shards, "differs": self.differs}
 
 
 @dataclass(eq=False)

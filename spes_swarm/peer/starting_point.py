@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,11 +154,8 @@ class StartingPoint:
         if not same:
             self.console.say("every published block has changed since; fetching everything from peers")
             return True
-        kept = PartialReference(self.directory.partial_reference)
-        try:
+        with closing(PartialReference(self.directory.partial_reference)) as kept:
             self._fetch_blocks(source, same, table, kept)
-        finally:
-            kept.close()
         return True
 
     def _fetch_blocks(

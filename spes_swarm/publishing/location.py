@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,8 @@ def parse_location(text: str, *, with_revision: bool = False) -> Location:
         if not path:
             raise ConfigError("file: must be followed by a directory")
         return Location(None, user_path(path), revision)
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(rest)
-    except HFValidationError as exc:
-        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY") from exc
-    if rest.count("/") != 1:
-        raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY")
-    return Location(rest, None, revision)
+        if rest.count("/") == 1:
+            return Location(rest, None, revision)
+    raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY")

@@ -27,10 +27,11 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.model.initial_weights import INDEX_FILE
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.consensus.layout import Block, Layout, TensorSlot
 
-_WEIGHTS, _INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
+_WEIGHTS = "model{suffix}.safetensors"
 
 
 def empty_model(run: RunConfig) -> PreTrainedModel:
@@ -107,7 +108,7 @@ def _write_weights(
             "weight_map": plan.tensor_to_filename,
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (directory / _INDEX).write_text(text, encoding="utf-8")
+        (directory / INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 ITEM_BYTES = 4  # fp32
