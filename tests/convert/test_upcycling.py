@@ -7,10 +7,9 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from spes_swarm.convert.recipes import RECIPES
 from spes_swarm.convert.upcycling import compare, upcycle
 from spes_swarm.data.tokenizer import ByteTokenizer
 from spes_swarm.model.initial_weights import WeightDirectory
-from spes_swarm.upcycle import main as upcycle_main
 from tests.helpers.repository import ROOT
 from tests.helpers.upcycling_models import KINDS, dense_model, options, save_dense
 
@@ -389,14 +387,6 @@ def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) 
     assert num_bytes > 300e6
     assert num_shards >= 6
     assert peak < 1.5 * largest_shard + largest_input
-
-
-@pytest.fixture
-def command() -> Iterator[Callable[[list[str]], int]]:
-    """The command; its handler of SIGTERM does not outlive the test."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield upcycle_main
-    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from spes_swarm.protocol.consensus.layout import Layout
 from tests.helpers.repository import ROOT
 from tests.helpers.upcycling_models import KINDS, options, save_dense
 
+torch.set_num_threads(1)
+
 
 def layout_for(model: ModelConfig) -> Layout:
     return layout_of(build_model(model.type, model.settings, 0, "meta", on_meta=True))
@@ -37,19 +39,30 @@ def initial_reference(directory: Path, model: ModelConfig) -> np.ndarray[Any, np
     return reference_N
 
 
-def script(source: Path, mixture: Path, config: Path) -> RunConfig:
-    """`upcycle --write-config`; returns the run that it wrote."""
-    command = [sys.executable, "-m", "spes_swarm.upcycle", str(source), str(mixture)]
-    command += ["--experts", "4", "--noise-std", "0", "--write-config", str(config)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    run = load_config(config).run
-    assert run is not None
-    return run
+@pytest.fixture
+def script(
+    command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> Iterator[Callable[[Path, Path, Path], RunConfig]]:
+    """`upcycle --write-config`; returns the run that it wrote. It writes nothing to stderr."""
+
+    def write_config(source: Path, mixture: Path, config: Path) -> RunConfig:
+        capsys.readouterr()
+        caplog.clear()
+        arguments = [str(source), str(mixture), "--experts", "4", "--noise-std", "0", "--write-config", str(config)]
+        assert (command(arguments), capsys.readouterr().err, caplog.messages) == (0, "", [])
+        run = load_config(config).run
+        assert run is not None
+        return run
+
+    # Its logger does not propagate, and prints to the stderr that it found when it was imported.
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    yield write_config
+    logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_a_tied_dense_model(tmp_path: Path) -> None:
+def test_a_run_starts_from_a_tied_dense_model(tmp_path: Path, script: Callable[[Path, Path, Path], RunConfig]) -> None:
     """Qwen3-1.7B-Base ties its head to the embedding; the authors' mixture of it has a head of its own."""
     source = save_dense(tmp_path / "dense", "qwen3", tie_word_embeddings=True)
     ByteTokenizer().save(source)
@@ -88,7 +101,9 @@ def test_the_shipped_configuration_has_the_layout_of_its_upcycled_model(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_row_of_the_embedding_trains(tmp_path: Path, kind: str) -> None:
+def test_every_row_of_the_embedding_trains(
+    tmp_path: Path, script: Callable[[Path, Path, Path], RunConfig], kind: str
+) -> None:
     """Also that of the end of documents, which some dense models use as their pad token."""
     source = save_dense(tmp_path / "dense", kind, pad_token_id=256)
     ByteTokenizer().save(source)
