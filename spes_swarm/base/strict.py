@@ -84,8 +84,14 @@ class Section:
 _S = TypeVar("_S", bound=Section)
 
 
+# typing would evaluate every annotation anew for every value. (No functools.cache: to mypy, a class is not hashable.)
+_HINTS: dict[type[Section], dict[str, Any]] = {}
+
+
 def _hints(cls: type[Section]) -> dict[str, Any]:
-    return get_type_hints(cls, include_extras=True)
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls, include_extras=True)
+    return _HINTS[cls]
 
 
 def _plain(value: Any) -> Any:

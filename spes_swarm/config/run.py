@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from blake3 import blake3
@@ -99,33 +100,33 @@ class ModelConfig(Section):
     @property
     def num_experts(self) -> int:
         """Experts per layer, whatever the architecture calls them."""
-        return int(first_of(transformers_config(self), NUM_EXPERTS))
+        return int(first_of(_shared_config(self), NUM_EXPERTS))
 
     @property
     def experts_per_token(self) -> int:
         """Experts that process a token (top-k)."""
-        return int(first_of(transformers_config(self), EXPERTS_PER_TOKEN))
+        return int(first_of(_shared_config(self), EXPERTS_PER_TOKEN))
 
     @property
     def num_parameters(self) -> int:
         """Approximate number of parameters; see model_size.py."""
-        return num_parameters(transformers_config(self))
+        return num_parameters(_shared_config(self))
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding; token ids are smaller."""
-        return int(first_of(transformers_config(self), ("vocab_size",)))
+        return int(first_of(_shared_config(self), ("vocab_size",)))
 
     @property
     def pad_token_id(self) -> int | None:
         """The token whose embedding gets no gradient (torch's `padding_idx`); None if all embeddings are trained."""
-        pad = first_of(transformers_config(self), ("pad_token_id",))
+        pad = first_of(_shared_config(self), ("pad_token_id",))
         return None if pad is None else int(pad)
 
     @property
     def max_sequence_length(self) -> int | None:
         """Longest sequence that has positions, in tokens; None if the architecture has no limit."""
-        limit = first_of(transformers_config(self), ("max_position_embeddings",))
+        limit = first_of(_shared_config(self), ("max_position_embeddings",))
         return None if limit is None else int(limit)
 
 
@@ -144,6 +145,16 @@ def transformers_config(model: ModelConfig) -> PreTrainedConfig:
         ConfigError: its message starts with the key below `model`: `type` or `settings.KEY`.
     """
     return config_from_settings(model.type, model.settings)
+
+
+def _shared_config(model: ModelConfig) -> PreTrainedConfig:
+    """Returns one that others read too. The checks of a run read ten numbers, and each new one takes milliseconds."""
+    return _config_of(model.type, json.dumps(model.settings))
+
+
+@lru_cache(maxsize=4)
+def _config_of(model_type: str, settings: str) -> PreTrainedConfig:
+    return config_from_settings(model_type, json.loads(settings))
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
