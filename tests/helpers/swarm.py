@@ -26,9 +26,9 @@ REASONABLE_S = 300.0
 # Small enough for four peers on two cores; everything else as a user would have it.
 TINY_RUN = tiny_run(
     "test",
-    training={"learning_rate": 3e-3, "warmup_steps": 5, "total_steps": 1000},
+    training={"learning_rate": 3e-3, "warmup_steps": 10, "total_steps": 2000},
     round={
-        "inner_steps": 5,
+        "inner_steps": 10,
         "codec": "fp16",
         "window_s": 8.0,
         "stall_timeout_s": 3.0,
@@ -36,7 +36,7 @@ TINY_RUN = tiny_run(
         "progress_ttl_s": 10.0,
         "lease_s": 60.0,
     },
-    merge={"alpha": 0.1, "steps": 200, "interval": 10},
+    merge={"alpha": 0.1, "steps": 400, "interval": 20},
     experts_per_peer=2,
     evaluation={"sequences": 8, "every_rounds": 1},
 )
@@ -48,6 +48,17 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     for key, value in changes.items():
         result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
     return result
+
+
+# For tests that wait for a number of rounds: half of the steps, with the rest of the schedule in proportion.
+SWARM_RUN = merged(
+    TINY_RUN,
+    {
+        "training": {"warmup_steps": 5, "total_steps": 1000},
+        "round": {"inner_steps": 5},
+        "merge": {"steps": 200, "interval": 10},
+    },
+)
 
 
 class Swarm:
@@ -63,7 +74,7 @@ class Swarm:
         self.launch: Launch = ForkServer()
         self._keys: list[int] = []
         self.config = directory / "run.yaml"
-        self.config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes or {})}), encoding="utf-8")
+        self.config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, changes or {})}), encoding="utf-8")
 
     def found(self, *arguments: Any, name: str = "peer0") -> LocalPeer:
         """Starts the founder."""

@@ -13,7 +13,7 @@ from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
 from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import sleeping_main
-from tests.helpers.swarm import TINY_RUN, equal_digests, merged
+from tests.helpers.swarm import SWARM_RUN, equal_digests, merged
 
 pytestmark = [
     pytest.mark.swarm,
@@ -48,7 +48,7 @@ def wait_for_common_round(peers: Sequence[LocalPeer], first: int) -> int:
 
 def test_two_halves_train_on_and_become_one_again(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"round": FAST, "experts_per_peer": 4})}), "utf-8")
+    config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, {"round": FAST, "experts_per_peer": 4})}), "utf-8")
     peers: list[LocalPeer] = []
     with LocalNetwork(4) as network:
         try:

@@ -13,7 +13,7 @@ from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import TINY_RUN, equal_digests, swarm
+from tests.helpers.swarm import SWARM_RUN, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
@@ -39,7 +39,7 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
                 assert event["payload_bytes_received"] == pytest.approx(formula, rel=0.05)
         # Together they do the inner steps of all, give or take the steps that are under way when a round is called.
         # (Not so in the first round: who calls it may not have seen everybody begin.)
-        inner_steps = TINY_RUN["round"]["inner_steps"]
+        inner_steps = SWARM_RUN["round"]["inner_steps"]
         for number in range(1, 20):
             done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
             assert 4 * (inner_steps - 1) <= done, number
@@ -108,7 +108,7 @@ def test_a_suspended_trainer_holds_the_others_up_only_at_first(tmp_path: Path) -
         victim = peers[2]
         peers[0].wait_for("round", lambda e: e["peers"] == 3)
         victim.process.send_signal(signal.SIGSTOP)
-        quick = TINY_RUN["round"]["window_s"] / 2
+        quick = SWARM_RUN["round"]["window_s"] / 2
         first = peers[0].wait_for("round", lambda e: e["peers"] == 2 and e["group_seconds"] < quick)["round"]
         for number in range(first + 1, first + 4):
             peers[0].wait_for_round(number)
