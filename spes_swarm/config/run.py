@@ -148,7 +148,7 @@ def transformers_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def _shared_config(model: ModelConfig) -> PreTrainedConfig:
-    """Returns one that others read too. The checks of a run read ten numbers, and each new one takes milliseconds."""
+    """Returns a cached `transformers_config`, which callers must not change: a new one takes milliseconds."""
     return _config_of(model.type, json.dumps(model.settings))
 
 

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
-
-FlatArray = npt.NDArray[np.float32]
 
 
 def build_model(
@@ -112,7 +111,7 @@ def layout_of(model: nn.Module) -> Layout:
         raise ConfigError(f"{type(model).__name__} cannot be laid out: {error}") from error
 
 
-def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
+def flat_from_model(model: nn.Module, layout: Layout) -> FloatArray:
     """Returns the flat fp32 vector (N,) of an untouched model: the initial reference."""
     parameters = dict(model.named_parameters())
     flat_N = np.empty(layout.num_elements, dtype=np.float32)
@@ -123,7 +122,7 @@ def flat_from_model(model: nn.Module, layout: Layout) -> FlatArray:
     return flat_N
 
 
-def _as_tensor(array_N: FlatArray, slot: TensorSlot, array_start: int) -> Tensor:
+def _as_tensor(array_N: FloatArray, slot: TensorSlot, array_start: int) -> Tensor:
     """Returns a CPU tensor of the part of `array_N` that belongs to `slot`: a view where `array_N` is writable."""
     start = slot.start - array_start
     piece_N = array_N[start : start + slot.size]
@@ -169,7 +168,7 @@ class SparseModel:
         experts, _, projection = slot.name.rpartition(".")
         return self._experts[experts].expert_tensor(projection, slot.expert)
 
-    def read_block(self, block_index: int, out_N: FlatArray) -> None:
+    def read_block(self, block_index: int, out_N: FloatArray) -> None:
         """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
 
         Raises:
@@ -182,7 +181,7 @@ class SparseModel:
         for slot in block.slots:
             _as_tensor(out_N, slot, block.start).copy_(self._live(slot))
 
-    def write_block(self, block_index: int, in_N: FlatArray) -> None:
+    def write_block(self, block_index: int, in_N: FloatArray) -> None:
         """Overwrites the live weights of a block (shared, held or foreign) with `in_N`: fp32, of the block's size.
 
         Raises:
@@ -193,7 +192,7 @@ class SparseModel:
         for slot in block.slots:
             self._live(slot).copy_(_as_tensor(in_N, slot, block.start))
 
-    def write_slot(self, slot: TensorSlot, values: FlatArray) -> None:
+    def write_slot(self, slot: TensorSlot, values: FloatArray) -> None:
         """Overwrites one tensor, e.g. of a merged expert, with `values` (fp32, `slot.size` elements in any shape).
 
         Raises:
@@ -249,7 +248,7 @@ class SparseModel:
         return counts_E
 
 
-def _check_array(array_N: FlatArray, size: int) -> None:
+def _check_array(array_N: FloatArray, size: int) -> None:
     if array_N.dtype != np.float32 or array_N.shape != (size,):
         raise ValueError(f"expected float32 of shape ({size},), got {array_N.dtype} of shape {array_N.shape}")
 

@@ -126,6 +126,6 @@ def _check(options: Options) -> None:
 def _host_and_port(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not (port.isascii() and port.isdecimal() and int(port) < 65536):
+    if not separator or not host or not (port.isascii() and port.isdecimal() and len(port) <= 5 and int(port) < 65536):
         raise ConfigError(f"--web: found {text!r}, expected HOST:PORT such as 127.0.0.1:8080 or [::1]:8080")
     return host, int(port)

@@ -48,9 +48,9 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             DHTID.generate(source=record_key(run_id, kind)).to_bytes(): seconds for kind, seconds in longest_s.items()
         }
         self._validator = RunRecordValidator(run_id, now)
-        # By record, and whether it expires too far ahead, which depends on the time; those before the last `forget`.
+        # By record, and whether it expires too far ahead, which depends on the time.
         self._verdicts: dict[tuple[DHTRecord, bool], _Verdict] = {}
-        self._before: dict[tuple[DHTRecord, bool], _Verdict] = {}
+        self._before: dict[tuple[DHTRecord, bool], _Verdict] = {}  # from before the last `forget`
         self.refused: Counter[RefusalKind] = Counter()  # the same bytes count once while they keep arriving
         self.num_verified = 0  # signatures checked so far
 

@@ -222,7 +222,8 @@ class NetworkOptions:
 async def open_watcher(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
     """Starts the daemon and finds the run.
 
-    Earlier monitors may have `remembered` its manifest, with which no peer has to answer, and `addresses` of peers.
+    `remembered` is the manifest as an earlier monitor recorded it: with it, no peer has to answer. `addresses` are
+    those of peers that earlier monitors met.
 
     Raises:
         AddressError: it cannot listen on the given addresses.

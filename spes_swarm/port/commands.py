@@ -34,7 +34,7 @@ from spes_swarm.port.messages import (
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 
-# How long a joining peer waits for an answer that needs no other peer, or has a time limit of its own.
+# How long a joining peer waits for the answer to a command; none of these waits for a round.
 COMMAND_TIMEOUT_S = 120.0
 
 _Args = ParamSpec("_Args")

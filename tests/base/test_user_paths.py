@@ -69,11 +69,16 @@ def test_the_home_of_nobody() -> None:
     assert user_path("~/x") == Path.home() / "x"
 
 
+def _refuse(*arguments: object, **options: object) -> None:
+    raise AssertionError("the script starts a peer")
+
+
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """What a script changes because its process is its own, set back afterwards: importing torch anew takes seconds."""
+    """Restores what a script changes in its process, and starts no peer; a subprocess would import torch again."""
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    monkeypatch.setattr("spes_swarm.testing.local_peer.LocalPeer.__init__", _refuse)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield monkeypatch
     for number, handler in handlers.items():

@@ -68,8 +68,8 @@ def train(model: PreTrainedModel, steps: int) -> None:
         optimizer.step()
 
 
-# The harness takes seconds to import, so one process runs every command line. What it collects anew for each of them,
-# and which stays the same, is collected once: the index of its 14,000 task files, and what pip says is installed.
+# The harness takes seconds to import, so one process runs every command line. Two things that do not change between
+# command lines are computed once: the index of its 14,000 task files, and the list of installed packages.
 _RUN_ALL = """
 import contextlib, functools, io, json, sys
 from pathlib import Path
@@ -78,8 +78,11 @@ import torch.utils.collect_env as environment
 torch.set_num_threads(1)
 environment.get_pretty_env_info = functools.cache(environment.get_pretty_env_info)
 from lm_eval.tasks._index import TaskIndex
-index = functools.cache(lambda path, build=TaskIndex.build: build([path]))
-TaskIndex.build = staticmethod(lambda paths: {k: entry for path in paths for k, entry in index(path).items()})
+build = TaskIndex.build
+index = functools.cache(lambda path, **options: build([path], **options))
+def build_cached(paths, **options):
+    return {name: entry for path in paths for name, entry in index(path, **options).items()}
+TaskIndex.build = staticmethod(build_cached)
 from spes_swarm.evaluate import main
 outcomes = []
 for arguments in json.load(sys.stdin):

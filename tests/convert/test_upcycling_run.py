@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.utils import logging
 
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import ModelConfig, RunConfig
@@ -41,21 +41,22 @@ def initial_reference(directory: Path, model: ModelConfig) -> np.ndarray[Any, np
 
 @pytest.fixture
 def script(
-    command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    command: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[[Path, Path, Path], RunConfig]]:
     """`upcycle --write-config`; returns the run that it wrote. It writes nothing to stderr."""
 
     def write_config(source: Path, mixture: Path, config: Path) -> RunConfig:
-        capsys.readouterr()
+        capfd.readouterr()
         caplog.clear()
+        logger.warning_once.cache_clear()  # an earlier test may have caused the same warning
         arguments = [str(source), str(mixture), "--experts", "4", "--noise-std", "0", "--write-config", str(config)]
-        assert (command(arguments), capsys.readouterr().err, caplog.messages) == (0, "", [])
+        assert (command(arguments), capfd.readouterr().err, caplog.messages) == (0, "", [])
         run = load_config(config).run
         assert run is not None
         return run
 
-    # Its logger does not propagate, and prints to the stderr that it found when it was imported.
-    logger = logging.getLogger("transformers")
+    # This logger does not propagate, and prints to the stderr of the time when it was imported.
+    logger: Any = logging.get_logger("transformers")
     logger.addHandler(caplog.handler)
     yield write_config
     logger.removeHandler(caplog.handler)

@@ -23,7 +23,7 @@ def manifest(name: str = "test") -> Manifest:
 
 
 def written(path: Path, count: int = 5) -> SwarmState:
-    """Writes a history of so many rounds; returns the state in the file."""
+    """Writes a history of `count` rounds; returns the state in the file."""
     shown = troubled_state()
     laptop, other = peer_id(0), peer_id(1)
     history = History(path)

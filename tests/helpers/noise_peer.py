@@ -99,9 +99,7 @@ async def _take_part(
                 held = report.experts.held
                 log.write(json.dumps({"round": report.commit.round, "rms": [shared_rms, expert_rms]}) + "\n")
                 if fixed_rms is None:
-                    shared_rms, expert_rms = (
-                        size * rms for rms in moved_rms(layout, before_N, services._state.reference.values_N)
-                    )
+                    shared_rms, expert_rms = (size * rms for rms in moved_rms(layout, before_N, member.reference_N))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -106,7 +106,7 @@ class Served:
 
 
 def a_swarm(num_peers: int = 4, rounds: int = 3) -> SyntheticSwarm:
-    """A made-up swarm that has committed so many rounds."""
+    """A made-up swarm that has committed this many rounds."""
     swarm = SyntheticSwarm(num_peers=num_peers)
     swarm.advance(20.0 * rounds + 5)
     return swarm

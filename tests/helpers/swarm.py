@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +12,6 @@ import yaml
 from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
 from spes_swarm.testing.tiny_run import tiny_run
-from tests.helpers.rounds import identity
-
-# Numbers for tests.helpers.rounds.identity that no live swarm uses; tests that attack a swarm use those below 100.
-_FREE_KEYS = set(range(100, 164))
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
@@ -72,7 +67,6 @@ class Swarm:
         self.directory = directory
         self.peers: list[LocalPeer] = []
         self.launch: Launch = ForkServer()
-        self._keys: list[int] = []
         self.config = directory / "run.yaml"
         self.config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, changes or {})}), encoding="utf-8")
 
@@ -87,13 +81,6 @@ class Swarm:
 
     def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
-        key = self.directory / name / "identity.key"
-        if not key.exists():  # each peer would spend a fifth of a second on a new one
-            key.parent.mkdir(parents=True, exist_ok=True)
-            number = min(_FREE_KEYS)
-            _FREE_KEYS.remove(number)
-            self._keys.append(number)
-            shutil.copy(identity(number).path, key)
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
         peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], self.launch)
         self.peers.append(peer)
@@ -112,7 +99,6 @@ class Swarm:
     def __exit__(self, *details: object) -> None:
         for peer in self.peers:
             peer.__exit__()
-        _FREE_KEYS.update(self._keys)
 
 
 @contextmanager

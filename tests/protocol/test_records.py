@@ -16,7 +16,7 @@ from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
 
 RUN = "run-1"
-# The other fields of a record, as long as they usually are.
+# The other fields of a record, of typical length.
 BUSY: dict[str, Any] = {
     "name": "laptop",
     "step": 40,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.swarm
 
 
 def test_peers_train_on_while_they_exchange_and_agree_all_the_same(tmp_path: Path) -> None:
-    with swarm(tmp_path, round={"overlap": True}, experts_per_peer=4) as running:
+    with swarm(tmp_path, round={"overlap": True, "inner_steps": 10}, experts_per_peer=4) as running:
         peers = running.start_all(3, "--max-rounds", 10)
         for peer in peers:
             assert peer.wait() == 0

@@ -24,7 +24,7 @@ FAST = {"progress_ttl_s": 6.0, "lease_s": 8.0, "window_s": 4.0, "stall_timeout_s
 
 def start(network: LocalNetwork, host: int, directory: Path, *arguments: object) -> LocalPeer:
     common = ["--host-maddrs", f"/ip4/{network.address(host)}/tcp/31000", "--num-threads", "1", "--wait-for-peers", "4"]
-    # What is waited for is mostly that leases expire.
+    # Slow, since the test mostly waits for leases to expire.
     launch = ForkServer(network.namespace(host), main=partial(sleeping_main, 0.1))
     return LocalPeer(directory / f"peer{host}", [*common, *map(str, arguments)], launch)
 

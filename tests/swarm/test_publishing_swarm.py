@@ -17,7 +17,7 @@ import yaml
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
 from tests.helpers.hub_server import TOKEN, HubServer
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import SWARM_RUN, merged
+from tests.helpers.swarm import TINY_RUN, merged
 
 pytestmark = pytest.mark.swarm
 REPOSITORY = "user/model"
@@ -50,7 +50,7 @@ def start(hub: HubServer, directory: Path, *arguments: object) -> LocalPeer:
     # Who only publishes does it in a process of its own, whose environment is all that matters. It has the lowest
     # priority: peers that train as fast as they can would leave it nothing of a busy machine, and would already be
     # due to publish again when it has ended.
-    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.25, hub.environment())
+    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.15, hub.environment())
     return LocalPeer(directory, [*common, *map(str, arguments)], launch)
 
 
@@ -79,7 +79,7 @@ def test_a_dead_publisher_is_replaced_and_the_run_goes_on_from_the_hub(tmp_path:
     config = tmp_path / "run.yaml"
     # With leases of 20 s whoever is left soon has all experts, so that the curve can be compared.
     changes = {"round": {"progress_ttl_s": 6.0, "lease_s": 20.0}, "experts_per_peer": 8}
-    config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, changes)}), "utf-8")
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, changes)}), "utf-8")
     hub.fail_next("hold", match="/_lfs/", times=1, fraction=0.5)
     volunteer = ["--publish-to", REPOSITORY, "--publish-every", 5, "--wait-for-peers", 2]
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def test_a_dead_publisher_is_replaced_and_the_run_goes_on_from_the_hub(tmp_path:
 def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, hub: HubServer) -> None:
     """Only half of the experts are trained, so the blocks of the others stay as they were published."""
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({"run": SWARM_RUN}), "utf-8")
+    config.write_text(yaml.safe_dump({"run": TINY_RUN}), "utf-8")
     volunteer = ["--experts", "0,1,2,3", "--publish-to", REPOSITORY, "--publish-every", 5]
     with start(hub, tmp_path / "a", "--config", config, *volunteer) as a:
         a.wait_for("publish")
@@ -143,7 +143,7 @@ def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, 
 
 def test_a_hub_that_refuses_costs_no_round(tmp_path: Path, hub: HubServer) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, {"experts_per_peer": 8})}), "utf-8")
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"experts_per_peer": 8})}), "utf-8")
     hub.fail_next("status", match="whoami", times=-1, status=401)
     with start(
         hub, tmp_path / "a", "--config", config, "--publish-to", REPOSITORY, "--publish-every", 1, "--max-rounds", 400

@@ -25,7 +25,7 @@ GHOSTS = 12
 
 def _main(arguments: list[str]) -> int:
     clock.CHECK_EVERY_S = CHECK_EVERY_S  # once a minute would make this test last for minutes
-    return sleeping_main(0.1, arguments)  # strangers should get some of the processors' time, too
+    return sleeping_main(0.2, arguments)  # strangers should get some of the processors' time, too
 
 
 async def rounds_go_on(peers: list[LocalPeer], for_s: float) -> None:

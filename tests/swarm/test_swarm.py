@@ -149,7 +149,7 @@ def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
 
 def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
-        running.launch = launch_slow(0.2)  # rounds that last longer than it takes to read a newcomer's record
+        running.launch = launch_slow(0.4)  # rounds that last longer than it takes to read a newcomer's record
         # Donors so slow that one of them cannot have sent everything before the next is asked.
         peers = running.start_all(3, "--experts", 2, "--upload-mbps", 2)
         peers[0].wait_for_round(3)
@@ -175,10 +175,10 @@ def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
 
 def test_a_stopped_run_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
     """One peer, CPU, fixed seed: stopped by SIGTERM and started again, it gives the digests of an unbroken run."""
-    with swarm(tmp_path) as running:
+    with swarm(tmp_path, round={"inner_steps": 10}) as running:
         whole = running.found("--experts", 8, "--seed", 5, "--max-rounds", 6)
         assert whole.wait() == 0
-    with swarm(tmp_path) as running:
+    with swarm(tmp_path, round={"inner_steps": 10}) as running:
         identity = tmp_path / "broken" / "identity.key"
         identity.parent.mkdir()
         identity.write_bytes((tmp_path / "peer0" / "identity.key").read_bytes())

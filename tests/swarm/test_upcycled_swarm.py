@@ -29,7 +29,9 @@ def test_an_upcycled_model_trains_in_a_swarm(tmp_path: Path) -> None:
     section = model_section(mixture)
     layout = layout_of(build_model(section["type"], section["settings"], 0, "meta", on_meta=True))
     digest = load_initial_reference(mixture, layout, np.empty(layout.num_elements, dtype=np.float32))
-    with Swarm(tmp_path, {"model": section, "training": {"learning_rate": 1e-3}}) as running:
+    with Swarm(
+        tmp_path, {"model": section, "training": {"learning_rate": 1e-3}, "round": {"inner_steps": 10}}
+    ) as running:
         founder = founded(running, mixture, "--wait-for-peers", 2)
         other = running.join("--wait-for-peers", 2, "--experts", 2)
         peers = [founder, other]

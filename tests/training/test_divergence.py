@@ -57,7 +57,7 @@ def test_a_peer_whose_weights_are_spoilt_goes_back_to_the_reference(tmp_path: Pa
         other = running.found("--experts", 4, "--wait-for-peers", 2)
         common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--experts", "4"]
         arguments = [*common, "--initial-peers", other.address(), "--wait-for-peers", "2"]
-        with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned(25)) as spoilt:
+        with LocalPeer(tmp_path / "spoilt", arguments, launch_poisoned(23)) as spoilt:
             began_again = spoilt.wait_for("fault", lambda e: e["kind"] == "diverged")
             at = max(spoilt.rounds(), default=0)
             back = spoilt.wait_for("round", lambda e: e["round"] > at + 1 and e["peers"] == 2)

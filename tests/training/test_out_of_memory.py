@@ -90,7 +90,7 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
             assert "Traceback" not in peer.text()
             assert [event["kind"] for event in peer.events("fault") if event["kind"] == "memory"] == ["memory"]
             (left,) = peer.events("leave")
-            # 24 steps at 10 steps a round: the work of the last ones is in a round that was held for leaving.
+            # 24 steps at 5 steps a round: the work of the last ones is in a round that was held for leaving.
             assert left["round"] == max(peer.rounds())
             assert peer.events("step")[-1]["round"] < left["round"]
             assert list((tmp_path / "starved" / "checkpoints").iterdir())

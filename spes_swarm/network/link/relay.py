@@ -23,7 +23,7 @@ from hivemind.p2p import PeerID
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.wire import STREAM_ERRORS
-from spes_swarm.protocol.members.identity import varint
+from spes_swarm.protocol.members.identity import protobuf_varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 _STOP = "/libp2p/circuit/relay/0.2.0/stop"
@@ -59,9 +59,9 @@ def encode(fields: Sequence[tuple[int, int | bytes]]) -> bytes:
     parts: list[bytes] = []
     for number, value in fields:
         if isinstance(value, int):
-            parts.append(varint(number << 3) + varint(value))
+            parts.append(protobuf_varint(number << 3) + protobuf_varint(value))
         else:
-            parts.append(varint(number << 3 | 2) + varint(len(value)) + value)
+            parts.append(protobuf_varint(number << 3 | 2) + protobuf_varint(len(value)) + value)
     return b"".join(parts)
 
 
@@ -116,7 +116,7 @@ async def _receive(reader: asyncio.StreamReader) -> dict[int, int | bytes]:
 
 async def _send(writer: asyncio.StreamWriter, fields: Sequence[tuple[int, int | bytes]]) -> None:
     message = encode(fields)
-    writer.write(varint(len(message)) + message)
+    writer.write(protobuf_varint(len(message)) + message)
     await writer.drain()
 
 

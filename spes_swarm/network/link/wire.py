@@ -140,7 +140,7 @@ def _abort_unread(transport: asyncio.WriteTransport) -> None:
 
 StreamHandler = Callable[[Channel], Awaitable[None]]
 FaultSink = Callable[[str, ProtocolError], None]
-"""Takes a peer that did something wrong, or with which an operation failed, and what happened."""
+"""Receives the id of a peer that broke the protocol, or with which an operation failed, and the error."""
 
 
 @asynccontextmanager

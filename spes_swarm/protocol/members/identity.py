@@ -39,8 +39,8 @@ def _peer_id_of(public_key_der: bytes) -> str:
     return encoded.decode("ascii")
 
 
-def varint(number: int) -> bytes:
-    """Encodes a number as protobuf does."""
+def protobuf_varint(number: int) -> bytes:
+    """Encodes a non-negative number as a protobuf varint."""
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -50,7 +50,7 @@ def varint(number: int) -> bytes:
 
 def _envelope(key_der: bytes) -> bytes:
     """The protobuf message of an RSA key."""
-    return _ENVELOPE_START + varint(len(key_der)) + key_der
+    return _ENVELOPE_START + protobuf_varint(len(key_der)) + key_der
 
 
 def _key_in(envelope: bytes) -> bytes:

@@ -28,7 +28,7 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
     """One fault (`clipped`) for each member whose contribution was materially shortened.
 
     `deviations_left` is the share of each member's deviation that clipping left, averaged over the parts reduced here
-    and, except for the `new` members of few commits, over this round and earlier ones.
+    and, except for `new` members (those with few commits), over this round and earlier ones.
     """
     faults: list[tuple[int, ProtocolError]] = []
     for member, claim in enumerate(plan.claims):

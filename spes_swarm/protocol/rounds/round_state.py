@@ -92,7 +92,9 @@ class RoundState:
     plan: Plan
     me: int
     reference: Reference
-    live_N: FloatArray  # this member's; only shared and held blocks are read, and the commit sets them to the new ones
+    live_N: (
+        FloatArray  # this member's live weights; the commit changes the shared and held blocks, which alone are read
+    )
     codec: Codec
     bounds: Bounds
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others

@@ -65,7 +65,7 @@ class TrackRecords:
             self._agreement.pop(peer_id, None)
 
     def agreement(self, peer_id: str, left: float) -> float:
-        """The usual share of a peer's deviations that clipping leaves: half what is `left` in this round, half earlier.
+        """The usual share of a peer's deviations that clipping leaves: half this round's `left`, half so far.
 
         One round with few parts says little: honest steps on little text occasionally deviate far.
         """
