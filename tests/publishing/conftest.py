@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.small_disk import mounted_disk
+
+torch.set_num_threads(1)
 
 
 @pytest.fixture

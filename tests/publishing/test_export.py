@@ -27,8 +27,6 @@ from tests.helpers.model_state import plain_state_dict
 from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, values
 from tests.helpers.repository import ROOT
 
-torch.set_num_threads(1)
-
 
 def model_with(model_type: str, seed: int) -> PreTrainedModel:
     """The transformers model that holds a reference."""
@@ -95,27 +93,26 @@ def test_nothing_is_copied_on_the_way_to_the_file(model_type: str) -> None:
         assert np.shares_memory(tensor.values(blocks), reference_N)
 
 
-def start_export(*arguments: Any, threads: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "spes_swarm.export", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
-def test_whichever_peer_exports_the_weights_are_the_same_bytes(tmp_path: Path) -> None:
+def test_whichever_peer_exports_the_weights_are_the_same_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One in a process of its own with two threads, the other in this one, which has one thread."""
     outs = [output_dir(tmp_path / f"peer{peer}", 7, peer) for peer in (0, 1)]
-    exports = [
-        start_export(out, tmp_path / f"model{peer}", "--max-shard-size", "60KB", threads=1 + peer)
-        for peer, out in enumerate(outs)
-    ]
-    for process in exports:
-        stdout, stderr = process.communicate()
-        assert (process.returncode, stderr) == (0, "")
+    commands = [[str(out), str(tmp_path / f"model{peer}"), "--max-shard-size", "60KB"] for peer, out in enumerate(outs)]
+    assert torch.get_num_threads() == 1
+    code = export.main(commands[0])
+    here = capsys.readouterr()
+    other = subprocess.run(
+        [sys.executable, "-m", "spes_swarm.export", *commands[1]],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    for returncode, stdout, stderr in ((code, *here), (other.returncode, other.stdout, other.stderr)):
+        assert (returncode, stderr) == (0, "")
         assert stdout.startswith(f"round 7 of {manifest_of().run_id} ")
     assert hashes(tmp_path / "model0", "*") == hashes(tmp_path / "model1", "*")
     publication = read_export(tmp_path / "model0")
