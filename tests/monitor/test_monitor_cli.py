@@ -41,6 +41,7 @@ def finished(tmp_path: Path) -> Path:
         (["--initial-peers", MADDR, "--refresh", "soon"], "invalid float value"),
         (["--initial-peers", MADDR, "--web", "8080"], "expected HOST:PORT"),
         (["--initial-peers", MADDR, "--web", "127.0.0.1:99999"], "expected HOST:PORT"),
+        (["--initial-peers", MADDR, "--web", "127.0.0.1:" + 5000 * "9"], "expected HOST:PORT"),
         (["--initial-peers", MADDR, "--web", "127.0.0.1:80", "--once"], "give one of them"),
         (["--initial-peers", MADDR, "--bootstrap"], "needs --identity"),
         (["--initial-peers", MADDR, "--bootstrap", "--identity", "key"], "with a fixed port"),
