@@ -5,6 +5,7 @@
 #   bash scripts/test.sh --quick    for the inner loop: without the tests marked as swarm or slow
 set -euo pipefail
 cd "$(dirname "$0")/.."
+unset PYTHONDONTWRITEBYTECODE # set in many containers: every process of the tests would compile the package again
 if [ "${1:-}" = --quick ]; then
     shift
     set -- -n 2 --dist load -m "not swarm and not slow" "$@"
