@@ -12,7 +12,8 @@ its followers in circles, is passed over. A group that leaves this peer out is a
 voices. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
 records.
 
-A newcomer defers to the initial peers: it follows them, and leads no round before its first commit.
+A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may rank first
+all the same, and then sends others to whom it follows; they go there only if that peer ranks before themselves.
 
 hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds. This one is built on
 plain calls.
@@ -317,7 +318,7 @@ class Rendezvous:
                 await _hold(asked)
                 continue
             redirect = answer.get("leader")
-            if redirect == self.identity.peer_id:
+            if isinstance(redirect, str) and self._leads_before(redirect, round_number):
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
@@ -332,6 +333,16 @@ class Rendezvous:
             else:
                 await _hold(asked)
         return None
+
+    def _leads_before(self, leader: str, round_number: int) -> bool:
+        """Returns True if this peer must not follow a redirect to that leader, which may be following this peer.
+
+        Redirects go up in rank, or peers would follow each other in circles. A newcomer that follows somebody names
+        whom it follows, however it ranks.
+        """
+        me, may_lead = self.identity.peer_id, self.reachable and not self.defers()
+        ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, leader)
+        return leader == me or (may_lead and ranks_before)
 
     def _may_lead(self, peer_id: str) -> bool:
         return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
