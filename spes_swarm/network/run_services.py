@@ -89,6 +89,7 @@ class RunServices(RunCommands):
             len(settings.layout.blocks),
             reachable=not settings.client_mode,
             window_s=run.round.window_s,
+            exchange_s=run.round.timeout_s,
             live_peers=lambda: state.roster.neighbours(run.round.window_s),
             defers=lambda: state.roster.defers,
             target_round=self._target_round,

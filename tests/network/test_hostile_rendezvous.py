@@ -11,11 +11,11 @@ import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.network.round import rendezvous
 from spes_swarm.network.round.rendezvous import Rendezvous, rank
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.rounds import RUN_ID, identities, identity
+from tests.helpers.virtual_time import run_at_once
 
 # Statements.
 
@@ -105,7 +105,8 @@ def test_a_statement_serves_for_its_round_and_run_only() -> None:
 
 # The rendezvous. Calls are handed over directly; the hostile peer answers as each test says.
 
-WINDOW_S = 0.4
+WINDOW_S = 10.0
+EXCHANGE_S = 60.0
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -167,6 +168,7 @@ class Meeting:
                     3,
                     reachable=True,
                     window_s=WINDOW_S,
+                    exchange_s=EXCHANGE_S,
                     live_peers=lambda others=others: others,  # type: ignore[misc]
                     defers=lambda: False,
                     target_round=lambda: 1,
@@ -174,6 +176,8 @@ class Meeting:
                     on_ahead=self.ahead.append,
                 )
             )
+
+        self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
 
     def statement(self) -> Statement:
         return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0]})
@@ -195,10 +199,7 @@ class Meeting:
 
 
 @pytest.fixture
-def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
-    monkeypatch.setattr(rendezvous, "_POLL_S", 0.1)
-    monkeypatch.setattr(rendezvous, "_CALL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(rendezvous, "_LEADER_GRACE_S", 0.2)
+def meeting() -> Meeting:
     return Meeting()
 
 
@@ -218,6 +219,8 @@ BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
     "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
     # As an honest newcomer does that follows this one. Who ranks before it would follow it, and it would follow them.
     "sends to whoever ranks last": lambda m: lambda request: {"leader": m.honest[-1].peer_id},
+    # To the others it is polite. Who turns away at once must not hold the round alone.
+    "fails one only": lambda m: lambda request: {"group": 7} if request.get("statement") == m.sealed[0] else {},
     "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
     "gives an empty group": lambda m: lambda request: {"group": []},
     "gives garbage": lambda m: lambda request: {"group": [b"garbage"]},
@@ -226,13 +229,12 @@ BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD_LEADERS)
 def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
     answer = BAD_LEADERS[name](meeting)
     for method in ("gather", "call"):
         meeting.wire.lie(meeting.hostile.peer_id, method, answer)
-    groups = asyncio.run(asyncio.wait_for(meeting.hold(), 20.0))
+    groups = run_at_once(meeting.hold(), limit_s=120.0)
     assert all(isinstance(group, Group) for group in groups), groups
     assert len({group.id for group in groups if isinstance(group, Group)}) == 1
     members = {member.peer_id for group in groups if isinstance(group, Group) for member in group.members}
@@ -249,7 +251,8 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
         RUN_ID,
         3,
         reachable=True,
-        window_s=10.0,
+        window_s=WINDOW_S,
+        exchange_s=EXCHANGE_S,
         live_peers=lambda: [Neighbour(who.peer_id, True) for who in meeting.honest],
         defers=lambda: False,
         target_round=lambda: 1 if gone_back.is_set() else 9,
@@ -267,8 +270,41 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
         gone_back.set()
         return await asyncio.gather(*(who.join(meeting.statement()) for who in (back, *others)))
 
-    groups = asyncio.run(asyncio.wait_for(meet(), 9.0))  # before any window of its is over
+    groups = run_at_once(meet(), limit_s=0.9 * WINDOW_S)  # before any window is over
     assert {len(group.members) for group in groups} == {4}
+    assert len({group.id for group in groups}) == 1
+
+
+def test_a_group_that_fails_shuts_nobody_out_of_the_round(meeting: Meeting) -> None:
+    """A hostile leader and two others begin the round without a peer, and the exchange fails at its deadline."""
+    left_out, *members = meeting.peers
+    sealed = [alone(meeting), *meeting.sealed[1:]]
+    for method in ("gather", "call"):
+        meeting.wire.lie(meeting.hostile.peer_id, method, lambda request: {"group": sealed})
+
+    async def keep_joining(who: Rendezvous) -> Group:
+        while True:
+            try:
+                return await who.join(meeting.statement())
+            except RoundError as exc:
+                refusals.append(str(exc))
+                await asyncio.sleep(1.0)
+
+    async def fail(who: Rendezvous) -> Group:
+        group = await who.join(meeting.statement())
+        await asyncio.sleep(EXCHANGE_S)
+        who.spend(group)
+        return await keep_joining(who)
+
+    async def meet() -> list[Group]:
+        for who in meeting.peers:
+            await who.start()
+        return await asyncio.gather(keep_joining(left_out), *(fail(who) for who in members))
+
+    refusals: list[str] = []
+    groups = run_at_once(meet(), limit_s=EXCHANGE_S + 3 * WINDOW_S)
+    assert set(refusals) == {"round 1 began without this peer"}
+    assert [len(group.members) for group in groups] == [3, 3, 3]
     assert len({group.id for group in groups}) == 1
 
 
@@ -288,7 +324,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
             await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
         assert not me._gatherings
 
-    asyncio.run(attack())
+    run_at_once(attack(), limit_s=60.0)
     assert not meeting.called
     assert not meeting.ahead
 
@@ -303,7 +339,7 @@ def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -
         await me._serve_call(meeting.honest[1].peer_id, request)
         assert meeting.ahead
 
-    asyncio.run(calls())
+    run_at_once(calls(), limit_s=60.0)
 
 
 def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting: Meeting) -> None:
@@ -319,4 +355,4 @@ def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting:
         with pytest.raises(RoundError, match="outdated"):
             await me.join(meeting.statement())
 
-    asyncio.run(asyncio.wait_for(join(), 10.0))
+    run_at_once(join(), limit_s=60.0)

@@ -8,8 +8,9 @@ does not split it.
 
 No peer is assumed to be honest. Only voices (see standing.py) lead rounds, call for a round or start to gather one. How
 long a leader waits for a peer depends on that peer's history. A leader that does not close the group in time, or sends
-its followers in circles, is passed over. A group that leaves this peer out is accepted only if it includes most of the
-voices. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
+its followers in circles, is passed over; whoever does so first waits for those who still wait for that leader. A group
+that leaves this peer out is accepted only if it includes most of the voices, and only for as long as its exchange may
+take. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
 records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may rank first
@@ -22,47 +23,27 @@ plain calls.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from blake3 import blake3
 
-from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, now
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement, form_group, open_statement, seal_statement
 
-# A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
-_POLL_S = 1.0
 _CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS = 3
-# A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
-# many more runnable processes than cores, honest leaders have been seen two seconds late.
-_LEADER_GRACE_S = 4 * _POLL_S
 _MAX_ROUND_GATHERINGS = 4
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
     """Rank of a candidate for leading a round; the smallest leads."""
     return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
-
-
-@dataclass(slots=True)
-class _Gathering:
-    """A leader's state while it gathers a round."""
-
-    sealed: dict[str, bytes] = field(default_factory=dict)
-    members: dict[str, Member] = field(default_factory=dict)
-    last_poll: dict[str, float] = field(default_factory=dict)
-    opened: float = field(default_factory=time.monotonic)
-    lost: set[str] = field(default_factory=set)
-    past: set[str] = field(default_factory=set)  # peers that report that this round is over
-    redirect: str | None = None
-    changed: Changes = field(default_factory=Changes)
 
 
 @dataclass(eq=False)
@@ -76,12 +57,13 @@ class Rendezvous:
     _: KW_ONLY
     reachable: bool  # others can connect to this peer; otherwise it leads no rounds. May change at any time
     window_s: float  # how long a leader waits for live peers that have not come yet
+    exchange_s: float  # what the exchange of a group takes at most
     live_peers: Callable[[], Collection[Neighbour]]  # the other peers that a round may currently include
     defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
-    _gatherings: dict[int, _Gathering] = field(default_factory=dict, init=False)
+    _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _following: tuple[int, str] | None = field(default=None, init=False)
     # By round: leaders that failed, also in earlier attempts.
@@ -92,7 +74,9 @@ class Rendezvous:
     # By live peer: the newest round beyond the next one that it calls for.
     _ahead: dict[str, int] = field(default_factory=dict, init=False)
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
-    _spent: bytes = b""  # id of the last group whose exchange failed
+    _spent: set[bytes] = field(default_factory=set, init=False)  # ids of this round's groups whose exchange failed
+    # The id of the group that this peer last found itself unable to enter, and when it did so first.
+    _missed: tuple[bytes, float] = field(default=(b"", 0.0), init=False)
 
     @property
     def gathering(self) -> bool:
@@ -111,13 +95,14 @@ class Rendezvous:
             RoundError: the round was closed without this peer, or no group formed in time.
         """
         sealed = seal_statement(self.identity, self.run_id, statement)
-        deadline = time.monotonic() + 2 * self.window_s + 20.0
+        deadline = now() + 2 * self.window_s + 20.0
         failed = self._failed.get(statement.round, set())
         if statement.round not in self._failed:
             self._forget_past()
+            self._spent.clear()
         self._failed = {statement.round: failed}
         try:
-            while time.monotonic() < deadline:
+            while now() < deadline:
                 leader = self._best_candidate(statement.round, failed | self._past)
                 if leader is None:
                     failed.clear()
@@ -143,10 +128,23 @@ class Rendezvous:
         """
         index = group.index_of(self.identity.peer_id)
         if index is None:
+            self._leave_to_others(group)
             raise RoundError(f"round {statement.round} began without this peer")
         stated = group.members[index].statement
         if (stated.held, stated.versions, stated.digests) != (statement.held, statement.versions, statement.digests):
+            self._leave_to_others(group)
             raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
+
+    def _leave_to_others(self, group: Group) -> None:
+        """Marks a group that this peer cannot enter as spent, if it has had the time that an exchange may take.
+
+        Until then its members may be about to commit the round, and another group would fork the reference. This peer
+        would not be here if they had: the records would have said so, and it would have fetched their reference.
+        """
+        if group.id != self._missed[0]:
+            self._missed = (group.id, now())
+        elif now() - self._missed[1] > self.window_s + self.exchange_s:
+            self.spend(group)
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
         able = [n for n in self.live_peers() if n.reachable and n.peer_id not in failed]
@@ -159,12 +157,12 @@ class Rendezvous:
 
     # Leading.
 
-    def _gathering(self, round_number: int) -> _Gathering:
+    def _gathering(self, round_number: int) -> Gathering:
         gathering = self._gatherings.get(round_number)
         if gathering is None:
             if len(self._gatherings) >= _MAX_ROUND_GATHERINGS:  # left over from rounds that this peer did not join
                 self._stop_leading(min(self._gatherings))
-            gathering = self._gatherings[round_number] = _Gathering()
+            gathering = self._gatherings[round_number] = Gathering(self.window_s)
             self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
         return gathering
 
@@ -174,14 +172,9 @@ class Rendezvous:
             gathering.changed.notify()
             self._leading.pop(round_number).cancel()
 
-    def _add(self, gathering: _Gathering, round_number: int, sealed: bytes) -> Member:
+    def _add(self, gathering: Gathering, round_number: int, sealed: bytes) -> Member:
         member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
-        if gathering.sealed.get(member.peer_id) != sealed:
-            gathering.sealed[member.peer_id] = sealed
-            gathering.members[member.peer_id] = member
-            gathering.changed.notify()
-        gathering.lost.discard(member.peer_id)
-        gathering.last_poll[member.peer_id] = time.monotonic()
+        gathering.add(member, sealed)
         return member
 
     async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
@@ -192,7 +185,7 @@ class Rendezvous:
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
         self._following = (round_number, self.identity.peer_id)
-        while time.monotonic() < deadline:
+        while now() < deadline:
             if (group := self._closed_group(round_number)) is not None:
                 return group
             if gathering.redirect is not None:
@@ -200,34 +193,34 @@ class Rendezvous:
             if self._is_most(gathering.past):  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
             self._add(gathering, round_number, sealed)
-            await gathering.changed.wait(_POLL_S)
+            await gathering.changed.wait(POLL_S)
         return None
 
-    async def _gather_round(self, round_number: int, gathering: _Gathering) -> None:
+    async def _gather_round(self, round_number: int, gathering: Gathering) -> None:
         """Calls missing peers, and closes the group when all have come or the window is over."""
         me = self.identity.peer_id
         callers: dict[str, asyncio.Task[None]] = {}
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
-                patience_s = {n.peer_id: n.patience_s for n in self.live_peers()} | {me: self.window_s}
-                missing = patience_s.keys() - gathering.sealed.keys() - gathering.lost
-                for peer_id in missing - {me} - callers.keys():
+                peers = [Neighbour(me, self.reachable), *self.live_peers()]
+                missing = {n.peer_id: n for n in peers if n.peer_id not in gathering.sealed.keys() | gathering.lost}
+                for peer_id in missing.keys() - {me} - callers.keys():
                     callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self.on_called(round_number)
-                waited_s = time.monotonic() - gathering.opened
+                    if self.gathering:
+                        gathering.elsewhere.add(me)
                 if self._is_most(gathering.past):
                     return
-                awaited = {peer for peer in missing if waited_s < patience_s[peer]}
-                if gathering.sealed and (not awaited or waited_s > self.window_s):
+                if gathering.sealed and not any(gathering.awaits(peer) for peer in missing.values()):
                     self._close(round_number, gathering)
                     return
-                await gathering.changed.wait(min(_POLL_S / 2, max(self.window_s - waited_s, 0.05)))
+                await gathering.changed.wait(POLL_S / 4)
         finally:
             for task in callers.values():
                 task.cancel()
 
-    async def _call(self, peer_id: str, round_number: int, gathering: _Gathering) -> None:
+    async def _call(self, peer_id: str, round_number: int, gathering: Gathering) -> None:
         """Calls one peer to the round until it comes; marks it as lost if it cannot be reached."""
         arguments = {"run": self.run_id, "round": round_number}
         failures = 0
@@ -238,11 +231,14 @@ class Rendezvous:
                 self._adopt_group(answer, round_number)
                 leader = answer.get("leader")
                 failed = self._failed.get(round_number, set())
-                if isinstance(leader, str) and leader not in failed and self._better(leader, round_number):
-                    self._note_return(leader)
-                    gathering.redirect = leader
-                    gathering.changed.notify()
-                    return
+                if isinstance(leader, str) and self._better(leader, round_number):
+                    if leader not in failed:
+                        self._note_return(leader)
+                        gathering.redirect = leader
+                        gathering.changed.notify()
+                        return
+                    if peer_id not in failed:
+                        gathering.elsewhere.add(peer_id)
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
                     gathering.past.add(peer_id)
@@ -252,7 +248,7 @@ class Rendezvous:
                 failures += 1
             except OSError:
                 failures += 1
-            await asyncio.sleep(_POLL_S / 2)
+            await asyncio.sleep(POLL_S / 2)
         gathering.lost.add(peer_id)
         gathering.changed.notify()
 
@@ -276,9 +272,8 @@ class Rendezvous:
         mine = rank(self.run_id, round_number, self.identity.peer_id)
         return leader in live and rank(self.run_id, round_number, leader) < mine
 
-    def _close(self, round_number: int, gathering: _Gathering) -> None:
-        silent = {peer for peer, polled in gathering.last_poll.items() if time.monotonic() - polled > 3 * _POLL_S + 1.0}
-        sealed = [data for peer, data in gathering.sealed.items() if peer not in silent]
+    def _close(self, round_number: int, gathering: Gathering) -> None:
+        sealed = gathering.present()
         if sealed:
             self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks))
         gathering.changed.notify()
@@ -290,13 +285,13 @@ class Rendezvous:
     ) -> Group | None:
         """Follows a leader, or those it redirects to, until the group is closed. Returns None if they fail."""
         redirects = 0
-        patience = time.monotonic() + self.window_s + _LEADER_GRACE_S
+        patience = now() + self.window_s + LEADER_GRACE_S
         arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
-        while time.monotonic() < deadline:
+        while now() < deadline:
             self._following = (round_number, leader)
-            asked = time.monotonic()
+            asked = now()
             try:
-                answer = await self.rpc.call(leader, "gather", arguments, _POLL_S + _CALL_TIMEOUT_S)
+                answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
                 self._adopt_group(answer, round_number)
             except ProtocolError as exc:
                 self.rpc.on_fault(leader, exc)
@@ -312,7 +307,7 @@ class Rendezvous:
                 (failed if leader in self._returned else self._past).add(leader)
                 raise RoundError(f"round {round_number} is over")
             if answer.get("early"):
-                if time.monotonic() > patience:
+                if now() > patience:
                     failed.add(leader)
                     raise RoundError(f"the other peers have not started round {round_number}")
                 await _hold(asked)
@@ -321,14 +316,14 @@ class Rendezvous:
             if isinstance(redirect, str) and self._leads_before(redirect, round_number):
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
-            if time.monotonic() > patience or redirects > _MAX_REDIRECTS:
+            if now() > patience or redirects > _MAX_REDIRECTS:
                 self.rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
                 failed.add(leader)
                 return None
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 self._note_return(redirect)
                 redirects += 1
-                patience = time.monotonic() + self.window_s + _LEADER_GRACE_S
+                patience = now() + self.window_s + LEADER_GRACE_S
                 leader = redirect
             else:
                 await _hold(asked)
@@ -342,7 +337,7 @@ class Rendezvous:
         """
         me, may_lead = self.identity.peer_id, self.reachable and not self.defers()
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, leader)
-        return leader == me or (may_lead and ranks_before)
+        return leader == me or (may_lead and self._may_lead(leader) and ranks_before)
 
     def _may_lead(self, peer_id: str) -> bool:
         return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
@@ -364,7 +359,7 @@ class Rendezvous:
 
     def spend(self, group: Group) -> None:
         """Marks a group whose exchange failed here: another attempt at the round needs another group."""
-        self._spent = group.id
+        self._spent.add(group.id)
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
 
@@ -381,7 +376,7 @@ class Rendezvous:
         self._returned.clear()
 
     def _set_closed(self, group: Group) -> None:
-        if group.id != self._spent and (self._closed is None or group.round >= self._closed.round):
+        if group.id not in self._spent and (self._closed is None or group.round >= self._closed.round):
             self._closed = group
         for gathering in self._gatherings.values():
             gathering.changed.notify()
@@ -428,12 +423,12 @@ class Rendezvous:
             # A newcomer may join a round, but starts none.
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1]}
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
             return {"early": True}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             self._add(gathering, round_number, sealed)
-            await gathering.changed.wait(_POLL_S)
+            await gathering.changed.wait(POLL_S)
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         return {"leader": gathering.redirect} if gathering.redirect else {}
@@ -460,5 +455,5 @@ class Rendezvous:
 
 async def _hold(asked: float) -> None:
     """Pauses if a poll sent at time `asked` was answered at once: an honest leader holds it for a while."""
-    if time.monotonic() - asked < _POLL_S / 4:
-        await asyncio.sleep(_POLL_S / 4)
+    if now() - asked < POLL_S / 4:
+        await asyncio.sleep(POLL_S / 4)
