@@ -5,41 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
-from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.network.round.rendezvous import Rendezvous, rank
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
+from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Answer, Meeting, statement_fields
 from tests.helpers.rounds import RUN_ID, identities, identity
 from tests.helpers.virtual_time import run_at_once
 
 # Statements.
-
-
-def statement_fields() -> dict[str, object]:
-    return {
-        "round": 5,
-        "held": [1],
-        "tokens": 10,
-        "routed": [10],
-        "rms": [0.01, 0.01],
-        "usual_rms": [0.0, 0.0],
-        "vouched": b"",
-        "bandwidth_mbps": 1.0,
-        "reachable": True,
-        "versions": [0, 1, 2],
-        "digests": [b"\0" * 32] * 3,
-        "commits": [0],
-        "marks": b"\0" * 8,
-        "room": 1,
-        "fixed": False,
-        "leaving": False,
-        "leased": b"\0",
-    }
 
 
 @pytest.mark.parametrize(
@@ -103,99 +79,7 @@ def test_a_statement_serves_for_its_round_and_run_only() -> None:
         form_group(RUN_ID, 5, [sealed, sealed], 3)
 
 
-# The rendezvous. Calls are handed over directly; the hostile peer answers as each test says.
-
-WINDOW_S = 10.0
-EXCHANGE_S = 60.0
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class Wire:
-    """All peers of a test, each with what it answers."""
-
-    def __init__(self) -> None:
-        self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
-        self.faults: list[tuple[str, str]] = []
-
-    def lie(self, peer_id: str, method: str, answer: Answer) -> None:
-        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
-            return answer(arguments)
-
-        self.handlers[peer_id, method] = handle
-
-
-class FakeRpc:
-    """The part of Rpc that a rendezvous uses."""
-
-    def __init__(self, wire: Wire, peer_id: str) -> None:
-        self._wire = wire
-        self._peer_id = peer_id
-
-    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
-        self._wire.faults.append((peer_id, error.kind))
-
-    async def serve(self, method: str, handler: Callable[[str, dict[str, Any]], Any]) -> None:
-        self._wire.handlers[self._peer_id, method] = handler
-
-    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        handler = self._wire.handlers.get((peer_id, method))
-        if handler is None:
-            raise ConnectionError(peer_id)
-        try:
-            answer: dict[str, Any] = await asyncio.wait_for(handler(self._peer_id, arguments), timeout_s)
-        except ProtocolError as exc:
-            raise RemoteError(str(exc)) from exc
-        return answer
-
-
-class Meeting:
-    """Three honest peers and a hostile one (the best-ranked for round 1) that knows all that they know."""
-
-    def __init__(self) -> None:
-        self.wire = Wire()
-        everybody = sorted(identities(4), key=lambda i: rank(RUN_ID, 1, i.peer_id))
-        self.hostile, self.honest = everybody[0], everybody[1:]
-        self.called: list[int] = []
-        self.ahead: list[int] = []
-        self.peers: list[Rendezvous] = []
-        for who in self.honest:
-            others = [Neighbour(i.peer_id, True) for i in everybody if i is not who]
-            self.peers.append(
-                Rendezvous(
-                    FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
-                    who,
-                    RUN_ID,
-                    3,
-                    reachable=True,
-                    window_s=WINDOW_S,
-                    exchange_s=EXCHANGE_S,
-                    live_peers=lambda others=others: others,  # type: ignore[misc]
-                    defers=lambda: False,
-                    target_round=lambda: 1,
-                    on_called=self.called.append,
-                    on_ahead=self.ahead.append,
-                )
-            )
-
-        self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
-
-    def statement(self) -> Statement:
-        return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0]})
-
-    async def hold(self) -> list[Group | BaseException]:
-        """All honest peers join round 1, as often as it takes, but at most three times."""
-        for rendezvous_ in self.peers:
-            await rendezvous_.start()
-
-        async def join(who: Rendezvous) -> Group:
-            for _ in range(2):
-                try:
-                    return await who.join(self.statement())
-                except RoundError:
-                    continue
-            return await who.join(self.statement())
-
-        return await asyncio.gather(*(join(r) for r in self.peers), return_exceptions=True)
+# The rendezvous.
 
 
 @pytest.fixture
@@ -219,8 +103,6 @@ BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
     "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
     # As an honest newcomer does that follows this one. Who ranks before it would follow it, and it would follow them.
     "sends to whoever ranks last": lambda m: lambda request: {"leader": m.honest[-1].peer_id},
-    # To the others it is polite. Who turns away at once must not hold the round alone.
-    "fails one only": lambda m: lambda request: {"group": 7} if request.get("statement") == m.sealed[0] else {},
     "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
     "gives an empty group": lambda m: lambda request: {"group": []},
     "gives garbage": lambda m: lambda request: {"group": [b"garbage"]},
@@ -234,31 +116,14 @@ def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
     answer = BAD_LEADERS[name](meeting)
     for method in ("gather", "call"):
         meeting.wire.lie(meeting.hostile.peer_id, method, answer)
-    groups = run_at_once(meeting.hold(), limit_s=120.0)
-    assert all(isinstance(group, Group) for group in groups), groups
-    assert len({group.id for group in groups if isinstance(group, Group)}) == 1
-    members = {member.peer_id for group in groups if isinstance(group, Group) for member in group.members}
-    assert members == {who.peer_id for who in meeting.honest}
+    meeting.meet(limit_s=120.0)
     assert {peer_id for peer_id, _ in meeting.wire.faults} <= {meeting.hostile.peer_id}
 
 
 def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_away(meeting: Meeting) -> None:
     """A peer that was cut off had gone on alone; it takes over the others' reference and comes back."""
     others = meeting.peers
-    back = Rendezvous(
-        FakeRpc(meeting.wire, meeting.hostile.peer_id),  # type: ignore[arg-type]
-        meeting.hostile,
-        RUN_ID,
-        3,
-        reachable=True,
-        window_s=WINDOW_S,
-        exchange_s=EXCHANGE_S,
-        live_peers=lambda: [Neighbour(who.peer_id, True) for who in meeting.honest],
-        defers=lambda: False,
-        target_round=lambda: 1 if gone_back.is_set() else 9,
-        on_called=lambda round_number: None,
-        on_ahead=lambda round_number: None,
-    )
+    back = meeting.rendezvous(meeting.hostile, lambda: 1 if gone_back.is_set() else 9)
     gone_back = asyncio.Event()
 
     async def meet() -> list[Group]:
@@ -277,35 +142,25 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
 
 def test_a_group_that_fails_shuts_nobody_out_of_the_round(meeting: Meeting) -> None:
     """A hostile leader and two others begin the round without a peer, and the exchange fails at its deadline."""
-    left_out, *members = meeting.peers
     sealed = [alone(meeting), *meeting.sealed[1:]]
     for method in ("gather", "call"):
         meeting.wire.lie(meeting.hostile.peer_id, method, lambda request: {"group": sealed})
 
-    async def keep_joining(who: Rendezvous) -> Group:
-        while True:
-            try:
-                return await who.join(meeting.statement())
-            except RoundError as exc:
-                refusals.append(str(exc))
-                await asyncio.sleep(1.0)
-
-    async def fail(who: Rendezvous) -> Group:
-        group = await who.join(meeting.statement())
-        await asyncio.sleep(EXCHANGE_S)
-        who.spend(group)
-        return await keep_joining(who)
-
-    async def meet() -> list[Group]:
-        for who in meeting.peers:
-            await who.start()
-        return await asyncio.gather(keep_joining(left_out), *(fail(who) for who in members))
+    async def enter(who: Rendezvous) -> Group:
+        try:
+            group = await who.join(meeting.statement())
+        except RoundError as exc:
+            refusals.append(str(exc))
+            raise
+        if group.id == form_group(RUN_ID, 1, sealed, 3).id:
+            await asyncio.sleep(EXCHANGE_S)
+            who.spend(group)
+            raise RoundError("the exchange has failed")
+        return group
 
     refusals: list[str] = []
-    groups = run_at_once(meet(), limit_s=EXCHANGE_S + 3 * WINDOW_S)
+    meeting.meet(EXCHANGE_S + 3 * WINDOW_S, enter)
     assert set(refusals) == {"round 1 began without this peer"}
-    assert [len(group.members) for group in groups] == [3, 3, 3]
-    assert len({group.id for group in groups}) == 1
 
 
 def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> None:

@@ -75,8 +75,9 @@ class Rendezvous:
     _ahead: dict[str, int] = field(default_factory=dict, init=False)
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
     _spent: set[bytes] = field(default_factory=set, init=False)  # ids of this round's groups whose exchange failed
-    # The id of the group that this peer last found itself unable to enter, and when it did so first.
-    _missed: tuple[bytes, float] = field(default=(b"", 0.0), init=False)
+    _left_out_since: float | None = field(default=None, init=False)  # of groups of this round
+    _leader: str | None = field(default=None, init=False)  # who led this peer to the newest group
+    _spoiling: set[str] = field(default_factory=set, init=False)  # who led it to a group of this round that failed
 
     @property
     def gathering(self) -> bool:
@@ -100,6 +101,8 @@ class Rendezvous:
         if statement.round not in self._failed:
             self._forget_past()
             self._spent.clear()
+            self._spoiling.clear()
+            self._left_out_since = None
         self._failed = {statement.round: failed}
         try:
             while now() < deadline:
@@ -113,6 +116,7 @@ class Rendezvous:
                 else:
                     group = await self._follow(leader, statement.round, sealed, deadline, failed)
                 if group is not None:
+                    self._leader = self._following[1] if self._following is not None else None
                     self._check_own_place(group, statement)
                     return group
         finally:
@@ -136,14 +140,15 @@ class Rendezvous:
             raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
 
     def _leave_to_others(self, group: Group) -> None:
-        """Marks a group that this peer cannot enter as spent, if it has had the time that an exchange may take.
+        """Marks a group that this peer cannot enter as spent, once it has had the time that an exchange may take.
 
         Until then its members may be about to commit the round, and another group would fork the reference. This peer
         would not be here if they had: the records would have said so, and it would have fetched their reference.
         """
-        if group.id != self._missed[0]:
-            self._missed = (group.id, now())
-        elif now() - self._missed[1] > self.window_s + self.exchange_s:
+        if self._left_out_since is None:
+            self._left_out_since = now()
+        elif now() - self._left_out_since > self.window_s + self.exchange_s:
+            self._left_out_since = None
             self.spend(group)
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
@@ -208,8 +213,10 @@ class Rendezvous:
                     callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self.on_called(round_number)
-                    if self.gathering:
+                    if self._following is not None and self._following[0] == round_number:
                         gathering.elsewhere.add(me)
+                if self._is_majority(gathering.sealed):
+                    gathering.elsewhere.clear()
                 if self._is_most(gathering.past):
                     return
                 if gathering.sealed and not any(gathering.awaits(peer) for peer in missing.values()):
@@ -262,6 +269,11 @@ class Rendezvous:
         voices = self._voices()
         return len(voices.intersection(peers)) > len(voices) // 2
 
+    def _is_majority(self, peers: Iterable[str]) -> bool:
+        """Returns True if these peers are most of the voices, to which this peer belongs unless it defers."""
+        voices = self._voices() | (set() if self.defers() else {self.identity.peer_id})
+        return 2 * len(voices.intersection(peers)) > len(voices)
+
     def _note_return(self, leader: str) -> None:
         if leader in self._past:
             self._past.discard(leader)
@@ -285,7 +297,7 @@ class Rendezvous:
     ) -> Group | None:
         """Follows a leader, or those it redirects to, until the group is closed. Returns None if they fail."""
         redirects = 0
-        patience = now() + self.window_s + LEADER_GRACE_S
+        patience = now() + self._leader_patience_s(failed)
         arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
         while now() < deadline:
             self._following = (round_number, leader)
@@ -323,11 +335,19 @@ class Rendezvous:
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 self._note_return(redirect)
                 redirects += 1
-                patience = now() + self.window_s + LEADER_GRACE_S
+                patience = now() + self._leader_patience_s(failed)
                 leader = redirect
             else:
                 await _hold(asked)
+        failed.add(leader)
         return None
+
+    def _leader_patience_s(self, failed: set[str]) -> float:
+        """Returns how long this peer follows a leader.
+
+        After another has failed, the next may have to wait for those who still wait for that one.
+        """
+        return (2 if failed else 1) * (self.window_s + LEADER_GRACE_S)
 
     def _leads_before(self, leader: str, round_number: int) -> bool:
         """Returns True if this peer must not follow a redirect to that leader, which may be following this peer.
@@ -344,22 +364,31 @@ class Rendezvous:
 
     def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
         """Accepts a closed group that another peer passes on."""
-        sealed = answer.get("group")
-        if sealed is None or self._closed_group(round_number) is not None:
+        me, closed, sealed = self.identity.peer_id, self._closed_group(round_number), answer.get("group")
+        if sealed is None or (closed is not None and closed.index_of(me) is not None):
             return
         if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
             raise ProtocolError("malformed", "a group is a list of signed statements")
         group = form_group(self.run_id, round_number, sealed, self.num_blocks)
-        if group.index_of(self.identity.peer_id) is None:
-            voices = self._voices()
-            own = 0 if self.defers() else 1
-            if 2 * sum(member.peer_id in voices for member in group.members) <= len(voices) + own:
-                return  # any peer can form a group of one; this peer keeps looking for its own group
+        if closed is not None and group.index_of(me) is None:
+            return
+        # Any peer can form a group of one. And if most have a place in a second group, the first has failed.
+        without_me = (closed or group).index_of(me) is None
+        if without_me and not self._is_majority(member.peer_id for member in group.members):
+            return
         self._set_closed(group)
 
     def spend(self, group: Group) -> None:
-        """Marks a group whose exchange failed here: another attempt at the round needs another group."""
+        """Marks a group whose exchange failed here: another attempt at the round needs another group.
+
+        A leader may give different groups to different members, which then all fail; after the second, it is passed
+        over.
+        """
         self._spent.add(group.id)
+        if self._leader is not None and self._leader != self.identity.peer_id:
+            if self._leader in self._spoiling:
+                self._failed.get(group.round, set()).add(self._leader)
+            self._spoiling.add(self._leader)
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
 

@@ -1,0 +1,153 @@
+"""Several peers meet for round 1 in one event loop. Calls are handed over directly; tests answer for hostile peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.link.rpc import RemoteError
+from spes_swarm.network.round.rendezvous import Rendezvous, rank
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.rounds.statement import Group, Statement, seal_statement
+from tests.helpers.rounds import RUN_ID, identities
+from tests.helpers.virtual_time import run_at_once
+
+WINDOW_S = 10.0
+EXCHANGE_S = 60.0
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Enter = Callable[[Rendezvous], Awaitable[Group]]
+
+
+def statement_fields() -> dict[str, object]:
+    return {
+        "round": 5,
+        "held": [1],
+        "tokens": 10,
+        "routed": [10],
+        "rms": [0.01, 0.01],
+        "usual_rms": [0.0, 0.0],
+        "vouched": b"",
+        "bandwidth_mbps": 1.0,
+        "reachable": True,
+        "versions": [0, 1, 2],
+        "digests": [b"\0" * 32] * 3,
+        "commits": [0],
+        "marks": b"\0" * 8,
+        "room": 1,
+        "fixed": False,
+        "leaving": False,
+        "leased": b"\0",
+    }
+
+
+class Wire:
+    """All peers of a test, each with what it answers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
+        self.faults: list[tuple[str, str]] = []
+
+    def lie(self, peer_id: str, method: str, answer: Answer) -> None:
+        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            return answer(arguments)
+
+        self.handlers[peer_id, method] = handle
+
+
+class FakeRpc:
+    """The part of Rpc that a rendezvous uses."""
+
+    def __init__(self, wire: Wire, peer_id: str) -> None:
+        self._wire = wire
+        self._peer_id = peer_id
+
+    def on_fault(self, peer_id: str, error: ProtocolError) -> None:
+        self._wire.faults.append((peer_id, error.kind))
+
+    async def serve(self, method: str, handler: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._wire.handlers[self._peer_id, method] = handler
+
+    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        handler = self._wire.handlers.get((peer_id, method))
+        if handler is None:
+            raise ConnectionError(peer_id)
+        try:
+            answer: dict[str, Any] = await asyncio.wait_for(handler(self._peer_id, arguments), timeout_s)
+        except ProtocolError as exc:
+            raise RemoteError(str(exc)) from exc
+        return answer
+
+
+class Meeting:
+    """Peers that know each other, three of them honest, in the order of their ranks for round 1."""
+
+    def __init__(self, ranks: str = "HABC") -> None:
+        """`ranks`: the names of the peers, the best-ranked first; A, B and C are honest."""
+        self.wire = Wire()
+        everybody = sorted(identities(len(ranks)), key=lambda i: rank(RUN_ID, 1, i.peer_id))
+        self.identity = dict(zip(ranks, everybody, strict=True))
+        self.name = {who.peer_id: name for name, who in self.identity.items()}
+        self.hostile, self.honest = self.identity["H"], [self.identity[name] for name in "ABC"]
+        self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
+        self.called: list[int] = []
+        self.ahead: list[int] = []
+        self.peers = [self.rendezvous(who) for who in self.honest]
+
+    def rendezvous(self, who: Identity, target_round: Callable[[], int] = lambda: 1) -> Rendezvous:
+        others = [Neighbour(other.peer_id, True) for other in self.identity.values() if other is not who]
+        return Rendezvous(
+            FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
+            who,
+            RUN_ID,
+            3,
+            reachable=True,
+            window_s=WINDOW_S,
+            exchange_s=EXCHANGE_S,
+            live_peers=lambda: others,
+            defers=lambda: False,
+            target_round=target_round,
+            on_called=self.called.append,
+            on_ahead=self.ahead.append,
+        )
+
+    def statement(self, tokens: int = 10) -> Statement:
+        return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0], "tokens": tokens})
+
+    def answers(self, name: str, method: str, answer: Callable[[str, bytes | None], Awaitable[dict[str, Any]]]) -> None:
+        """Has a peer answer a call with what `answer` returns for the caller's name and statement."""
+
+        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
+            return await answer(self.name[caller], arguments.get("statement"))
+
+        self.wire.handlers[self.identity[name].peer_id, method] = handle
+
+    async def keep_trying(self, who: Rendezvous, enter: Enter | None = None, delay_s: float = 0.0) -> Group:
+        """Has a peer join the round, by `enter` if that is given, and again whenever this fails."""
+        await asyncio.sleep(delay_s)
+        while True:
+            try:
+                return await (enter or self.join)(who)
+            except RoundError:
+                await asyncio.sleep(1.0)
+
+    def meet(self, limit_s: float, enter: Enter | None = None, late_s: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+        """Checks that all honest peers, each so many seconds late, and no others get into one group in `limit_s`."""
+
+        async def hold() -> list[Group]:
+            for who in self.peers:
+                await who.start()
+            return await asyncio.gather(
+                *(self.keep_trying(who, enter, delay_s) for who, delay_s in zip(self.peers, late_s, strict=True))
+            )
+
+        groups = run_at_once(hold(), limit_s)
+        assert ["".join(sorted(self.name[member.peer_id] for member in group.members)) for group in groups] == [
+            "ABC"
+        ] * 3
+        assert len({group.id for group in groups}) == 1
+
+    async def join(self, who: Rendezvous) -> Group:
+        return await who.join(self.statement())

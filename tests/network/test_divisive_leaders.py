@@ -1,0 +1,125 @@
+"""Hostile leaders that treat honest peers differently: these meet in one group all the same, and none goes on alone."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from spes_swarm.base.errors import RoundError
+from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.rounds.statement import Group, seal_statement
+from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting
+from tests.helpers.rounds import RUN_ID
+from tests.helpers.virtual_time import run_at_once
+
+LATE_S = [(0.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 2.0, 0.0), (0.0, 0.0, 6.0)]
+SOME = [victims for count in (1, 2) for victims in combinations("ABC", count)]
+
+
+async def silent(caller: str, statement: bytes | None) -> dict[str, Any]:
+    return {}
+
+
+async def failing(caller: str, statement: bytes | None) -> dict[str, Any]:
+    return {"group": 7}
+
+
+@pytest.mark.parametrize("late_s", LATE_S)
+@pytest.mark.parametrize("poll_s", [0.0, 3.4])  # how long it holds a poll
+@pytest.mark.parametrize("victims", SOME, ids="".join)
+def test_a_leader_that_fails_some_only_has_nobody_go_on_alone(
+    victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...]
+) -> None:
+    meeting = Meeting()
+
+    async def divide(caller: str, statement: bytes | None) -> dict[str, Any]:
+        if caller in victims:
+            return {"group": 7}
+        await asyncio.sleep(poll_s)
+        return {}
+
+    meeting.answers("H", "gather", divide)
+    meeting.answers("H", "call", silent)
+    meeting.meet(limit_s=4 * WINDOW_S, late_s=late_s)
+
+
+@pytest.mark.parametrize("late_s", LATE_S)
+@pytest.mark.parametrize("ranks", ["HABCZ", "HAZBC"])
+@pytest.mark.parametrize("lead", [silent, failing])
+def test_who_claims_to_wait_for_a_leader_that_failed_neither_divides_nor_delays_the_others(
+    lead: Any, ranks: str, late_s: tuple[float, ...]
+) -> None:
+    meeting = Meeting(ranks)
+
+    async def claim(caller: str, statement: bytes | None) -> dict[str, Any]:
+        return {"leader": meeting.hostile.peer_id}
+
+    for name, method, answer in (("H", "gather", lead), ("H", "call", silent), ("Z", "call", claim)):
+        meeting.answers(name, method, answer)
+    meeting.answers("Z", "gather", silent)
+    meeting.meet(limit_s=4 * WINDOW_S, late_s=late_s)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_leader_that_gives_each_peer_another_group_is_passed_over(left_out: bool) -> None:
+    """It can hold up one round, until its groups have failed twice."""
+    meeting = Meeting()
+    gathered: dict[str, bytes] = {}
+    given: list[bytes] = []
+
+    async def divide(caller: str, statement: bytes | None) -> dict[str, Any]:
+        assert statement is not None
+        gathered[caller] = statement
+        if len(gathered) < 3:
+            await asyncio.sleep(1.0)
+            return {}
+        given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
+        return {"group": [given[-1], *(sealed for name, sealed in gathered.items() if not left_out or name != caller)]}
+
+    async def enter(who: Rendezvous) -> Group:
+        group = await who.join(meeting.statement())
+        if group.index_of(meeting.hostile.peer_id) is not None:
+            await asyncio.sleep(15.0)
+            who.spend(group)
+            raise RoundError("no two peers have the same group, so the exchange has failed")
+        return group
+
+    async def first_group() -> Group:
+        for who in meeting.peers:
+            await who.start()
+        attempts = [asyncio.create_task(meeting.keep_trying(who, enter)) for who in meeting.peers]
+        done, others = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
+        for attempt in others:
+            attempt.cancel()
+        return done.pop().result()
+
+    meeting.answers("H", "gather", divide)
+    meeting.answers("H", "call", silent)
+    # A group without this peer may be under way among the others, so that each costs the time of an exchange.
+    group = run_at_once(first_group(), 2 * (EXCHANGE_S + 2 * WINDOW_S) if left_out else 6 * WINDOW_S)
+    assert len(group.members) >= 2  # the third may be in an exchange
+
+
+def test_leaders_that_send_their_followers_to_and_fro_are_passed_over() -> None:
+    meeting = Meeting("GHABC")
+    since: dict[tuple[str, str], float] = {}
+
+    def lead(me: str, other: str) -> None:
+        async def send_away(caller: str, statement: bytes | None) -> dict[str, Any]:
+            now = asyncio.get_running_loop().time()
+            started = since.setdefault((me, caller), now)
+            await asyncio.sleep(1.0)
+            if now - started < 1.1 * WINDOW_S:
+                return {}
+            del since[me, caller]
+            return {"leader": meeting.identity[other].peer_id}
+
+        meeting.answers(me, "gather", send_away)
+        meeting.answers(me, "call", silent)
+
+    lead("G", "H")
+    lead("H", "G")
+    meeting.meet(limit_s=10 * WINDOW_S)
