@@ -82,15 +82,15 @@ class FakeRpc:
 
 
 class Meeting:
-    """Peers that know each other, three of them honest, in the order of their ranks for round 1."""
+    """Peers that know each other."""
 
     def __init__(self, ranks: str = "HABC") -> None:
-        """`ranks`: the names of the peers, the best-ranked first; A, B and C are honest."""
+        """`ranks`: their names in the order of their ranks for round 1; A to E are honest."""
         self.wire = Wire()
         everybody = sorted(identities(len(ranks)), key=lambda i: rank(RUN_ID, 1, i.peer_id))
         self.identity = dict(zip(ranks, everybody, strict=True))
         self.name = {who.peer_id: name for name, who in self.identity.items()}
-        self.hostile, self.honest = self.identity["H"], [self.identity[name] for name in "ABC"]
+        self.hostile, self.honest = self.identity["H"], [self.identity[name] for name in ranks if name in "ABCDE"]
         self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
         self.called: list[int] = []
         self.ahead: list[int] = []
@@ -133,20 +133,20 @@ class Meeting:
             except RoundError:
                 await asyncio.sleep(1.0)
 
-    def meet(self, limit_s: float, enter: Enter | None = None, late_s: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
+    def meet(self, limit_s: float, enter: Enter | None = None, late_s: Sequence[float] = ()) -> None:
         """Checks that all honest peers, each so many seconds late, and no others get into one group in `limit_s`."""
 
         async def hold() -> list[Group]:
             for who in self.peers:
                 await who.start()
+            delays_s = [*late_s, *[0.0] * (len(self.peers) - len(late_s))]
             return await asyncio.gather(
-                *(self.keep_trying(who, enter, delay_s) for who, delay_s in zip(self.peers, late_s, strict=True))
+                *(self.keep_trying(who, enter, delay_s) for who, delay_s in zip(self.peers, delays_s, strict=True))
             )
 
         groups = run_at_once(hold(), limit_s)
-        assert ["".join(sorted(self.name[member.peer_id] for member in group.members)) for group in groups] == [
-            "ABC"
-        ] * 3
+        for group in groups:
+            assert {member.peer_id for member in group.members} == {who.peer_id for who in self.honest}
         assert len({group.id for group in groups}) == 1
 
     async def join(self, who: Rendezvous) -> Group:

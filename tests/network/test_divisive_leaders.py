@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -15,8 +15,18 @@ from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting
 from tests.helpers.rounds import RUN_ID
 from tests.helpers.virtual_time import run_at_once
 
-LATE_S = [(0.0, 0.0, 0.0), (2.0, 0.0, 0.0), (0.0, 2.0, 0.0), (0.0, 0.0, 6.0)]
-SOME = [victims for count in (1, 2) for victims in combinations("ABC", count)]
+LATE_S = [(), (2.0,), (0.0, 2.0), (0.0, 0.0, 3.0)]  # how many seconds late A, B and C join
+
+
+def some(names: str, most: int) -> list[tuple[str, ...]]:
+    return [victims for count in range(1, most + 1) for victims in combinations(names, count)]
+
+
+# Names by rank, those whom the leader fails, for how many seconds it holds the polls of the others, and who is late.
+DIVISIONS = [
+    *product(["HABC"], some("ABC", 2), [0.0, 3.4], LATE_S),
+    *product(["HABCDE"], some("ABCDE", 3), [3.4], LATE_S[-1:]),
+]
 
 
 async def silent(caller: str, statement: bytes | None) -> dict[str, Any]:
@@ -27,13 +37,11 @@ async def failing(caller: str, statement: bytes | None) -> dict[str, Any]:
     return {"group": 7}
 
 
-@pytest.mark.parametrize("late_s", LATE_S)
-@pytest.mark.parametrize("poll_s", [0.0, 3.4])  # how long it holds a poll
-@pytest.mark.parametrize("victims", SOME, ids="".join)
+@pytest.mark.parametrize(("ranks", "victims", "poll_s", "late_s"), DIVISIONS)
 def test_a_leader_that_fails_some_only_has_nobody_go_on_alone(
-    victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...]
+    ranks: str, victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...]
 ) -> None:
-    meeting = Meeting()
+    meeting = Meeting(ranks)
 
     async def divide(caller: str, statement: bytes | None) -> dict[str, Any]:
         if caller in victims:
@@ -61,6 +69,21 @@ def test_who_claims_to_wait_for_a_leader_that_failed_neither_divides_nor_delays_
         meeting.answers(name, method, answer)
     meeting.answers("Z", "gather", silent)
     meeting.meet(limit_s=4 * WINDOW_S, late_s=late_s)
+
+
+@pytest.mark.parametrize("ranks", ["HABC", "GHABC", "FGHABC"])
+@pytest.mark.parametrize("poll_s", [0.0, 3.4])
+def test_leaders_that_never_close_a_group_cost_their_time_only(ranks: str, poll_s: float) -> None:
+    meeting = Meeting(ranks)
+
+    async def hold(caller: str, statement: bytes | None) -> dict[str, Any]:
+        await asyncio.sleep(poll_s)
+        return {}
+
+    for name in ranks[:-3]:
+        meeting.answers(name, "gather", hold)
+        meeting.answers(name, "call", silent)
+    meeting.meet(limit_s=3 * WINDOW_S * len(ranks[:-3]), late_s=(0.0, 1.3, 2.1))
 
 
 @pytest.mark.parametrize("left_out", [False, True])

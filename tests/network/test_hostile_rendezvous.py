@@ -101,7 +101,7 @@ BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
     "sends to nobody": lambda m: lambda request: {"leader": "no peer id at all"},
     "sends to a number": lambda m: lambda request: {"leader": 7},
     "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
-    # As an honest newcomer does that follows this one. Who ranks before it would follow it, and it would follow them.
+    # So does an honest newcomer that follows the last in rank, which would come round to whoever followed it there.
     "sends to whoever ranks last": lambda m: lambda request: {"leader": m.honest[-1].peer_id},
     "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
     "gives an empty group": lambda m: lambda request: {"group": []},

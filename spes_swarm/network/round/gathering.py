@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from spes_swarm.base.changes import Changes
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.rounds.statement import Member
 
 # A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
 POLL_S = 1.0
@@ -31,28 +30,30 @@ class Gathering:
     opened: float = field(default_factory=now)
     lost: set[str] = field(default_factory=set)  # peers that cannot be reached, or do not come
     past: set[str] = field(default_factory=set)  # peers that report that this round is over
-    elsewhere: set[str] = field(default_factory=set)  # peers that wait for a leader that has failed here
+    elsewhere: set[str] = field(default_factory=set)  # peers that still follow another leader
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
 
-    def add(self, member: Member, sealed: bytes) -> None:
+    def add(self, peer_id: str, sealed: bytes) -> None:
         """Notes a poll of a peer, with its statement."""
-        if self.sealed.get(member.peer_id) != sealed:
-            self.sealed[member.peer_id] = sealed
+        if self.sealed.get(peer_id) != sealed:
+            self.sealed[peer_id] = sealed
             self.changed.notify()
-        self.lost.discard(member.peer_id)
-        self.last_poll[member.peer_id] = now()
+        self.lost.discard(peer_id)
+        self.last_poll[peer_id] = now()
 
-    def awaits(self, peer: Neighbour) -> bool:
+    def awaits(self, peer: Neighbour, passed_over: float) -> bool:
         """Returns True while this gathering waits for a peer.
 
-        One that waits for another leader passes that over in its turn, and comes. A hostile leader that fails one peer
-        only would otherwise have that one commit the round alone.
+        `passed_over`: when everybody who followed the leader that failed here before has passed it over, too. Those who
+        still follow it then come, within a window. A hostile leader that fails one peer only would otherwise have that
+        one commit the round alone.
         """
         limit_s = min(peer.patience_s, self.window_s)
+        until = self.opened + limit_s
         if peer.peer_id in self.elsewhere and limit_s == self.window_s:
-            limit_s = 2 * self.window_s + LEADER_GRACE_S
-        return now() - self.opened < limit_s
+            until = max(until, passed_over + self.window_s)
+        return now() < until
 
     def present(self) -> list[bytes]:
         """Returns the statements of the peers that still poll."""

@@ -1,20 +1,20 @@
 """Forms the group of each round: one group per round, even if peers die meanwhile.
 
 The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer leads: it gathers the
-signed statements, calls the peers that are missing, and closes the group when all have come or the window is over. A
-peer that gets no answer from a leader turns to the next in rank. A leader that learns of a better one sends its
-followers there. Every peer that has the closed group passes it on, so a leader that dies while it announces the group
-does not split it.
+signed statements, calls the peers that are missing, and closes the group when all have come or the window is over (for
+peers that still follow a leader that has failed here, after about two windows and a half). A peer that gets no answer
+from a leader turns to the next in rank. A leader that learns of a better one sends its followers there. Every peer that
+has the closed group passes it on, so a leader that dies while it announces the group does not split it.
 
 No peer is assumed to be honest. Only voices (see standing.py) lead rounds, call for a round or start to gather one. How
 long a leader waits for a peer depends on that peer's history. A leader that does not close the group in time, or sends
-its followers in circles, is passed over; whoever does so first waits for those who still wait for that leader. A group
+its followers in circles, is passed over; the first to pass it over waits for the peers that still follow it. A group
 that leaves this peer out is accepted only if it includes most of the voices, and only for as long as its exchange may
 take. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
 records.
 
-A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may rank first
-all the same, and then sends others to whom it follows; they go there only if that peer ranks before themselves.
+A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may still rank
+first; it then redirects others to the leader that it follows, and they go there only if that one ranks before them.
 
 hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds. This one is built on
 plain calls.
@@ -34,7 +34,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, now
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.rounds.statement import Group, Member, Statement, form_group, open_statement, seal_statement
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
 
 _CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS = 3
@@ -56,7 +56,7 @@ class Rendezvous:
     num_blocks: int
     _: KW_ONLY
     reachable: bool  # others can connect to this peer; otherwise it leads no rounds. May change at any time
-    window_s: float  # how long a leader waits for live peers that have not come yet
+    window_s: float  # how long a leader waits for live peers that have not come yet, unless they follow another one
     exchange_s: float  # what the exchange of a group takes at most
     live_peers: Callable[[], Collection[Neighbour]]  # the other peers that a round may currently include
     defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
@@ -76,6 +76,8 @@ class Rendezvous:
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
     _spent: set[bytes] = field(default_factory=set, init=False)  # ids of this round's groups whose exchange failed
     _left_out_since: float | None = field(default=None, init=False)  # of groups of this round
+    # The leader followed last, and when all who follow it have passed it over if it does not close the group.
+    _followed: tuple[str, float] = field(default=("", 0.0), init=False)
     _leader: str | None = field(default=None, init=False)  # who led this peer to the newest group
     _spoiling: set[str] = field(default_factory=set, init=False)  # who led it to a group of this round that failed
 
@@ -103,6 +105,7 @@ class Rendezvous:
             self._spent.clear()
             self._spoiling.clear()
             self._left_out_since = None
+            self._followed = ("", 0.0)
         self._failed = {statement.round: failed}
         try:
             while now() < deadline:
@@ -118,6 +121,7 @@ class Rendezvous:
                 if group is not None:
                     self._leader = self._following[1] if self._following is not None else None
                     self._check_own_place(group, statement)
+                    self._left_out_since = None
                     return group
         finally:
             self._following = None
@@ -143,7 +147,7 @@ class Rendezvous:
         """Marks a group that this peer cannot enter as spent, once it has had the time that an exchange may take.
 
         Until then its members may be about to commit the round, and another group would fork the reference. This peer
-        would not be here if they had: the records would have said so, and it would have fetched their reference.
+        would normally not be here if they had: it would have seen so in the records, and fetched their reference.
         """
         if self._left_out_since is None:
             self._left_out_since = now()
@@ -177,11 +181,6 @@ class Rendezvous:
             gathering.changed.notify()
             self._leading.pop(round_number).cancel()
 
-    def _add(self, gathering: Gathering, round_number: int, sealed: bytes) -> Member:
-        member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
-        gathering.add(member, sealed)
-        return member
-
     async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
         """Leads the round until its group is closed. Returns None if there is a better leader, or at the deadline."""
         gathering = self._gathering(round_number)
@@ -197,12 +196,12 @@ class Rendezvous:
                 return None
             if self._is_most(gathering.past):  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
-            self._add(gathering, round_number, sealed)
+            gathering.add(self.identity.peer_id, sealed)
             await gathering.changed.wait(POLL_S)
         return None
 
     async def _gather_round(self, round_number: int, gathering: Gathering) -> None:
-        """Calls missing peers, and closes the group when all have come or the window is over."""
+        """Calls missing peers, and closes the group when no other peer is awaited any more."""
         me = self.identity.peer_id
         callers: dict[str, asyncio.Task[None]] = {}
         try:
@@ -215,11 +214,10 @@ class Rendezvous:
                     self.on_called(round_number)
                     if self._following is not None and self._following[0] == round_number:
                         gathering.elsewhere.add(me)
-                if self._is_majority(gathering.sealed):
-                    gathering.elsewhere.clear()
                 if self._is_most(gathering.past):
                     return
-                if gathering.sealed and not any(gathering.awaits(peer) for peer in missing.values()):
+                passed_over = self._followed[1]
+                if gathering.sealed and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
                     self._close(round_number, gathering)
                     return
                 await gathering.changed.wait(POLL_S / 4)
@@ -244,7 +242,7 @@ class Rendezvous:
                         gathering.redirect = leader
                         gathering.changed.notify()
                         return
-                    if peer_id not in failed:
+                    if peer_id in self._voices() - failed:
                         gathering.elsewhere.add(peer_id)
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
@@ -297,7 +295,7 @@ class Rendezvous:
     ) -> Group | None:
         """Follows a leader, or those it redirects to, until the group is closed. Returns None if they fail."""
         redirects = 0
-        patience = now() + self._leader_patience_s(failed)
+        patience = self._turn_to(leader)
         arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
         while now() < deadline:
             self._following = (round_number, leader)
@@ -325,7 +323,7 @@ class Rendezvous:
                 await _hold(asked)
                 continue
             redirect = answer.get("leader")
-            if isinstance(redirect, str) and self._leads_before(redirect, round_number):
+            if isinstance(redirect, str) and self._refuses(redirect, round_number):
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if now() > patience or redirects > _MAX_REDIRECTS:
@@ -335,29 +333,30 @@ class Rendezvous:
             if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
                 self._note_return(redirect)
                 redirects += 1
-                patience = now() + self._leader_patience_s(failed)
+                patience = self._turn_to(redirect)
                 leader = redirect
             else:
                 await _hold(asked)
-        failed.add(leader)
+        if redirects:
+            failed.add(leader)
         return None
 
-    def _leader_patience_s(self, failed: set[str]) -> float:
-        """Returns how long this peer follows a leader.
+    def _turn_to(self, leader: str) -> float:
+        """Returns until when to follow a leader. It may wait for those who still follow the one before it."""
+        before, passed_over = self._followed
+        patience_s = self.window_s + LEADER_GRACE_S
+        self._followed = leader, now() + patience_s + POLL_S + _CALL_TIMEOUT_S
+        return patience_s + (now() if leader == before else max(now(), passed_over))
 
-        After another has failed, the next may have to wait for those who still wait for that one.
-        """
-        return (2 if failed else 1) * (self.window_s + LEADER_GRACE_S)
-
-    def _leads_before(self, leader: str, round_number: int) -> bool:
-        """Returns True if this peer must not follow a redirect to that leader, which may be following this peer.
+    def _refuses(self, redirect: str, round_number: int) -> bool:
+        """Returns True if this peer does not follow a redirect to that leader, which may be following this peer.
 
         Redirects go up in rank, or peers would follow each other in circles. A newcomer that follows somebody names
         whom it follows, however it ranks.
         """
         me, may_lead = self.identity.peer_id, self.reachable and not self.defers()
-        ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, leader)
-        return leader == me or (may_lead and self._may_lead(leader) and ranks_before)
+        ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
+        return redirect == me or (may_lead and self._may_lead(redirect) and ranks_before)
 
     def _may_lead(self, peer_id: str) -> bool:
         return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
@@ -456,7 +455,7 @@ class Rendezvous:
             return {"early": True}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
-            self._add(gathering, round_number, sealed)
+            gathering.add(peer_id, sealed)
             await gathering.changed.wait(POLL_S)
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}

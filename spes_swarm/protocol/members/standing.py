@@ -6,10 +6,11 @@ the peers whose work is in a round that this peer has committed. Before its firs
 its reference from a swarm follows its initial peers. A peer with a reference of its own (the swarm is founded, or
 resumes from disk), or one that finds none of its initial peers, follows all peers that answer.
 
-How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends,
-and one that has missed two of its last eight rounds for a tenth of a round's length. A peer that has never taken part
-is waited for once, if it answers calls, and only if no recent round has waited for a newcomer in vain: otherwise an
-attacker with a new identity for each round could double the length of all rounds.
+How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends
+(longer while it still follows a leader that failed: see rendezvous.py), and one that has missed two of its last eight
+rounds for a tenth of a round's length. A peer that has never taken part is waited for once, if it answers calls, and
+only if no recent round has waited for a newcomer in vain: otherwise an attacker with a new identity for each round
+could double the length of all rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Neighbour:
     peer_id: str
     reachable: bool
     has_voice: bool = True  # its claims count
-    patience_s: float = math.inf  # how long a round waits for it; at most the window
+    patience_s: float = math.inf  # how long a round waits for it; infinite: until the window ends
 
 
 @dataclass(slots=True)
