@@ -35,7 +35,7 @@ from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull,
 
 BYTES_PER_VALUE = 2.0  # fp16
 RECORDS_READ_EVERY_S = 1.0  # services._REFRESH_S
-STATEMENT_BROUGHT_EVERY_S = 1.0  # rendezvous._POLL_S
+STATEMENT_BROUGHT_EVERY_S = 1.0  # gathering.POLL_S
 DHT_REPLICAS = 5  # hivemind's default: nodes that store a record
 
 

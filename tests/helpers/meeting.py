@@ -17,7 +17,6 @@ from tests.helpers.virtual_time import run_at_once
 
 WINDOW_S = 10.0
 EXCHANGE_S = 60.0
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
 Enter = Callable[[Rendezvous], Awaitable[Group]]
 
 
@@ -49,12 +48,6 @@ class Wire:
     def __init__(self) -> None:
         self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
         self.faults: list[tuple[str, str]] = []
-
-    def lie(self, peer_id: str, method: str, answer: Answer) -> None:
-        async def handle(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
-            return answer(arguments)
-
-        self.handlers[peer_id, method] = handle
 
 
 class FakeRpc:
@@ -134,7 +127,10 @@ class Meeting:
                 await asyncio.sleep(1.0)
 
     def meet(self, limit_s: float, enter: Enter | None = None, late_s: Sequence[float] = ()) -> None:
-        """Checks that all honest peers, each so many seconds late, and no others get into one group in `limit_s`."""
+        """Checks that the honest peers, and nobody else, get into one group within `limit_s`.
+
+        `late_s`: how many seconds late each starts, by rank; the others start at once.
+        """
 
         async def hold() -> list[Group]:
             for who in self.peers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from itertools import combinations, product
 from typing import Any
 
@@ -22,9 +23,11 @@ def some(names: str, most: int) -> list[tuple[str, ...]]:
     return [victims for count in range(1, most + 1) for victims in combinations(names, count)]
 
 
-# Names by rank, those whom the leader fails, for how many seconds it holds the polls of the others, and who is late.
+# Names by rank, those whom H fails, for how many seconds it holds the polls of the others, and who is late. F and G
+# fail everybody at once.
 DIVISIONS = [
     *product(["HABC"], some("ABC", 2), [0.0, 3.4], LATE_S),
+    *product(["GHABC", "FGHABC"], some("ABC", 2), [3.4], LATE_S[::3]),
     *product(["HABCDE"], some("ABCDE", 3), [3.4], LATE_S[-1:]),
 ]
 
@@ -38,7 +41,7 @@ async def failing(caller: str, statement: bytes | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "victims", "poll_s", "late_s"), DIVISIONS)
-def test_a_leader_that_fails_some_only_has_nobody_go_on_alone(
+def test_a_leader_that_fails_only_some_makes_nobody_go_on_alone(
     ranks: str, victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...]
 ) -> None:
     meeting = Meeting(ranks)
@@ -49,15 +52,17 @@ def test_a_leader_that_fails_some_only_has_nobody_go_on_alone(
         await asyncio.sleep(poll_s)
         return {}
 
-    meeting.answers("H", "gather", divide)
-    meeting.answers("H", "call", silent)
-    meeting.meet(limit_s=4 * WINDOW_S, late_s=late_s)
+    before = ranks[: ranks.index("H")]
+    for name, lead in [("H", divide), *((name, failing) for name in before)]:
+        meeting.answers(name, "gather", lead)
+        meeting.answers(name, "call", silent)
+    meeting.meet(limit_s=(4 + 2 * len(before)) * WINDOW_S, late_s=late_s)
 
 
 @pytest.mark.parametrize("late_s", LATE_S)
 @pytest.mark.parametrize("ranks", ["HABCZ", "HAZBC"])
 @pytest.mark.parametrize("lead", [silent, failing])
-def test_who_claims_to_wait_for_a_leader_that_failed_neither_divides_nor_delays_the_others(
+def test_a_peer_that_claims_to_follow_a_failed_leader_neither_divides_nor_delays_the_others(
     lead: Any, ranks: str, late_s: tuple[float, ...]
 ) -> None:
     meeting = Meeting(ranks)
@@ -145,4 +150,72 @@ def test_leaders_that_send_their_followers_to_and_fro_are_passed_over() -> None:
 
     lead("G", "H")
     lead("H", "G")
-    meeting.meet(limit_s=10 * WINDOW_S)
+    meeting.meet(limit_s=12 * WINDOW_S)
+
+
+@pytest.mark.parametrize("ranks", ["ABH", "ABCH", "ABCDH"])
+@pytest.mark.parametrize("failures", [1, 2, 3, 4, 5])
+def test_after_two_groups_that_fail_all_turn_to_the_next_leader(ranks: str, failures: int) -> None:
+    """Nobody is hostile here: exchanges fail on slow links, too. H cannot be reached."""
+    meeting = Meeting(ranks)
+    failed: Counter[str] = Counter()
+    leaders: list[str] = []
+
+    async def enter(who: Rendezvous) -> Group:
+        group = await who.join(meeting.statement(tokens=10 + failed[who.identity.peer_id]))
+        leaders.append(meeting.name[who._leader])
+        if failed[who.identity.peer_id] < failures:
+            failed[who.identity.peer_id] += 1
+            await asyncio.sleep(5.0)
+            who.spend(group)
+            raise RoundError("the exchange has failed")
+        return group
+
+    meeting.meet(limit_s=(failures + 1) * 2 * WINDOW_S, enter=enter, late_s=(0.0, 1.0))
+    assert "B" in leaders or failures < 2
+
+
+@pytest.mark.parametrize("ranks", ["HABC", "ABCH", "AHB", "ABH"])
+def test_a_peer_that_gives_a_group_to_whoever_calls_it_does_not_stop_the_round(ranks: str) -> None:
+    meeting = Meeting(ranks)
+    sealed = dict(zip(sorted(set(ranks) - {"H"}, key=ranks.index), meeting.sealed, strict=True))
+    given: list[bytes] = []
+
+    async def give(caller: str, statement: bytes | None) -> dict[str, Any]:
+        given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
+        return {"group": [given[-1], sealed[caller]]}
+
+    async def enter(who: Rendezvous) -> Group:
+        group = await who.join(meeting.statement())
+        if group.index_of(meeting.hostile.peer_id) is not None:
+            await asyncio.sleep(15.0)
+            who.spend(group)
+            raise RoundError("the exchange has failed")
+        return group
+
+    meeting.answers("H", "gather", give)
+    meeting.answers("H", "call", give)
+    meeting.meet(limit_s=25 * WINDOW_S, enter=enter)
+
+
+def test_a_better_leader_that_leaves_before_it_is_followed_is_forgotten() -> None:
+    """Another peer came first, and was to be sent to that leader."""
+    meeting = Meeting()
+    me, other = meeting.peers[:2]
+    live = list(me.live_peers())
+    me.live_peers = lambda: live
+
+    async def follow_it(caller: str, statement: bytes | None) -> dict[str, Any]:
+        return {"leader": meeting.hostile.peer_id}
+
+    async def join() -> Group:
+        await me.start()
+        request = {"run": RUN_ID, "round": 1, "statement": meeting.sealed[1]}
+        await me._serve_gather(other.identity.peer_id, request)
+        await asyncio.sleep(1.0)
+        assert await me._serve_gather(other.identity.peer_id, request) == {"leader": meeting.hostile.peer_id}
+        live[:] = [neighbour for neighbour in live if neighbour.peer_id != meeting.hostile.peer_id]
+        return await me.join(meeting.statement())
+
+    meeting.answers("C", "call", follow_it)
+    assert run_at_once(join(), limit_s=3 * WINDOW_S).index_of(me.identity.peer_id) is not None

@@ -11,7 +11,7 @@ import pytest
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
-from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Answer, Meeting, statement_fields
+from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting, statement_fields
 from tests.helpers.rounds import RUN_ID, identities, identity
 from tests.helpers.virtual_time import run_at_once
 
@@ -91,31 +91,39 @@ def alone(meeting: Meeting) -> bytes:
     return seal_statement(meeting.hostile, RUN_ID, meeting.statement())
 
 
-BAD_LEADERS: dict[str, Callable[[Meeting], Answer]] = {
-    "never closes the group": lambda m: lambda request: {},
-    "says that the round is over": lambda m: lambda request: {"over": True},
-    "says that it is over, and then that it leads": lambda m: (
-        lambda request: {"over": True} if "statement" in request else {"leader": m.hostile.peer_id}
+def always(meeting: Meeting, answer: Callable[[bytes | None], dict[str, object]]) -> None:
+    """Has the hostile peer give this answer to every follower and caller, the latter without a statement."""
+
+    async def lead(caller: str, statement: bytes | None) -> dict[str, object]:
+        return answer(statement)
+
+    for method in ("gather", "call"):
+        meeting.answers("H", method, lead)
+
+
+BAD_LEADERS: dict[str, Callable[[Meeting, bytes | None], dict[str, object]]] = {
+    "never closes the group": lambda m, statement: {},
+    "says that the round is over": lambda m, statement: {"over": True},
+    "says that it is over, and then that it leads": lambda m, statement: (
+        {"leader": m.hostile.peer_id} if statement is None else {"over": True}
     ),
-    "sends to itself": lambda m: lambda request: {"leader": m.hostile.peer_id},
-    "sends to nobody": lambda m: lambda request: {"leader": "no peer id at all"},
-    "sends to a number": lambda m: lambda request: {"leader": 7},
-    "sends in circles": lambda m: lambda request: {"leader": m.honest[0].peer_id},
+    "sends to itself": lambda m, statement: {"leader": m.hostile.peer_id},
+    "sends to nobody": lambda m, statement: {"leader": "no peer id at all"},
+    "sends to a number": lambda m, statement: {"leader": 7},
+    "sends in circles": lambda m, statement: {"leader": m.honest[0].peer_id},
     # So does an honest newcomer that follows the last in rank, which would come round to whoever followed it there.
-    "sends to whoever ranks last": lambda m: lambda request: {"leader": m.honest[-1].peer_id},
-    "gives a group of its own": lambda m: lambda request: {"group": [alone(m)]},
-    "gives an empty group": lambda m: lambda request: {"group": []},
-    "gives garbage": lambda m: lambda request: {"group": [b"garbage"]},
-    "gives no list": lambda m: lambda request: {"group": 7},
-    "gives a forged member": lambda m: lambda request: {"group": [alone(m), alone(m)[:-1] + b"x"]},
+    "sends to whoever ranks last": lambda m, statement: {"leader": m.honest[-1].peer_id},
+    "gives a group of its own": lambda m, statement: {"group": [alone(m)]},
+    "gives an empty group": lambda m, statement: {"group": []},
+    "gives garbage": lambda m, statement: {"group": [b"garbage"]},
+    "gives no list": lambda m, statement: {"group": 7},
+    "gives a forged member": lambda m, statement: {"group": [alone(m), alone(m)[:-1] + b"x"]},
 }
 
 
 @pytest.mark.parametrize("name", BAD_LEADERS)
 def test_a_hostile_leader_is_passed_over(meeting: Meeting, name: str) -> None:
-    answer = BAD_LEADERS[name](meeting)
-    for method in ("gather", "call"):
-        meeting.wire.lie(meeting.hostile.peer_id, method, answer)
+    always(meeting, lambda statement: BAD_LEADERS[name](meeting, statement))
     meeting.meet(limit_s=120.0)
     assert {peer_id for peer_id, _ in meeting.wire.faults} <= {meeting.hostile.peer_id}
 
@@ -143,8 +151,7 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
 def test_a_group_that_fails_shuts_nobody_out_of_the_round(meeting: Meeting) -> None:
     """A hostile leader and two others begin the round without a peer, and the exchange fails at its deadline."""
     sealed = [alone(meeting), *meeting.sealed[1:]]
-    for method in ("gather", "call"):
-        meeting.wire.lie(meeting.hostile.peer_id, method, lambda request: {"group": sealed})
+    always(meeting, lambda statement: {"group": sealed})
 
     async def enter(who: Rendezvous) -> Group:
         try:
@@ -203,10 +210,7 @@ def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting:
 
     async def join() -> None:
         await me.start()
-        for method in ("gather", "call"):
-            meeting.wire.lie(
-                meeting.hostile.peer_id, method, lambda request: {"group": [seal_statement(who, RUN_ID, older)]}
-            )
+        always(meeting, lambda statement: {"group": [seal_statement(who, RUN_ID, older)]})
         with pytest.raises(RoundError, match="outdated"):
             await me.join(meeting.statement())
 

@@ -20,6 +20,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+async def hold_poll(asked: float) -> None:
+    """Pauses if a poll sent at time `asked` was answered at once: an honest leader holds it for a while."""
+    if now() - asked < POLL_S / 4:
+        await asyncio.sleep(POLL_S / 4)
+
+
 @dataclass(slots=True)
 class Gathering:
     """A leader's state while it gathers a round."""
@@ -45,13 +51,12 @@ class Gathering:
     def awaits(self, peer: Neighbour, passed_over: float) -> bool:
         """Returns True while this gathering waits for a peer.
 
-        `passed_over`: when everybody who followed the leader that failed here before has passed it over, too. Those who
-        still follow it then come, within a window. A hostile leader that fails one peer only would otherwise have that
-        one commit the round alone.
+        `passed_over`: when all who followed the leader that failed here have passed it over, too. They then come within
+        a window. Otherwise a hostile leader could fail one peer only, and that peer would commit the round alone.
         """
         limit_s = min(peer.patience_s, self.window_s)
         until = self.opened + limit_s
-        if peer.peer_id in self.elsewhere and limit_s == self.window_s:
+        if peer.peer_id in self.elsewhere and limit_s >= self.window_s:
             until = max(until, passed_over + self.window_s)
         return now() < until
 

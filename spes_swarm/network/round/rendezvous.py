@@ -2,27 +2,28 @@
 
 The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer leads: it gathers the
 signed statements, calls the peers that are missing, and closes the group when all have come or the window is over (for
-peers that still follow a leader that has failed here, after about two windows and a half). A peer that gets no answer
-from a leader turns to the next in rank. A leader that learns of a better one sends its followers there. Every peer that
-has the closed group passes it on, so a leader that dies while it announces the group does not split it.
+peers that still follow a leader that has failed here, after two windows and a few seconds; each further leader that
+fails adds a window). A peer that gets no answer from a leader turns to the next in rank. A leader that learns of a
+better one sends its followers there. Every peer that has the closed group passes it on, so a leader that dies while it
+announces the group does not split it.
 
 No peer is assumed to be honest. Only voices (see standing.py) lead rounds, call for a round or start to gather one. How
-long a leader waits for a peer depends on that peer's history. A leader that does not close the group in time, or sends
-its followers in circles, is passed over; the first to pass it over waits for the peers that still follow it. A group
-that leaves this peer out is accepted only if it includes most of the voices, and only for as long as its exchange may
-take. A claim that the swarm is a round further on counts only if enough voices make it to move the median of their
-records.
+long a leader waits for a peer depends on that peer's history. A leader that does not close the group in time, sends its
+followers in circles, or whose groups have failed twice is passed over; the first to pass it over waits for the peers
+that still follow it. A group that leaves this peer out is accepted only if it includes most of the voices, and only for
+as long as its exchange may take. A claim that the swarm is a round further on counts only if enough voices make it to
+move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may still rank
 first; it then redirects others to the leader that it follows, and they go there only if that one ranks before them.
 
-hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds. This one is built on
-plain calls.
+hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds; this one has.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ from blake3 import blake3
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, now
+from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
@@ -75,11 +76,12 @@ class Rendezvous:
     _ahead: dict[str, int] = field(default_factory=dict, init=False)
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
     _spent: set[bytes] = field(default_factory=set, init=False)  # ids of this round's groups whose exchange failed
-    _left_out_since: float | None = field(default=None, init=False)  # of groups of this round
+    _left_out_since: float | None = field(default=None, init=False)  # by groups of this round
     # The leader followed last, and when all who follow it have passed it over if it does not close the group.
     _followed: tuple[str, float] = field(default=("", 0.0), init=False)
-    _leader: str | None = field(default=None, init=False)  # who led this peer to the newest group
-    _spoiling: set[str] = field(default_factory=set, init=False)  # who led it to a group of this round that failed
+    _leader: str = field(default="", init=False)  # who led this peer to the newest group
+    _giver: str = field(default="", init=False)  # who passed it on
+    _spoiled: Counter[str] = field(default_factory=Counter, init=False)  # by these peers: failed groups of this round
 
     @property
     def gathering(self) -> bool:
@@ -101,27 +103,25 @@ class Rendezvous:
         deadline = now() + 2 * self.window_s + 20.0
         failed = self._failed.get(statement.round, set())
         if statement.round not in self._failed:
-            self._forget_past()
+            self._forgive()
             self._spent.clear()
-            self._spoiling.clear()
-            self._left_out_since = None
-            self._followed = ("", 0.0)
+            self._start_afresh()
         self._failed = {statement.round: failed}
         try:
             while now() < deadline:
                 leader = self._best_candidate(statement.round, failed | self._past)
                 if leader is None:
                     failed.clear()
-                    self._forget_past()
+                    self._forgive()
                     raise RoundError("no peer that could lead the round is reachable")
                 if leader == self.identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
                 else:
                     group = await self._follow(leader, statement.round, sealed, deadline, failed)
                 if group is not None:
-                    self._leader = self._following[1] if self._following is not None else None
+                    self._leader = self._following[1] if self._following is not None else ""
                     self._check_own_place(group, statement)
-                    self._left_out_since = None
+                    self._start_afresh()
                     return group
         finally:
             self._following = None
@@ -135,13 +135,13 @@ class Rendezvous:
         have changed since.
         """
         index = group.index_of(self.identity.peer_id)
-        if index is None:
-            self._leave_to_others(group)
-            raise RoundError(f"round {statement.round} began without this peer")
-        stated = group.members[index].statement
-        if (stated.held, stated.versions, stated.digests) != (statement.held, statement.versions, statement.digests):
-            self._leave_to_others(group)
-            raise RoundError(f"round {statement.round} began with an outdated statement of this peer")
+        if index is not None:
+            old, new = group.members[index].statement, statement
+            if (old.held, old.versions, old.digests) == (new.held, new.versions, new.digests):
+                return
+        self._leave_to_others(group)
+        how = "without this peer" if index is None else "with an outdated statement of this peer"
+        raise RoundError(f"round {statement.round} began {how}")
 
     def _leave_to_others(self, group: Group) -> None:
         """Marks a group that this peer cannot enter as spent, once it has had the time that an exchange may take.
@@ -152,7 +152,7 @@ class Rendezvous:
         if self._left_out_since is None:
             self._left_out_since = now()
         elif now() - self._left_out_since > self.window_s + self.exchange_s:
-            self._left_out_since = None
+            self._start_afresh()
             self.spend(group)
 
     def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
@@ -160,7 +160,7 @@ class Rendezvous:
         candidates = [n.peer_id for n in able if n.has_voice]
         if self.defers():
             candidates = candidates or [n.peer_id for n in able]
-        elif self.reachable:
+        elif self.reachable and self.identity.peer_id not in failed:
             candidates.append(self.identity.peer_id)
         return min(candidates, key=lambda peer: rank(self.run_id, round_number, peer), default=None)
 
@@ -184,7 +184,10 @@ class Rendezvous:
     async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
         """Leads the round until its group is closed. Returns None if there is a better leader, or at the deadline."""
         gathering = self._gathering(round_number)
-        if gathering.redirect in failed:  # the better leader has failed: start again without it
+        better = gathering.redirect
+        if better is not None and (
+            better in failed or not self._better(better, round_number)
+        ):  # it failed, or has left
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
@@ -233,7 +236,8 @@ class Rendezvous:
             try:
                 answer = await self.rpc.call(peer_id, "call", arguments, _CALL_TIMEOUT_S)
                 failures = 0
-                self._adopt_group(answer, round_number)
+                if peer_id in self._voices():
+                    self._adopt_group(answer, round_number, peer_id, absent=gathering.lost)
                 leader = answer.get("leader")
                 failed = self._failed.get(round_number, set())
                 if isinstance(leader, str) and self._better(leader, round_number):
@@ -267,9 +271,9 @@ class Rendezvous:
         voices = self._voices()
         return len(voices.intersection(peers)) > len(voices) // 2
 
-    def _is_majority(self, peers: Iterable[str]) -> bool:
-        """Returns True if these peers are most of the voices, to which this peer belongs unless it defers."""
-        voices = self._voices() | (set() if self.defers() else {self.identity.peer_id})
+    def _is_majority(self, peers: Iterable[str], absent: Collection[str]) -> bool:
+        """Returns True if these are most of the voices not `absent`; this peer is a voice, too, unless it defers."""
+        voices = self._voices().difference(absent) | (set() if self.defers() else {self.identity.peer_id})
         return 2 * len(voices.intersection(peers)) > len(voices)
 
     def _note_return(self, leader: str) -> None:
@@ -279,13 +283,13 @@ class Rendezvous:
 
     def _better(self, leader: str, round_number: int) -> bool:
         live = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice}
-        mine = rank(self.run_id, round_number, self.identity.peer_id)
-        return leader in live and rank(self.run_id, round_number, leader) < mine
+        me = self.identity.peer_id
+        return leader in live and rank(self.run_id, round_number, leader) < rank(self.run_id, round_number, me)
 
     def _close(self, round_number: int, gathering: Gathering) -> None:
         sealed = gathering.present()
         if sealed:
-            self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks))
+            self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks), self.identity.peer_id)
         gathering.changed.notify()
 
     # Following.
@@ -302,7 +306,7 @@ class Rendezvous:
             asked = now()
             try:
                 answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
-                self._adopt_group(answer, round_number)
+                self._adopt_group(answer, round_number, leader)
             except ProtocolError as exc:
                 self.rpc.on_fault(leader, exc)
                 failed.add(leader)
@@ -320,7 +324,7 @@ class Rendezvous:
                 if now() > patience:
                     failed.add(leader)
                     raise RoundError(f"the other peers have not started round {round_number}")
-                await _hold(asked)
+                await hold_poll(asked)
                 continue
             redirect = answer.get("leader")
             if isinstance(redirect, str) and self._refuses(redirect, round_number):
@@ -336,7 +340,7 @@ class Rendezvous:
                 patience = self._turn_to(redirect)
                 leader = redirect
             else:
-                await _hold(asked)
+                await hold_poll(asked)
         if redirects:
             failed.add(leader)
         return None
@@ -344,9 +348,10 @@ class Rendezvous:
     def _turn_to(self, leader: str) -> float:
         """Returns until when to follow a leader. It may wait for those who still follow the one before it."""
         before, passed_over = self._followed
-        patience_s = self.window_s + LEADER_GRACE_S
-        self._followed = leader, now() + patience_s + POLL_S + _CALL_TIMEOUT_S
-        return patience_s + (now() if leader == before else max(now(), passed_over))
+        if leader != before:
+            passed_over = max(now(), passed_over) + self.window_s + LEADER_GRACE_S + POLL_S + _CALL_TIMEOUT_S
+            self._followed = leader, passed_over
+        return passed_over - POLL_S - _CALL_TIMEOUT_S
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
         """Returns True if this peer does not follow a redirect to that leader, which may be following this peer.
@@ -354,40 +359,46 @@ class Rendezvous:
         Redirects go up in rank, or peers would follow each other in circles. A newcomer that follows somebody names
         whom it follows, however it ranks.
         """
-        me, may_lead = self.identity.peer_id, self.reachable and not self.defers()
+        me = self.identity.peer_id
+        leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
-        return redirect == me or (may_lead and self._may_lead(redirect) and ranks_before)
+        return redirect == me or (leads and self._may_lead(redirect) and ranks_before)
 
     def _may_lead(self, peer_id: str) -> bool:
         return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
 
-    def _adopt_group(self, answer: dict[str, Any], round_number: int) -> None:
-        """Accepts a closed group that another peer passes on."""
+    def _stands_aside(self, round_number: int) -> bool:
+        """Returns True if groups that this peer led have failed twice, so that the others turn to the next leader."""
+        return self.identity.peer_id in self._failed.get(round_number, set())
+
+    def _adopt_group(self, answer: dict[str, Any], round_number: int, giver: str, absent: Collection[str] = ()) -> None:
+        """Accepts a closed group, unless its giver has given two that failed.
+
+        One without this peer, or from another peer than the leader, must include most of the voices not `absent`: any
+        peer can form a small group. If most of them have a place in a second group, the first has failed.
+        """
         me, closed, sealed = self.identity.peer_id, self._closed_group(round_number), answer.get("group")
-        if sealed is None or (closed is not None and closed.index_of(me) is not None):
+        if sealed is None or self._spoiled[giver] > 1 or (closed is not None and closed.index_of(me) is not None):
             return
         if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
             raise ProtocolError("malformed", "a group is a list of signed statements")
         group = form_group(self.run_id, round_number, sealed, self.num_blocks)
         if closed is not None and group.index_of(me) is None:
             return
-        # Any peer can form a group of one. And if most have a place in a second group, the first has failed.
-        without_me = (closed or group).index_of(me) is None
-        if without_me and not self._is_majority(member.peer_id for member in group.members):
-            return
-        self._set_closed(group)
+        with_me, from_leader = (closed or group).index_of(me) is not None, self._following == (round_number, giver)
+        if (with_me and from_leader) or self._is_majority((member.peer_id for member in group.members), absent):
+            self._set_closed(group, giver)
 
     def spend(self, group: Group) -> None:
         """Marks a group whose exchange failed here: another attempt at the round needs another group.
 
         A leader may give different groups to different members, which then all fail; after the second, it is passed
-        over.
+        over. An honest leader stands aside then, too, or it would go on without its members.
         """
         self._spent.add(group.id)
-        if self._leader is not None and self._leader != self.identity.peer_id:
-            if self._leader in self._spoiling:
-                self._failed.get(group.round, set()).add(self._leader)
-            self._spoiling.add(self._leader)
+        self._spoiled.update({self._giver, self._leader})
+        if self._spoiled[self._leader] > 1:
+            self._failed.get(group.round, set()).add(self._leader)
         if self._closed is not None and self._closed.id == group.id:
             self._closed = None
 
@@ -396,16 +407,21 @@ class Rendezvous:
         self._closed = None
         self._ahead.clear()
         self._failed.clear()
-        self._forget_past()
+        self._forgive()
         self._stop_leading(max(self._gatherings, default=0))
 
-    def _forget_past(self) -> None:
+    def _forgive(self) -> None:
         self._past.clear()
         self._returned.clear()
+        self._spoiled.clear()
 
-    def _set_closed(self, group: Group) -> None:
+    def _start_afresh(self) -> None:
+        self._left_out_since = None
+        self._followed = ("", 0.0)
+
+    def _set_closed(self, group: Group, giver: str) -> None:
         if group.id not in self._spent and (self._closed is None or group.round >= self._closed.round):
-            self._closed = group
+            self._closed, self._giver = group, giver
         for gathering in self._gatherings.values():
             gathering.changed.notify()
 
@@ -447,8 +463,8 @@ class Rendezvous:
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        if round_number not in self._gatherings and (self.defers() or not has_voice):
-            # A newcomer may join a round, but starts none.
+        starts_none = round_number not in self._gatherings and (self.defers() or not has_voice)
+        if starts_none or self._stands_aside(round_number):  # a newcomer may join a round, but starts none
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1]}
             await asyncio.sleep(POLL_S)
@@ -479,9 +495,3 @@ class Rendezvous:
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
         return {}
-
-
-async def _hold(asked: float) -> None:
-    """Pauses if a poll sent at time `asked` was answered at once: an honest leader holds it for a while."""
-    if now() - asked < POLL_S / 4:
-        await asyncio.sleep(POLL_S / 4)

@@ -39,7 +39,7 @@ class Neighbour:
     peer_id: str
     reachable: bool
     has_voice: bool = True  # its claims count
-    patience_s: float = math.inf  # how long a round waits for it; infinite: until the window ends
+    patience_s: float = math.inf  # how long a round waits for it; the window or more: until it ends
 
 
 @dataclass(slots=True)
