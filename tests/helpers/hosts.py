@@ -42,9 +42,10 @@ class Host:
 
         async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             size = int.from_bytes(await reader.readexactly(8), "big")
-            while self.received < size:
-                self.received += len(await reader.read(1 << 16))
+            while self.received < size and (data := await reader.read(1 << 16)):
+                self.received += len(data)
             writer.write(b"done")
+            await reader.read()  # the sender closes: the daemon could drop the answer if this end did
             writer.close()
 
         await self.daemon.p2p.add_binary_stream_handler("sink", serve)

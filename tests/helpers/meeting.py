@@ -147,3 +147,12 @@ class Meeting:
 
     async def join(self, who: Rendezvous) -> Group:
         return await who.join(self.statement())
+
+    async def fail_with_hostile(self, who: Rendezvous) -> Group:
+        """Has a peer join the round, and its exchange fail if the hostile peer is in the group."""
+        group = await self.join(who)
+        if group.index_of(self.hostile.peer_id) is not None:
+            await asyncio.sleep(15.0)
+            who.spend(group)
+            raise RoundError("the exchange has failed")
+        return group

@@ -107,18 +107,10 @@ def test_a_leader_that_gives_each_peer_another_group_is_passed_over(left_out: bo
         given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
         return {"group": [given[-1], *(sealed for name, sealed in gathered.items() if not left_out or name != caller)]}
 
-    async def enter(who: Rendezvous) -> Group:
-        group = await who.join(meeting.statement())
-        if group.index_of(meeting.hostile.peer_id) is not None:
-            await asyncio.sleep(15.0)
-            who.spend(group)
-            raise RoundError("no two peers have the same group, so the exchange has failed")
-        return group
-
     async def first_group() -> Group:
         for who in meeting.peers:
             await who.start()
-        attempts = [asyncio.create_task(meeting.keep_trying(who, enter)) for who in meeting.peers]
+        attempts = [asyncio.create_task(meeting.keep_trying(who, meeting.fail_with_hostile)) for who in meeting.peers]
         done, others = await asyncio.wait(attempts, return_when=asyncio.FIRST_COMPLETED)
         for attempt in others:
             attempt.cancel()
@@ -185,17 +177,9 @@ def test_a_peer_that_gives_a_group_to_whoever_calls_it_does_not_stop_the_round(r
         given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
         return {"group": [given[-1], sealed[caller]]}
 
-    async def enter(who: Rendezvous) -> Group:
-        group = await who.join(meeting.statement())
-        if group.index_of(meeting.hostile.peer_id) is not None:
-            await asyncio.sleep(15.0)
-            who.spend(group)
-            raise RoundError("the exchange has failed")
-        return group
-
     meeting.answers("H", "gather", give)
     meeting.answers("H", "call", give)
-    meeting.meet(limit_s=25 * WINDOW_S, enter=enter)
+    meeting.meet(limit_s=25 * WINDOW_S, enter=meeting.fail_with_hostile)
 
 
 def test_a_better_leader_that_leaves_before_it_is_followed_is_forgotten() -> None:

@@ -169,6 +169,9 @@ class Relay:
                     onward = await self._open(source, target)
                 except _RefusedError as exc:
                     await _send(writer, [(1, _HOP_STATUS), (5, exc.status)])
+                    # The source closes the stream: a daemon that closes one may drop what it has not forwarded yet.
+                    while await reader.read(_MAX_MESSAGE_BYTES):
+                        pass
                     return
             self._asking -= request
             request.clear()
