@@ -37,9 +37,16 @@ class Visit:
         if kind in ("error", "warning"):
             self.troubles.append(text)
 
-    def open(self, served: Served) -> Page:
-        """Shows the page, as soon as it has a state."""
-        self.page.goto(served.url)
-        expect(self.page.locator("#link")).to_have_attribute("data-link", "live")
-        self.page.evaluate("window.sameDocument = true")
+    def load(self, served: Served) -> Page:
+        """Shows the page once it has its history, which comes with a request of its own."""
+        with self.page.expect_response("**/api/history") as history:
+            self.page.goto(served.url)
+        history.value.finished()
         return self.page
+
+    def open(self, served: Served) -> Page:
+        """Shows the page once it follows a swarm, too."""
+        page = self.load(served)
+        expect(page.locator("#link")).to_have_attribute("data-link", "live")
+        page.evaluate("window.sameDocument = true")
+        return page

@@ -76,8 +76,7 @@ def test_a_swarm_is_followed_without_reloading(served: Served, visit: Visit) -> 
 @pytest.mark.slow
 def test_an_empty_swarm_says_so_and_recovers(visit: Visit) -> None:
     with Served(SyntheticSwarm(num_peers=0)) as served:
-        page = visit.page
-        page.goto(served.url)
+        page = visit.load(served)
         expect(page.locator("#banner")).to_contain_text("No peers")
         expect(page.locator("#peers-empty")).to_have_text("No peers.")
         expect(page.locator("figure.big .empty")).to_contain_text("No rounds yet")
@@ -155,6 +154,8 @@ def test_charts_zoom_and_are_read_by_mouse_and_keyboard(visit: Visit) -> None:
         chart = page.get_by_role("group", name="Loss: chart")
         reset = page.get_by_role("button", name="Reset zoom")
         expect(reset).to_be_disabled()
+        expect(page.locator("#rounds tr")).not_to_have_count(0)  # the charts are drawn just before
+        expect(page.locator("figure.big canvas")).to_be_visible()
         chart.focus()
         page.keyboard.press("End")
         expect(page.locator("figure.big [aria-live]")).to_contain_text("round 60: training")
