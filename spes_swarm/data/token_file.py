@@ -122,7 +122,7 @@ class TokenWriter:
             max_token=self._max_token,
             blake3=self._hasher.hexdigest(),
         )
-        partial_sidecar = self._partial.with_name(self._partial.name + ".json")
+        partial_sidecar = sidecar_path(self._partial)
         try:
             self._file.seek(0)
             self._file.write(_npy_header(self._dtype, self.num_tokens))
@@ -135,7 +135,6 @@ class TokenWriter:
             self._partial.replace(self.path)
             sync_to_disk(self.path.parent)
         except OSError as exc:
-            partial_sidecar.unlink(missing_ok=True)
             self.abort()
             raise DataError(f"{self.path} cannot be written: {exc.strerror}; free some space") from exc
         return self.path
@@ -143,6 +142,7 @@ class TokenWriter:
     def abort(self) -> None:
         """Removes what was written so far; harmless after `commit`."""
         self._file.close()
+        sidecar_path(self._partial).unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
 
 

@@ -101,7 +101,9 @@ def test_a_run_ends_with_its_schedule(tmp_path: Path) -> None:
     """All end by themselves with the same round, it is published, and who comes later is told in one line."""
     place = tmp_path / "published"
     training = {"total_steps": 25, "warmup_steps": 5, "at_end": "stop"}
-    with swarm(tmp_path, training=training, evaluation={"every_rounds": 4}) as running:
+    # Patient, since a peer that misses the last round of a run fetches it instead.
+    patient = {"window_s": 30.0, "stall_timeout_s": 15.0}
+    with swarm(tmp_path, training=training, evaluation={"every_rounds": 4}, round=patient) as running:
         running.found("--wait-for-peers", "2", "--publish-to", f"file:{place}", "--publish-every", "100")
         running.join("--wait-for-peers", "2")
         assert [peer.wait() for peer in running.peers] == [0, 0]

@@ -24,6 +24,7 @@ from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.sharding import DocumentFormat, sample_documents, write_shards
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
+from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
 from tests.helpers.token_files import open_checked
 
@@ -157,7 +158,7 @@ def test_a_sample_takes_from_every_file(corpus: Path, documents: list[str]) -> N
 @pytest.mark.slow
 def test_command_line(corpus: Path, tmp_path: Path) -> None:
     process = start(corpus, "--output", tmp_path, "--tokenizer", "bpe", "--bpe-vocab-size", 280, "--processes", 2)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     rows = dict(line.strip().split("  ", 1) for line in out.splitlines())
     assert rows["documents"].strip() == "1,500"
@@ -206,7 +207,7 @@ def test_ctrl_c_reaches_all_processes_and_leaves_whole_shards(corpus: Path, bpe:
         assert character, shown
         shown += character
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert err.rstrip().endswith("interrupted; complete shards are kept")
     assert "Traceback" not in shown + err

@@ -133,6 +133,8 @@ class Connection(BaseHTTPRequestHandler):
                 return
             self.state.counters["requests"] += 1
             self.fault = self.state.fault(f"{self.command} {path}") or {}
+            if self.fault.get("kind") == "hold" and not self._has_body():
+                self._wait_for_release()
             if self.fault.get("kind") == "status":
                 self._body()
                 raise RefusalError(self.fault["status"])
@@ -161,7 +163,14 @@ class Connection(BaseHTTPRequestHandler):
             self.close_connection = True
         self._json({"error": refusal.message or "no"}, refusal.status, headers)
 
+    def _wait_for_release(self) -> None:
+        self.state.held.set()
+        self.state.released.wait()
+
     # Bodies.
+
+    def _has_body(self) -> bool:
+        return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     def _pieces(self) -> Iterator[bytes]:
         """The request's body; where a fault says so only a part of it."""
@@ -176,8 +185,7 @@ class Connection(BaseHTTPRequestHandler):
         yield from self._counted(self._plain(stop), counter)
         if fault["kind"] == "drop":
             raise DroppedError
-        self.state.held.set()
-        self.state.released.wait()
+        self._wait_for_release()
         yield from self._counted(self._plain(length - stop), counter)
 
     def _counted(self, pieces: Iterator[bytes], counter: str) -> Iterator[bytes]:

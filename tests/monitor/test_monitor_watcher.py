@@ -68,7 +68,7 @@ async def node(number: int, known: tuple[str, ...] = (), *, port: int = 0) -> As
         rpc = Rpc(daemon.p2p, ignore)
         await rpc.start()
         if known:
-            await bootstrap(daemon, known, 10.0)
+            await bootstrap(daemon, known, 60.0)
         run_id = manifest().run_id
         await Timekeeper(rpc, run_id, daemon.peer_id, ignore).serve()
 
@@ -89,6 +89,7 @@ async def node(number: int, known: tuple[str, ...] = (), *, port: int = 0) -> As
             initial_peers=list(known) or None,
             record_validator=RunRecordValidator(run_id, time.time),
             cache_refresh_before_expiry=0,
+            wait_timeout=30,
         )
         try:
             yield Node(number, daemon, dht, maddr)
@@ -106,7 +107,7 @@ def options(*maddrs: str, **changes: Any) -> NetworkOptions:
         "announce_maddrs": (),
         "is_entry": False,
         "run_id": None,
-        "timeout_s": 5.0,
+        "timeout_s": 60.0,
     }
     return NetworkOptions(**{**fields, **changes})
 
@@ -210,6 +211,7 @@ async def entry_point() -> None:
         # A newcomer that knows nobody else finds the run, the time and everybody's records.
         newcomer = await stack.enter_async_context(node(1, (entry,)))
         await newcomer.publish()
+        await founder.publish()  # again: its record lives for as long as an announcement, and starting took a while
         await collector.refresh()
         await collector.refresh()
         assert {peer.peer_id for peer in collector.source.state().peers} == {
@@ -218,6 +220,8 @@ async def entry_point() -> None:
         }
         own = options(entry, identity_path=identity(8).path)
         async with watching(own) as second:
+            for peer in (founder, newcomer):
+                await peer.publish()
             assert second.manifest.run_id == manifest().run_id
             assert set((await second.read_records()).progress) == {identity(0).peer_id, identity(1).peer_id}
 

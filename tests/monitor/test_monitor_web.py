@@ -148,7 +148,7 @@ def test_a_link_from_elsewhere_opens_the_page(served: Served) -> None:
 
 @pytest.mark.slow
 def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(server, "PATIENCE_S", 1.0)
     cut_off = threading.Event()
 
     class Told(server._PatientProtocol):
@@ -168,8 +168,8 @@ def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.M
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.settimeout(PATIENCE_S)
             deaf.connect(("127.0.0.1", served.port))
-            for _ in range(40):  # more than the buffers of both sides hold
-                deaf.sendall(b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            # The answers are more than the buffers of both sides hold.
+            deaf.sendall(40 * b"GET /api/state HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert cut_off.wait(PATIENCE_S)  # it has read nothing
             assert _ends(deaf)
         assert served.ask("/healthz").status == 200
@@ -195,7 +195,7 @@ def test_the_number_of_connections_is_bounded(monkeypatch: pytest.MonkeyPatch, s
 def test_rubbish_is_answered_and_forgotten(served: Served) -> None:
     for raw in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\nHost: x\r\n\r\n", b"A" * 100_000):
         with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S) as connection:
-            with suppress(ConnectionError):  # it may hang up before it has heard all
+            with suppress(OSError):  # it may hang up before it has heard all
                 connection.sendall(raw + b"\r\n\r\n")
                 connection.shutdown(socket.SHUT_WR)
             assert _ends(connection)

@@ -437,7 +437,8 @@ def test_a_disk_that_is_too_small_for_what_is_read(
 
 
 def test_a_hub_that_does_not_answer_is_asked_again(hub: HubServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TIMEOUT", httpx2.Timeout(0.3))
+    monkeypatch.setattr(client, "TIMEOUT", httpx2.Timeout(2.0))
     hub.fail_next("hold", match="/api/whoami-v2", fraction=0.0)
     RepositoryTarget(name).check_rights()  # the second attempt is answered
+    hub.wait_held()
     hub.release()

@@ -55,7 +55,7 @@ def test_real_peers_are_seen_to_learn_die_and_join(tmp_path: Path) -> None:
         peers = running.start_all(4, "--data", "stdlib")
         peers[0].wait_for("round", timeout_s=PATIENCE_MS / 1000)
         expect.set_options(timeout=PATIENCE_MS)
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS)
         with monitor(running) as url:
             visit = Visit(browser)
             page = visit.page

@@ -93,6 +93,7 @@ class Daemon:
             p2p = await asyncio.wait_for(_attach(process, sockets, control), _START_TIMEOUT_S)
         except (TimeoutError, OSError) as exc:
             process.kill()
+            await asyncio.to_thread(process.wait)
             words = log.read_text(errors="replace").strip().splitlines()[-1:]
             shutil.rmtree(sockets, ignore_errors=True)
             reason = " ".join(words) or str(exc)
@@ -169,6 +170,7 @@ class Daemon:
             await asyncio.to_thread(self._process.wait, 5)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            await asyncio.to_thread(self._process.wait)
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
