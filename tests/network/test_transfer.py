@@ -48,7 +48,7 @@ def test_a_newcomer_fetches_from_all_donors(net: Net) -> None:
             report = await newcomer.download()
             assert_same(newcomer, donors[0])
             assert report.payload_bytes == TOTAL_BYTES + report.refetched_bytes
-            assert report.refetched_bytes < 0.1 * TOTAL_BYTES
+            assert report.refetched_bytes <= 3 * CHUNK_BYTES  # an idle donor sends what another is slow to send
             assert kept_bytes(report) == TOTAL_BYTES
             assert report.chunks_by_donor.keys() == {donor.peer_id for donor in donors}
             assert (report.round, report.outdated_blocks, report.resumed_bytes) == (1, 0, 0)
@@ -137,10 +137,10 @@ def test_slow_donors_do_not_hold_up_the_end(net: Net) -> None:
 @pytest.mark.slow
 def test_a_donor_that_waits_for_its_limit_is_not_taken_for_dead(net: Net) -> None:
     async def test() -> None:
-        async with net.peers(1, stall_timeout_s=1.0) as (newcomer, (donor,)):
-            newcomer.transfer.stall_timeout_s = 1.0
-            donor.transfer._limit.set_rate(PIECE_BYTES / 1.5)  # a piece takes longer than that
-            asyncio.get_running_loop().call_later(5.0, donor.transfer._limit.set_rate, None)
+        async with net.peers(1, stall_timeout_s=3.0) as (newcomer, (donor,)):
+            newcomer.transfer.stall_timeout_s = 3.0
+            donor.transfer._limit.set_rate(PIECE_BYTES / 4.5)  # a piece takes longer than that
+            asyncio.get_running_loop().call_later(12.0, donor.transfer._limit.set_rate, None)
             await newcomer.download()
             assert_same(newcomer, donor)
             assert not newcomer.faults

@@ -108,6 +108,8 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
             assert state["experts_covered"] == 6
             assert state["refused"] == {}
             assert state["join_command"].startswith("python -m spes_swarm.join --initial-peers /ip4/127.0.0.1/tcp/")
+            for peer in running.peers:
+                peer.wait_for_round(state["round"])
             digests = {peer.rounds()[state["round"]]["digest"] for peer in running.peers}
             assert digests == {state["consensus"]["digest"]}
 

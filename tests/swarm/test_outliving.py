@@ -137,4 +137,4 @@ def test_a_peer_ten_times_slower_contributes_what_it_has(tmp_path: Path) -> None
         # It has worked in every round, and nobody has waited for it to do its twelve steps.
         assert all(count >= 1 for count in steps[slow])
         assert sum(steps[slow]) < 12 * (last - first) / 2, steps
-        assert all(sum(steps[peer]) > 12 * (last - first) for peer in fast), steps
+        assert sum(sum(steps[peer]) for peer in fast) > 2 * 12 * (last - first), steps

@@ -67,7 +67,6 @@ def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp
         assert sync["round"] > asleep_at + 8
         assert sleeper.process.poll() is None
         together = sleeper.wait_for("round", lambda event: event["peers"] == 3 and event["round"] > sync["round"])
-        number = together["round"] + 1
         for peer in running.peers:
-            peer.wait_for_round(number)
-        equal_digests(running.peers, number)
+            peer.wait_for_round(together["round"])
+        equal_digests(running.peers, together["round"])

@@ -23,7 +23,7 @@ from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
-_ASK_TIMEOUT_S = 2.0
+_ASK_TIMEOUT_S = 4.0  # a probe whose packets are lost takes its whole time
 _MAX_PORTS = 4
 _MAX_ASKED = 3
 # Between two requests of a peer; a request costs a few packets to its own address.
@@ -113,7 +113,7 @@ class ReachService:
     async def check(self, peers: Collection[str], maddrs: Sequence[str], *, announced: bool = False) -> Reach:
         """Asks up to three connected peers whether this one can be reached on the TCP ports of its own addresses.
 
-        If the user has `announced` these, results for other hosts are ignored. Takes as long as the slowest answer, 2 s
+        If the user has `announced` these, results for other hosts are ignored. Takes as long as the slowest answer, 4 s
         at most; next to no time if all get through, or all are refused.
         """
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
