@@ -24,7 +24,7 @@ from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.publishing.target import open_target
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.monitoring import progress
-from tests.helpers.swarm import equal_digests, swarm
+from tests.helpers.swarm import PATIENT, equal_digests, swarm
 
 
 def end_of(total_steps: int, at_end: str) -> ScheduleEnd:
@@ -101,9 +101,7 @@ def test_a_run_ends_with_its_schedule(tmp_path: Path) -> None:
     """All end by themselves with the same round, it is published, and who comes later is told in one line."""
     place = tmp_path / "published"
     training = {"total_steps": 25, "warmup_steps": 5, "at_end": "stop"}
-    # Patient, since a peer that misses the last round of a run fetches it instead.
-    patient = {"window_s": 30.0, "stall_timeout_s": 15.0}
-    with swarm(tmp_path, training=training, evaluation={"every_rounds": 4}, round=patient) as running:
+    with swarm(tmp_path, training=training, evaluation={"every_rounds": 4}, round=PATIENT) as running:
         running.found("--wait-for-peers", "2", "--publish-to", f"file:{place}", "--publish-every", "100")
         running.join("--wait-for-peers", "2")
         assert [peer.wait() for peer in running.peers] == [0, 0]

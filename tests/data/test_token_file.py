@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import DataError
+from spes_swarm.data import token_file
 from spes_swarm.data.token_file import TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
 from tests.helpers.token_files import open_checked, token_writer
@@ -34,6 +35,27 @@ def write(path: Path, tokens: np.ndarray[tuple[int], np.dtype[np.int64]] = TOKEN
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return write(tmp_path / "t.npy")
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interruption_while_a_file_is_completed_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """By Ctrl-C, while the tokens or the sidecar are synced to disk."""
+    calls: list[Path] = []
+
+    def interrupted(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(token_file, "sync_to_disk", interrupted)
+    writer = TokenWriter(tmp_path / "t.npy", BYTES)
+    writer.append(TOKENS, 1)
+    with pytest.raises(KeyboardInterrupt):
+        writer.commit()
+    writer.abort()
+    assert not list(tmp_path.iterdir())
 
 
 def test_numpy_reads_what_was_written(path: Path) -> None:

@@ -83,7 +83,7 @@ class Stranger:
     async def on_stream(self, name: str, talk: Callable[[Channel], Any]) -> str:
         """Says something on a stream; returns the answer's error text, empty if the stream just ended.
 
-        A daemon whose process closes a stream may drop the answer, so that an empty one is asked for again.
+        A daemon may drop the answer when its process closes the stream, so an empty one is asked for again.
         """
         for _ in range(3):
             if answer := await self.on_one_stream(name, talk):
@@ -179,7 +179,7 @@ async def hold_silent_streams(stranger: Stranger) -> None:
     await stranger.expect("stalled")
     await stranger.next_round()
     answers = await asyncio.gather(*(stranger.on_one_stream("push", nothing) for _ in range(5 * MAX_STREAMS_PER_PEER)))
-    assert sum("busy" in answer for answer in answers) >= 3 * MAX_STREAMS_PER_PEER  # but for lost answers
+    assert sum("busy" in answer for answer in answers) >= 3 * MAX_STREAMS_PER_PEER  # some answers may be lost
     await stranger.expect("busy")
 
 
@@ -278,7 +278,7 @@ async def attack_records(stranger: Stranger, initial: str, victim_id: str, other
 
 def test_rounds_go_on_under_the_attack_of_a_stranger(tmp_path: Path) -> None:
     own, other = identity(90), identity(91)
-    # Patient, as nobody dies: who is late for an exchange finds those that were not.
+    # Nobody dies here, so a peer that is late for an exchange must not be given up.
     with swarm(tmp_path, round={**ROUND, "stall_timeout_s": 8.0}) as running:
         peers = running.start_all(3, "--experts", 2)
         for peer in peers:

@@ -20,7 +20,7 @@ from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.testing.local_network import LocalNetwork, enter_namespace, unavailable_reason
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.home_network import LAN_HOST, HomeNetwork
-from tests.helpers.swarm import Swarm, equal_digests, swarm
+from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
@@ -75,8 +75,7 @@ def newest_versions(peer: LocalPeer) -> tuple[int, list[int]]:
 
 
 def test_client_mode_peers_train_their_experts_with_one_public_peer(tmp_path: Path) -> None:
-    # Patient, as nobody dies: whoever is late for a round or an exchange comes all the same.
-    with swarm(tmp_path, round={"window_s": 25.0, "stall_timeout_s": 15.0}) as running:
+    with swarm(tmp_path, round=PATIENT) as running:
         common = ("--wait-for-peers", 3, "--max-rounds", 8)
         public = running.found(*common, "--experts", "0,1")
         clients = [running.join(*common, "--client-mode", "--experts", experts) for experts in ("2,3,4", "5,6,7")]

@@ -13,14 +13,10 @@ from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import SWARM_RUN, equal_digests, swarm
+from tests.helpers.swarm import PATIENT, SWARM_RUN, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
-
-
-# Where nobody dies, nobody has to be given up: who is late for a round or an exchange comes all the same.
-PATIENT = {"window_s": 25.0, "stall_timeout_s": 15.0}
 
 
 def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
-_ASK_TIMEOUT_S = 4.0  # a probe whose packets are lost takes its whole time
+_ASK_TIMEOUT_S = 4.0  # longer than a probe whose packets are lost
 _MAX_PORTS = 4
 _MAX_ASKED = 3
 # Between two requests of a peer; a request costs a few packets to its own address.
