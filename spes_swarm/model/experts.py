@@ -1,11 +1,11 @@
 """Sparse experts: a peer trains the experts that it holds, and only evaluates the others.
 
-Tensor suffixes: T tokens, K experts per token (top-k), S = T * K routed copies of tokens, D model dim, F expert ffn
-dim, E experts, H held experts, G groups of one pass (H held, or E - H foreign).
+Tensor suffixes: T tokens, K experts per token (top-k), D model dim, F expert ffn dim, E experts, H held experts, R rows
+and C columns of either matrix of an expert.
 
 The method is SPES (arXiv 2602.11543): gradients and optimiser state exist for the held experts only, while routing is
-not masked, so frozen experts still process tokens. Here held experts are `nn.Parameter`s and foreign experts are
-buffers. Nothing else is needed: autograd and optimisers never see a foreign expert.
+not masked, so frozen experts still process tokens. Here held experts are `nn.Parameter`s, and foreign experts are
+buffers that autograd and optimisers never see.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.expert_mlp import Routing, expert_mlp
+from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.kernels import ExpertKernel
 
 # The two stacked parameters of a transformers v5 experts module: (E, 2F, D), gate rows first, and (E, D, F).
@@ -83,14 +85,12 @@ class SparseExperts(nn.Module):
 
     Attributes:
         gate_up_proj, down_proj: parameters (H, 2F, D) and (H, D, F) of the held experts.
-        foreign_gate_up_proj, foreign_down_proj: buffers of the others, in `foreign_dtype`.
+        foreign: stacks of the same matrices of the others, by projection.
         held: the held experts, in slot order.
     """
 
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
-    foreign_gate_up_proj: Tensor
-    foreign_down_proj: Tensor
     slot_of_expert: Tensor
     routed_tokens: Tensor
 
@@ -101,13 +101,12 @@ class SparseExperts(nn.Module):
         act_fn: Callable[[Tensor], Tensor],
         held: Sequence[int],
         kernel: ExpertKernel,
-        foreign_dtype: torch.dtype | None = None,
+        foreign_form: str = "fp32",
     ) -> None:
         """Copies the stacked weights (E, 2F, D), gate rows first, and (E, D, F) into held and foreign storage.
 
-        `foreign_dtype` (default: that of the weights) is the dtype of foreign experts. bfloat16 halves their memory and
-        saves a cast per step under bf16 autocast, but rounds: after `hold` has made such an expert a parameter, write
-        its block from the reference.
+        `foreign_form` is one of `frozen_stack.FORMS`. All but fp32 round: after `hold` has made such an expert a
+        parameter, write its block from the reference.
 
         Raises:
             ConfigError: `held` names an expert twice or one that does not exist.
@@ -117,8 +116,9 @@ class SparseExperts(nn.Module):
         self.act_fn = act_fn
         self.kernel = kernel
         self.held = check_held(held, self.num_experts)
+        self.foreign = nn.ModuleDict()
         for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
-            self._store(projection, stacked.detach().unbind(0), down_EDF.dtype, foreign_dtype or down_EDF.dtype)
+            self._store(projection, stacked.detach().unbind(0), stacked.dtype, foreign_form)
         device = down_EDF.device
         self.register_buffer("slot_of_expert", self._slot_table(device), persistent=False)
         self.register_buffer(
@@ -126,39 +126,48 @@ class SparseExperts(nn.Module):
         )
 
     @property
-    def foreign(self) -> tuple[int, ...]:
+    def others(self) -> tuple[int, ...]:
         """Experts that are not held, in slot order."""
         return tuple(expert for expert in range(self.num_experts) if expert not in self.held)
 
     def _slot_table(self, device: torch.device) -> Tensor:
         # argsort of the slot order is its inverse; built on the host because the table is tiny.
-        return torch.argsort(torch.tensor(self.held + self.foreign, dtype=torch.int64)).to(device)
+        return torch.argsort(torch.tensor(self.held + self.others, dtype=torch.int64)).to(device)
 
-    def _store(
-        self, projection: str, tensors: Sequence[Tensor], dtype: torch.dtype, foreign_dtype: torch.dtype
-    ) -> None:
-        """Makes the parameter and the buffer of one projection from one tensor per expert, in expert order."""
-        shape, device = tensors[0].shape, tensors[0].device
-        held = torch.empty((len(self.held), *shape), dtype=dtype, device=device)
-        foreign = torch.empty((len(self.foreign), *shape), dtype=foreign_dtype, device=device)
-        for stack, experts in ((held, self.held), (foreign, self.foreign)):
-            for slot, expert in enumerate(experts):
-                stack[slot].copy_(tensors[expert])
-        self.register_parameter(projection, nn.Parameter(held))
-        self.register_buffer(f"foreign_{projection}", foreign, persistent=False)
+    def _store(self, projection: str, tensors: Sequence[Tensor], dtype: torch.dtype, form: str) -> None:
+        """Makes the parameter and the frozen stack of one projection from one tensor per expert, in expert order."""
+        R, C = tensors[0].shape
+        held_HRC = torch.empty((len(self.held), R, C), dtype=dtype, device=tensors[0].device)
+        for slot, expert in enumerate(self.held):
+            held_HRC[slot].copy_(tensors[expert])
+        frozen = FrozenStack((len(self.others), R, C), form, tensors[0].device)
+        for slot, expert in enumerate(self.others):
+            frozen.write(slot, tensors[expert])
+        self.register_parameter(projection, nn.Parameter(held_HRC))
+        self.foreign[projection] = frozen
 
-    def expert_tensor(self, name: str, expert: int) -> Tensor:
-        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F): a detached view into live storage."""
-        if name not in PROJECTIONS:
-            raise ValueError(f"no such projection: {name}")
+    def _frozen(self, projection: str) -> FrozenStack:
+        frozen = self.foreign[projection]
+        assert isinstance(frozen, FrozenStack)
+        return frozen
+
+    def read(self, projection: str, expert: int) -> Tensor:
+        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached."""
         if expert in self.held:
-            parameter: Tensor = getattr(self, name)
+            parameter: Tensor = getattr(self, projection)
             return parameter.detach()[self.held.index(expert)]
-        buffer: Tensor = getattr(self, f"foreign_{name}")
-        return buffer[self.foreign.index(expert)]
+        return self._frozen(projection).read(self.others.index(expert))
+
+    def write(self, projection: str, expert: int, matrix: Tensor) -> None:
+        """Overwrites one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F); others' experts are rounded."""
+        if expert in self.held:
+            parameter: Tensor = getattr(self, projection)
+            parameter.detach()[self.held.index(expert)].copy_(matrix)
+        else:
+            self._frozen(projection).write(self.others.index(expert), matrix)
 
     def hold(self, held: Sequence[int]) -> None:
-        """Changes which experts are held; all keep their values (foreign ones are rounded to `foreign_dtype`).
+        """Changes which experts are held; all keep their values, rounded if they have ever been in a frozen stack.
 
         The parameters become new objects without gradients. If `held` is unchanged, nothing happens.
 
@@ -169,13 +178,12 @@ class SparseExperts(nn.Module):
         if held == self.held:
             return
         current = {
-            projection: [self.expert_tensor(projection, expert) for expert in range(self.num_experts)]
+            projection: [self.read(projection, expert) for expert in range(self.num_experts)]
             for projection in PROJECTIONS
         }
-        dtype, foreign_dtype = self.down_proj.dtype, self.foreign_down_proj.dtype
         self.held = held
         for projection in PROJECTIONS:
-            self._store(projection, current.pop(projection), dtype, foreign_dtype)
+            self._store(projection, current.pop(projection), self.down_proj.dtype, self._frozen(projection).form)
         self.slot_of_expert = self._slot_table(self.slot_of_expert.device)
 
     def pop_routed_tokens(self) -> Tensor:
@@ -184,41 +192,19 @@ class SparseExperts(nn.Module):
         self.routed_tokens.zero_()
         return counts_E
 
+    def matrices(self, projection: str, dtype: torch.dtype) -> Tensor:
+        """Returns the matrices of the experts that are not held (E - H, ...), as `expert_mlp.ExpertWeights` asks."""
+        return self._frozen(projection).expand(dtype)
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the weighted sum of the chosen experts' outputs (T, D) for inputs (T, D), choices and weights (T, K).
 
         Gradients flow to the input and the routing weights through held and foreign experts alike.
         """
-        x_TD = hidden_states
-        T, K = top_k_index.shape
-        H = len(self.held)
-        slots_S, order_S = torch.sort(self.slot_of_expert[top_k_index.reshape(-1)], stable=True)
-        every_slot_E = torch.arange(self.num_experts, device=slots_S.device)
-        ends_E = torch.searchsorted(slots_S, every_slot_E, right=True, out_int32=True)
-        self._count(ends_E)
-        # The only device synchronisation per layer: where the held rows end.
-        num_held_rows = int(ends_E[H - 1]) if H > 0 else 0
-        x_SD = x_TD[order_S // K]
-        outputs: list[Tensor] = []
-        if H > 0:
-            # Even without rows: held parameters then get a gradient of zeros, as in the untouched model.
-            outputs.append(self._pass(x_SD[:num_held_rows], self.gate_up_proj, self.down_proj, ends_E[:H]))
-        if num_held_rows < T * K:
-            outputs.append(
-                self._pass(
-                    x_SD[num_held_rows:], self.foreign_gate_up_proj, self.foreign_down_proj, ends_E[H:] - num_held_rows
-                )
-            )
-        y_SD = torch.cat(outputs) if outputs else x_SD
-        # Back to token order. This is a permutation, so index_select's backward accumulates nothing.
-        place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(T * K, device=order_S.device))
-        y_TKD = y_SD.index_select(0, place_S).view(T, K, x_TD.shape[1])
-        # Summing over K keeps the order of additions fixed, where an index_add would race on CUDA.
-        return (y_TKD * top_k_weights.unsqueeze(-1)).sum(dim=1).to(hidden_states.dtype)
-
-    def _pass(self, x_TD: Tensor, gate_up_GFD: Tensor, down_GDF: Tensor, ends_G: Tensor) -> Tensor:
-        gate_TF, up_TF = self.kernel(x_TD, gate_up_GFD, ends_G).chunk(2, dim=-1)
-        return self.kernel(self.act_fn(gate_TF) * up_TF, down_GDF, ends_G)
+        routing = Routing.of(self.slot_of_expert[top_k_index], self.num_experts, len(self.held))
+        self._count(routing.ends_E)
+        held = self.gate_up_proj, self.down_proj
+        return expert_mlp(hidden_states, top_k_weights, held, self, routing, self.kernel, self.act_fn)
 
     @torch.no_grad()
     def _count(self, ends_E: Tensor) -> None:

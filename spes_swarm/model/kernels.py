@@ -2,8 +2,8 @@
 
 Tensor suffixes: T rows sorted by group, D input features, F output features, G groups.
 
-A kernel computes `y[t] = w[g(t)] @ x[t]`, where row t belongs to group g when `ends[g - 1] <= t < ends[g]`.
-It is differentiable in x and w, and skips the gradient of a w that does not require one (foreign experts).
+A kernel is three products of one linear layer per group: its output, the gradient of its input, and the gradient of its
+matrices. They are separate, because the experts of other peers never need the third (see `expert_mlp`).
 """
 
 from __future__ import annotations
@@ -11,112 +11,144 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from spes_swarm.base.errors import ConfigError
 
-# torch.nn.functional.grouped_mm rejects operands whose rows do not start on a multiple of this many bytes.
+# grouped_mm rejects operands whose rows do not start on a multiple of this many bytes.
 GROUPED_MM_ALIGNMENT_BYTES = 16
 GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+class Groups:
+    """Which rows belong to which group: row t to group g when `ends[g - 1] <= t < ends[g]`."""
+
+    def __init__(self, ends_G: Tensor) -> None:
+        """Takes one past the last row of each group: int32, ascending, on the rows' device; the last is T."""
+        self.ends_G = ends_G
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Rows of each group, on the host: reading them waits for the device, once."""
+        ends = self.ends_G.tolist()
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
 class ExpertKernel(Protocol):
-    """A grouped matrix product over rows that are sorted by group."""
+    """One linear layer per group: `y[t] = w[g(t)] @ x[t]`.
 
-    def __call__(self, x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-        """Returns y_TF; `ends_G` (int32, device of x) holds one past the last row of each group, `ends_G[-1] == T`."""
+    All tensors of a call have one dtype and are contiguous; there is at least one row.
+    """
+
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns y_TF."""
+
+    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns the gradient of x: grad_x_TD."""
+
+    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
+        """Returns the gradient of w: grad_w_GFD, zeros for a group without rows."""
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype in which a matmul of `x` runs: autocast's if enabled for x's device, else that of x."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+class LoopKernel:
+    """One matrix product per group, on any device and for any dtype: the yardstick for the others."""
+
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns y_TF."""
+        y_TF = x_TD.new_empty((x_TD.shape[0], w_GFD.shape[1]))
+        for group, rows in _ranges(groups):
+            torch.mm(x_TD[rows], w_GFD[group].T, out=y_TF[rows])
+        return y_TF
+
+    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_x_TD."""
+        grad_x_TD = grad_y_TF.new_empty((grad_y_TF.shape[0], w_GFD.shape[2]))
+        for group, rows in _ranges(groups):
+            torch.mm(grad_y_TF[rows], w_GFD[group], out=grad_x_TD[rows])
+        return grad_x_TD
+
+    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_w_GFD."""
+        grad_w_GFD = x_TD.new_zeros((len(groups.counts), grad_y_TF.shape[1], x_TD.shape[1]))
+        for group, rows in _ranges(groups):
+            torch.mm(grad_y_TF[rows].T, x_TD[rows], out=grad_w_GFD[group])
+        return grad_w_GFD
 
 
-def grouped_mm_applies(x_TD: Tensor, w_GFD: Tensor) -> bool:
-    """Returns True if `torch.nn.functional.grouped_mm` supports forward *and* backward of this product.
+def _ranges(groups: Groups) -> list[tuple[int, slice]]:
+    """Returns every group that has rows, and its rows."""
+    found, start = [], 0
+    for group, count in enumerate(groups.counts):
+        if count:
+            found.append((group, slice(start, start + count)))
+        start += count
+    return found
+
+
+def grouped_mm_applies(first: Tensor, second: Tensor, input_features: int, output_features: int) -> bool:
+    """Returns True if `torch.nn.functional.grouped_mm` supports a product of these operands of a layer of this size.
 
     Measured on torch 2.13 (CPU): it raises "strides should be multiple of 16 bytes" unless rows of x, w and of the
     output's gradient are aligned, that is D * itemsize and F * itemsize are multiples of 16; torch 2.10 also requires
-    aligned start addresses (see transformers' integrations/moe.py). Empty groups are fine; the case of no rows at all
-    is handled before a kernel is chosen. Everything else uses one matmul per group.
+    aligned start addresses (see transformers' integrations/moe.py). Empty groups are fine.
     """
-    _, F, D = w_GFD.shape
-    itemsize = x_TD.element_size()
-    return (
-        x_TD.dtype in GROUPED_MM_DTYPES
-        and D * itemsize % GROUPED_MM_ALIGNMENT_BYTES == 0
-        and F * itemsize % GROUPED_MM_ALIGNMENT_BYTES == 0
-        and x_TD.data_ptr() % GROUPED_MM_ALIGNMENT_BYTES == 0
-        and w_GFD.data_ptr() % GROUPED_MM_ALIGNMENT_BYTES == 0
+    sizes = (features * first.element_size() for features in (input_features, output_features))
+    return first.dtype in GROUPED_MM_DTYPES and all(
+        size % GROUPED_MM_ALIGNMENT_BYTES == 0 for size in (*sizes, first.data_ptr(), second.data_ptr())
     )
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """Grouped linear layer; a custom Function, because autograd's formula for grouped_mm rejects expanded gradients."""
+class TorchKernel(LoopKernel):
+    """`torch.nn.functional.grouped_mm` where it applies, else one product per group; on CPU and CUDA."""
 
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-        grouped = grouped_mm_applies(x_TD, w_GFD)
-        ctx.grouped = grouped
-        ctx.save_for_backward(x_TD, w_GFD, ends_G)
-        if grouped:
-            return torch.nn.functional.grouped_mm(x_TD, w_GFD.transpose(1, 2), offs=ends_G)
-        y_TF = x_TD.new_empty((x_TD.shape[0], w_GFD.shape[1]))
-        for group, start, stop in _ranges(ends_G):
-            torch.mm(x_TD[start:stop], w_GFD[group].T, out=y_TF[start:stop])
-        return y_TF
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns y_TF."""
+        if not grouped_mm_applies(x_TD, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
+            return super().product(x_TD, w_GFD, groups)
+        return functional.grouped_mm(x_TD, w_GFD.transpose(1, 2), offs=groups.ends_G)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_TD, w_GFD, ends_G = ctx.saved_tensors
-        needs_x, needs_w, _ = ctx.needs_input_grad
-        grad_y_TF = grad_y_TF.contiguous()
-        grad_x_TD: Tensor | None = None
-        grad_w_GFD: Tensor | None = None
-        if ctx.grouped:
-            grouped_mm = torch.nn.functional.grouped_mm
-            if needs_x:
-                grad_x_TD = grouped_mm(grad_y_TF, w_GFD, offs=ends_G)
-            if needs_w:
-                grad_w_GFD = grouped_mm(grad_y_TF.T, x_TD, offs=ends_G)
-            return grad_x_TD, grad_w_GFD, None
-        grad_x_TD = torch.empty_like(x_TD) if needs_x else None
-        grad_w_GFD = torch.zeros_like(w_GFD) if needs_w else None
-        for group, start, stop in _ranges(ends_G):
-            if grad_x_TD is not None:
-                torch.mm(grad_y_TF[start:stop], w_GFD[group], out=grad_x_TD[start:stop])
-            if grad_w_GFD is not None:
-                torch.mm(grad_y_TF[start:stop].T, x_TD[start:stop], out=grad_w_GFD[group])
-        return grad_x_TD, grad_w_GFD, None
+    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_x_TD."""
+        if not grouped_mm_applies(grad_y_TF, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
+            return super().input_gradient(grad_y_TF, w_GFD, groups)
+        return functional.grouped_mm(grad_y_TF, w_GFD, offs=groups.ends_G)
+
+    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_w_GFD."""
+        if not grouped_mm_applies(grad_y_TF, x_TD, x_TD.shape[1], grad_y_TF.shape[1]):
+            return super().weight_gradient(grad_y_TF, x_TD, groups)
+        return functional.grouped_mm(grad_y_TF.T, x_TD, offs=groups.ends_G)
 
 
-def _ranges(ends_G: Tensor) -> list[tuple[int, int, int]]:
-    """Returns (group, start, stop) of every group that has rows; synchronises with the device once."""
-    ends = ends_G.tolist()
-    return [(g, start, stop) for g, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)) if stop > start]
+class _MegablocksKernel:
+    """The grouped products of megablocks; they compute in bf16 only, on CUDA."""
 
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops  # megablocks' `ops` of grouped_gemm
 
-def torch_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-    """Grouped linear layer on CPU and CUDA; computes and returns y_TF in the autocast dtype (see `compute_dtype`).
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns y_TF."""
+        return self._gmm(x_TD, w_GFD, groups, trans_b=True)
 
-    Uses `torch.nn.functional.grouped_mm` exactly where `grouped_mm_applies`, else one matmul per group. grouped_mm is
-    not autocast-aware, hence the explicit casts. With no rows the result is an empty y_TF, connected to x and w, so
-    that w still gets a gradient of zeros.
-    """
-    dtype = compute_dtype(x_TD)
-    x_TD, w_GFD = x_TD.to(dtype).contiguous(), w_GFD.to(dtype).contiguous()
-    if x_TD.shape[0] == 0:
-        # An empty slice of w keeps the graph connected: its gradient is zeros, as for an expert without tokens.
-        return x_TD @ w_GFD.reshape(-1, x_TD.shape[1])[: w_GFD.shape[1]].T
-    y_TF: Tensor = _GroupedLinear.apply(x_TD, w_GFD, ends_G)  # type: ignore[no-untyped-call]
-    return y_TF
+    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_x_TD."""
+        return self._gmm(grad_y_TF, w_GFD, groups)
+
+    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_w_GFD."""
+        return self._gmm(grad_y_TF, x_TD, groups, trans_a=True)
+
+    def _gmm(self, a: Tensor, b: Tensor, groups: Groups, *, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        # It expects the rows per group as int64 in host memory.
+        counts_G = torch.tensor(groups.counts, dtype=torch.int64)
+        with torch.no_grad():
+            product: Tensor = self._ops.gmm(a.bfloat16(), b.bfloat16(), counts_G, trans_a, trans_b)
+        return product.to(a.dtype)
 
 
 # The metadata of megablocks 0.10 requires an older torch than this package, so it is installed without dependencies.
@@ -146,17 +178,14 @@ def _load_megablocks() -> ExpertKernel:
         ) from exc
     if not torch.cuda.is_available():
         raise ConfigError("kernel 'megablocks' needs a CUDA device, and this machine has none; use the kernel torch")
-
-    def megablocks_kernel(x_TD: Tensor, w_GFD: Tensor, ends_G: Tensor) -> Tensor:
-        # grouped_gemm computes in bf16 only, and expects the rows per group as int64 in host memory.
-        counts_G = torch.diff(ends_G, prepend=ends_G.new_zeros(1)).to("cpu", torch.int64)
-        y_TF: Tensor = ops.gmm(x_TD.to(torch.bfloat16), w_GFD.to(torch.bfloat16), counts_G, trans_b=True)
-        return y_TF.to(compute_dtype(x_TD))
-
-    return megablocks_kernel
+    return _MegablocksKernel(ops)
 
 
-KERNELS: dict[str, Callable[[], ExpertKernel]] = {"torch": lambda: torch_kernel, "megablocks": _load_megablocks}
+KERNELS: dict[str, Callable[[], ExpertKernel]] = {
+    "torch": TorchKernel,
+    "loop": LoopKernel,
+    "megablocks": _load_megablocks,
+}
 
 
 def load_kernel(name: str) -> ExpertKernel:

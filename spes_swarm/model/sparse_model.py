@@ -67,7 +67,7 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replace_experts(
-    model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
+    model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_form: str = "fp32"
 ) -> list[SparseExperts]:
     """Replaces every experts module in place (peak memory: one layer more than the model); returns the new ones.
 
@@ -83,7 +83,7 @@ def replace_experts(
         # Popping the only other reference lets each old layer be freed as soon as it is copied.
         experts: Any = found.pop(name)
         sparse = SparseExperts(
-            experts.gate_up_proj, experts.down_proj, experts.act_fn, held, expert_kernel, foreign_dtype
+            experts.gate_up_proj, experts.down_proj, experts.act_fn, held, expert_kernel, foreign_form
         )
         sparse.train(experts.training)
         model.set_submodule(name, sparse)
@@ -142,7 +142,7 @@ class SparseModel:
     """
 
     def __init__(
-        self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_dtype: torch.dtype | None = None
+        self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_form: str = "fp32"
     ) -> None:
         """Takes over an untouched model on any device and replaces its experts in place; see `SparseExperts`.
 
@@ -151,7 +151,7 @@ class SparseModel:
         """
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
-        replace_experts(model, self.held, kernel, foreign_dtype)
+        replace_experts(model, self.held, kernel, foreign_form)
         self.module = model
         self._experts = {name: m for name, m in model.named_modules() if isinstance(m, SparseExperts)}
         self._shared = {
@@ -162,11 +162,18 @@ class SparseModel:
 
     # Blocks of the flat vector
 
-    def _live(self, slot: TensorSlot) -> Tensor:
+    def _read(self, slot: TensorSlot) -> Tensor:
         if slot.expert is None:
             return self._shared[slot.name].detach()
         experts, _, projection = slot.name.rpartition(".")
-        return self._experts[experts].expert_tensor(projection, slot.expert)
+        return self._experts[experts].read(projection, slot.expert)
+
+    def _write(self, slot: TensorSlot, values: Tensor) -> None:
+        if slot.expert is None:
+            self._shared[slot.name].detach().copy_(values)
+            return
+        experts, _, projection = slot.name.rpartition(".")
+        self._experts[experts].write(projection, slot.expert, values)
 
     def read_block(self, block_index: int, out_N: FloatArray) -> None:
         """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
@@ -179,7 +186,7 @@ class SparseModel:
         if not out_N.flags.writeable:
             raise ValueError("out_N is read-only")
         for slot in block.slots:
-            _as_tensor(out_N, slot, block.start).copy_(self._live(slot))
+            _as_tensor(out_N, slot, block.start).copy_(self._read(slot))
 
     def write_block(self, block_index: int, in_N: FloatArray) -> None:
         """Overwrites the live weights of a block (shared, held or foreign) with `in_N`: fp32, of the block's size.
@@ -190,7 +197,7 @@ class SparseModel:
         block = self.layout.blocks[block_index]
         _check_array(in_N, block.size)
         for slot in block.slots:
-            self._live(slot).copy_(_as_tensor(in_N, slot, block.start))
+            self._write(slot, _as_tensor(in_N, slot, block.start))
 
     def write_slot(self, slot: TensorSlot, values: FloatArray) -> None:
         """Overwrites one tensor, e.g. of a merged expert, with `values` (fp32, `slot.size` elements in any shape).
@@ -200,12 +207,12 @@ class SparseModel:
         """
         flat_N = values.reshape(-1)
         _check_array(flat_N, slot.size)
-        self._live(slot).copy_(_as_tensor(flat_N, slot, slot.start))
+        self._write(slot, _as_tensor(flat_N, slot, slot.start))
 
     # Training
 
     def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
-        """Changes the held experts; all weights keep their values (but see `SparseExperts.hold` on `foreign_dtype`).
+        """Changes the held experts; all weights keep their values, as far as `SparseExperts.hold` does.
 
         The experts' parameters become new objects, so an optimiser made from `param_groups` must be passed here. Its
         parameters are swapped, the state rows of experts that stay held are kept, and those of new experts start at

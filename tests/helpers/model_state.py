@@ -53,7 +53,7 @@ def bytes_per_class(sparse: SparseModel, optimizer: torch.optim.Optimizer | None
     experts = [module for module in sparse.module.modules() if isinstance(module, SparseExperts)]
     held = {getattr(module, name) for module in experts for name in PROJECTIONS}
     shared = set(sparse.module.parameters()) - held
-    foreign = [getattr(module, f"foreign_{name}") for module in experts for name in PROJECTIONS]
+    foreign = [buffer for module in experts for buffer in module.foreign.buffers()]
 
     def class_of(tensor: Tensor) -> str:
         return "shared" if tensor in shared else "held" if tensor in held else "foreign"
