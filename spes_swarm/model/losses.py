@@ -16,13 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from spes_swarm.base.errors import ConfigError
-
-IGNORED_TARGET = -100
-# The fp32 softmax processes this many logits at a time (64 MiB), never all of them.
-CHUNK_ELEMENTS = 2**24
+from spes_swarm.model.output_head import IGNORED_TARGET, linear_loss, linear_nats, output_head
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -59,54 +55,11 @@ class LossParts:
     """Detached scalar: mean squared log-sum-exp of the logits."""
 
 
-class _CrossEntropyAndZ(torch.autograd.Function):
-    """Mean cross-entropy and mean squared log-sum-exp in one pass, with one buffer for the gradient of the logits.
+def next_tokens(input_ids_BS: Tensor) -> Tensor:
+    """Returns the targets (B, S): the token after each, and `IGNORED_TARGET` at the last position, which has none.
 
-    Composed from library functions, the two would keep a log-softmax and allocate several more tensors of the logits'
-    size in backward; this keeps only the logits, and one gradient in their dtype.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        valid_N = targets_N != IGNORED_TARGET
-        lse_N = torch.empty_like(targets_N, dtype=torch.float32)
-        for rows in _row_chunks(logits_NV):
-            lse_N[rows] = torch.logsumexp(logits_NV[rows].float(), dim=-1)
-        picked_N = logits_NV.gather(1, targets_N.clamp_min(0).unsqueeze(1)).squeeze(1).float()
-        count = valid_N.sum()
-        ctx.save_for_backward(logits_NV, targets_N, lse_N, count)
-        cross_entropy = ((lse_N - picked_N) * valid_N).sum() / count
-        logit_z = (lse_N.square() * valid_N).sum() / count
-        return cross_entropy, logit_z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_cross_entropy: Tensor, grad_logit_z: Tensor) -> tuple[Tensor, None]:
-        logits_NV, targets_N, lse_N, count = ctx.saved_tensors
-        weight_N = (targets_N != IGNORED_TARGET) / count
-        # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
-        softmax_scale_N = weight_N * (grad_cross_entropy + 2.0 * grad_logit_z * lse_N)
-        onehot_scale_N = weight_N * -grad_cross_entropy
-        grad_NV = torch.empty_like(logits_NV)
-        for rows in _row_chunks(logits_NV):
-            chunk_CV = torch.exp(logits_NV[rows].float() - lse_N[rows].unsqueeze(1))
-            chunk_CV *= softmax_scale_N[rows].unsqueeze(1)
-            chunk_CV.scatter_add_(1, targets_N[rows].clamp_min(0).unsqueeze(1), onehot_scale_N[rows].unsqueeze(1))
-            grad_NV[rows] = chunk_CV
-        return grad_NV, None
-
-
-def _row_chunks(logits_NV: Tensor) -> list[slice]:
-    N, V = logits_NV.shape
-    step = max(1, CHUNK_ELEMENTS // V)
-    return [slice(start, min(start + step, N)) for start in range(0, N, step)]
-
-
-def cross_entropy_and_z(logits_BSV: Tensor, input_ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropy of predicting token s + 1 at position s, and mean squared log-sum-exp at those positions.
-
-    The last position has no target and is ignored; it is masked rather than sliced off, because slicing would copy the
-    logits. SPES's own code divides by B * S instead of the B * (S - 1) predictions.
+    It is masked rather than sliced off, because slicing would copy the hidden states. SPES's own code divides its loss
+    by B * S instead of the B * (S - 1) predictions.
 
     Raises:
         ValueError: sequences are shorter than two tokens.
@@ -115,9 +68,7 @@ def cross_entropy_and_z(logits_BSV: Tensor, input_ids_BS: Tensor) -> tuple[Tenso
         raise ValueError("a sequence needs at least two tokens to predict one")
     targets_BS = torch.full_like(input_ids_BS, IGNORED_TARGET)
     targets_BS[:, :-1] = input_ids_BS[:, 1:]
-    logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1])
-    cross_entropy, logit_z = _CrossEntropyAndZ.apply(logits_NV, targets_BS.reshape(-1))  # type: ignore[no-untyped-call]
-    return cross_entropy, logit_z
+    return targets_BS
 
 
 def balance_factor(weights: LossWeights, progress: float) -> float:
@@ -191,9 +142,9 @@ def language_model_loss(
         ValueError: sequences are shorter than two tokens.
     """
     wants_router = weights.load_balance != 0.0 or weights.router_z != 0.0
-    output = model(input_ids=input_ids_BS, use_cache=False, output_router_logits=wants_router)
-    cross_entropy, logit_z = cross_entropy_and_z(output.logits, input_ids_BS)
-    total = cross_entropy + weights.logit_z * logit_z
+    targets_N = next_tokens(input_ids_BS).reshape(-1)
+    output, rows_NX, weight_VD = _last_layer(model, input_ids_BS, output_router_logits=wants_router)
+    total, cross_entropy, logit_z = linear_loss(rows_NX, weight_VD, targets_N, weights.logit_z)
     load_balance = router_z = torch.zeros_like(cross_entropy)
     if wants_router:
         router_logits = getattr(output, "router_logits", None)
@@ -206,10 +157,10 @@ def language_model_loss(
         total = total + weights.load_balance * load_balance + weights.router_z * router_z
     return LossParts(
         total=total,
-        cross_entropy=cross_entropy.detach(),
+        cross_entropy=cross_entropy,
         load_balance=load_balance.detach(),
         router_z=router_z.detach(),
-        logit_z=logit_z.detach(),
+        logit_z=logit_z,
     )
 
 
@@ -222,11 +173,26 @@ def cross_entropy_of_sequences(model: nn.Module, input_ids_BS: Tensor) -> Tensor
     Raises:
         ValueError: sequences are shorter than two tokens.
     """
+    targets_BS = next_tokens(input_ids_BS)
     was_training = model.training
     model.eval()
     try:
-        logits_BSV = model(input_ids=input_ids_BS, use_cache=False).logits
+        _, rows_NX, weight_VD = _last_layer(model, input_ids_BS)
     finally:
         model.train(was_training)
-    pairs = zip(logits_BSV, input_ids_BS, strict=True)
-    return torch.stack([cross_entropy_and_z(logits_SV[None], ids_S[None])[0] for logits_SV, ids_S in pairs])
+    nats_BS = linear_nats(rows_NX, weight_VD, targets_BS.reshape(-1)).view(targets_BS.shape)
+    return nats_BS.sum(dim=1) / (targets_BS != IGNORED_TARGET).sum(dim=1)
+
+
+def _last_layer(model: nn.Module, input_ids_BS: Tensor, **options: Any) -> tuple[Any, Tensor, Tensor | None]:
+    """Runs the model; returns its output, rows of hidden states (N, D), and the weight (V, D) of the logits.
+
+    A model whose logits are not such a product is run as a whole: then the rows are logits, and there is no weight.
+    """
+    head = output_head(model)
+    if head is None:
+        output = model(input_ids=input_ids_BS, use_cache=False, **options)
+        return output, output.logits.flatten(0, 1), None
+    base: Any = model.base_model
+    output = base(input_ids=input_ids_BS, use_cache=False, **options)
+    return output, output.last_hidden_state.flatten(0, 1), head.weight

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from spes_swarm.model import losses
 from spes_swarm.model.losses import (
     LossWeights,
     balance_factor,
-    cross_entropy_and_z,
     cross_entropy_of_sequences,
     language_model_loss,
     load_balance_loss,
+    next_tokens,
     router_z_loss,
 )
+from spes_swarm.model.output_head import IGNORED_TARGET
 from spes_swarm.model.sparse_model import SparseModel, build_model
 
 torch.set_num_threads(1)
@@ -81,51 +81,17 @@ def naive_router_z(router_logits: list[Tensor]) -> float:
     return total
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 60, 2**24])
-def test_cross_entropy_and_z_match_a_naive_loop(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
-    torch.manual_seed(0)
-    logits = torch.randn(3, 5, 20) * 4
-    ids = torch.randint(0, 20, (3, 5))
-    cross_entropy, logit_z = cross_entropy_and_z(logits, ids)
-    expected = naive_cross_entropy_and_z(logits, ids)
-    assert (cross_entropy.item(), logit_z.item()) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("chunk_elements", [60, 2**24])
-def test_gradient_of_cross_entropy_and_z_matches_autograd_in_float64(
-    monkeypatch: pytest.MonkeyPatch, chunk_elements: int
-) -> None:
-    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk_elements)
-    torch.manual_seed(0)
-    ids = torch.randint(0, 20, (3, 5))
-    logits = (torch.randn(3, 5, 20) * 4).requires_grad_()
-    cross_entropy, logit_z = cross_entropy_and_z(logits, ids)
-    torch.autograd.backward(2.0 * cross_entropy + 0.3 * logit_z)
-    wide = logits.detach().double().requires_grad_()
-    reference = 2.0 * torch.nn.functional.cross_entropy(wide[:, :-1].reshape(-1, 20), ids[:, 1:].reshape(-1))
-    torch.autograd.backward(reference + 0.3 * wide[:, :-1].logsumexp(-1).square().mean())
-    assert logits.grad is not None
-    assert wide.grad is not None
-    torch.testing.assert_close(logits.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
-    assert not logits.grad[:, -1].any(), "the last position predicts nothing"
-
-
-def test_bf16_logits_lose_no_more_than_their_own_precision() -> None:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 20, (3, 5))
-    logits = (torch.randn(3, 5, 20) * 4).bfloat16().requires_grad_()
-    cross_entropy, _ = cross_entropy_and_z(logits, ids)
-    torch.autograd.backward(cross_entropy)
-    # The loss is summed in fp32 from the very same logits, so it is as exact as with fp32 logits.
-    assert cross_entropy.item() == pytest.approx(naive_cross_entropy_and_z(logits.detach(), ids)[0], rel=1e-6)
-    assert logits.grad is not None
-    assert logits.grad.dtype == torch.bfloat16
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5)])
+def test_a_batch_without_targets_at_its_ends(shape: tuple[int, int]) -> None:
+    ids = torch.randint(0, 20, shape)
+    targets = next_tokens(ids)
+    assert torch.equal(targets[:, :-1], ids[:, 1:])
+    assert (targets[:, -1] == IGNORED_TARGET).all()
 
 
 def test_a_sequence_of_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="two tokens"):
-        cross_entropy_and_z(torch.zeros(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64))
+        next_tokens(torch.zeros(1, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(("held", "factor"), [((), 1.0), ((1, 4), 0.7), ((0, 1, 2, 3, 4, 5), 0.85)])

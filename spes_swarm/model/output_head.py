@@ -1,0 +1,155 @@
+"""The last layer and its losses, a few rows of logits at a time.
+
+The logits of a batch are by far its largest tensor: 256 sequences of 2048 tokens with Qwen's vocabulary of 151,665
+would take 318 GB in fp32. So the layer and the loss are one function here, and its gradients are computed along with
+it, chunk by chunk; that costs no matrix product more, and what is kept is the gradient of the weight.
+
+Tensor suffixes: N rows (positions), C rows of one chunk, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from spes_swarm.model.expert_mlp import compute_dtype
+
+IGNORED_TARGET = -100
+# Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
+_CHUNK_ELEMENTS = 2**24
+_CHUNK_ELEMENTS_CUDA = 2**26
+
+_heads: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
+
+
+def output_head(model: nn.Module) -> nn.Linear | None:
+    """Returns the layer whose product with the last hidden states is the model's logits; None if they are not that.
+
+    Some architectures scale, cap or shift their logits. This is not a question of names, so it is measured, once for
+    every model: on two tokens, in evaluation mode.
+    """
+    if model not in _heads:
+        _heads[model] = _measured_head(model)
+    return _heads[model]
+
+
+@torch.no_grad()
+def _measured_head(model: Any) -> nn.Linear | None:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()) or model.base_model is model:
+        return None
+    ids_BS = torch.tensor([[0, 1]], device=head.weight.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.autocast(head.weight.device.type, enabled=False):
+            logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+            hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+            same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=1e-4, atol=1e-6)
+    finally:
+        model.train(was_training)
+    return head if same else None
+
+
+def linear_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
+    """Returns (loss, cross-entropy, logit z-loss), fp32 scalars of which only the first has gradients.
+
+    The loss is `cross_entropy + z_weight * logit_z`, each a mean over the targets that are not `IGNORED_TARGET`.
+
+    Args:
+        rows_NX: hidden states (N, D), or the logits (N, V) if there is no weight.
+        weight_VD: the logits are `hidden @ weight.T`.
+        targets_N: int64.
+        z_weight: factor of the mean squared log-sum-exp.
+    """
+    losses: tuple[Tensor, ...] = _LinearLoss.apply(rows_NX, weight_VD, targets_N, z_weight)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float
+    ) -> tuple[Tensor, ...]:
+        head = _Head(rows_NX, weight_VD)
+        valid_N = targets_N != IGNORED_TARGET
+        share_N = valid_N / valid_N.sum()
+        grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
+        grad_VD = torch.zeros_like(weight_VD) if weight_VD is not None and ctx.needs_input_grad[1] else None
+        nats = torch.zeros((), device=rows_NX.device)
+        squares = nats.clone()
+        for rows in head.chunks():
+            logits_CV = head.logits(rows)
+            targets_C1 = targets_N[rows].clamp_min(0).unsqueeze(1)
+            share_C, lse_C = share_N[rows], torch.logsumexp(logits_CV, dim=-1)
+            nats += ((lse_C - logits_CV.gather(1, targets_C1).squeeze(1)) * share_C).sum()
+            squares += (lse_C.square() * share_C).sum()
+            if grad_NX is None and grad_VD is None:
+                continue
+            # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
+            grad_CV = logits_CV.sub_(lse_C.unsqueeze(1)).exp_()
+            grad_CV *= (share_C * (1.0 + 2.0 * z_weight * lse_C)).unsqueeze(1)
+            grad_CV.scatter_add_(1, targets_C1, -share_C.unsqueeze(1))
+            head.differentiate(rows, grad_CV, grad_NX, grad_VD)
+        ctx.gradients = grad_NX, grad_VD
+        ctx.mark_non_differentiable(nats, squares)
+        return nats + z_weight * squares, nats, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, because these are the largest tensors of a step; a second backward finds none.
+        gradients, ctx.gradients = ctx.gradients, None
+        grad_NX, grad_VD = (None if each is None else each.mul_(grad) for each in gradients)
+        return grad_NX, grad_VD, None, None
+
+
+class _Head:
+    """The product of hidden states and weight, in the dtype of autocast if it is on."""
+
+    def __init__(self, rows_NX: Tensor, weight_VD: Tensor | None) -> None:
+        dtype = compute_dtype(rows_NX)
+        self._rows_NX = rows_NX.to(dtype)
+        self._weight_VD = None if weight_VD is None else weight_VD.to(dtype)
+
+    def chunks(self) -> Iterator[slice]:
+        """Yields the rows of each chunk."""
+        elements = _CHUNK_ELEMENTS_CUDA if self._rows_NX.is_cuda else _CHUNK_ELEMENTS
+        vocabulary = (self._rows_NX.T if self._weight_VD is None else self._weight_VD).shape[0]
+        step = max(1, elements // vocabulary)
+        for start in range(0, len(self._rows_NX), step):
+            yield slice(start, min(start + step, len(self._rows_NX)))
+
+    def logits(self, rows: slice) -> Tensor:
+        """Returns new logits (C, V) in fp32, or in the dtype of the rows if that is wider."""
+        rows_CX = self._rows_NX[rows]
+        logits_CV = rows_CX.clone() if self._weight_VD is None else rows_CX @ self._weight_VD.T
+        return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+
+    def differentiate(self, rows: slice, grad_CV: Tensor, grad_NX: Tensor | None, grad_VD: Tensor | None) -> None:
+        """Writes the gradient of these rows, and adds their share of the weight's."""
+        cast_CV = grad_CV.to(self._rows_NX.dtype)
+        if grad_NX is not None:
+            grad_NX[rows] = cast_CV if self._weight_VD is None else cast_CV @ self._weight_VD
+        if grad_VD is None:
+            return
+        if grad_VD.dtype == cast_CV.dtype:
+            grad_VD.addmm_(cast_CV.T, self._rows_NX[rows])
+        else:
+            grad_VD += cast_CV.T @ self._rows_NX[rows]
+
+
+@torch.no_grad()
+def linear_nats(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor) -> Tensor:
+    """Returns the cross-entropy (N,) of every row in nats, 0 without a target; arguments as of `linear_loss`."""
+    head = _Head(rows_NX, weight_VD)
+    nats = [
+        nn.functional.cross_entropy(head.logits(rows), targets_N[rows], ignore_index=IGNORED_TARGET, reduction="none")
+        for rows in head.chunks()
+    ]
+    return torch.cat(nats)
