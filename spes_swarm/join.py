@@ -34,18 +34,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--run-id", help="refuse to join any other run")
     run.add_argument("--wait-for-peers", type=int, metavar="N", help="wait until N peers are ready, including this one")
     run.add_argument("--max-rounds", type=int, metavar="N", help="leave after N rounds")
-    peer = parser.add_argument_group("this peer")
-    peer.add_argument("--experts", metavar="auto|N|i,j", help="which experts to train (default: auto)")
-    peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
-    peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
-    peer.add_argument("--name", help="public nickname")
-    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, or text (default: as last time)")
-    peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
-    peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
-    peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
-    peer.add_argument("--seed", type=int, help="seed of the data order (default: from the peer id)")
-    peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
-    peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
+    _add_peer_arguments(parser)
     network = parser.add_argument_group("network")
     network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="addresses to listen on")
     network.add_argument("--announce-maddrs", nargs="+", metavar="MADDR", help="addresses to announce instead")
@@ -69,6 +58,29 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a tag (default: all)")
     hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="resume a published run, with or without peers")
     return parser.parse_args(arguments)
+
+
+def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    peer = parser.add_argument_group("this peer")
+    peer.add_argument("--experts", metavar="auto|N|i,j", help="which experts to train (default: auto)")
+    peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
+    peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
+    peer.add_argument("--name", help="public nickname")
+    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, or text (default: as last time)")
+    peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
+    peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
+    peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
+    peer.add_argument("--micro-batch-size", metavar="auto|N", help="sequences at a time (default: as many as fit)")
+    peer.add_argument("--precision", metavar="auto|fp32|bf16", help="of matrix products (default: bf16 on a GPU)")
+    peer.add_argument(
+        "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
+    )
+    peer.add_argument(
+        "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
+    )
+    peer.add_argument("--seed", type=int, help="seed of the data order (default: from the peer id)")
+    peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -22,6 +22,13 @@ class PeerConfig(Section):
     data_differs: bool = False  # train on data that is not the run's
     device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = "auto"  # where to train
     batch_size: BatchSize | None = None  # sequences per local step; None = the run's
+    # Sequences of a local step that are computed at a time; auto: as many as fit. The step's gradients stay the same.
+    micro_batch_size: Annotated[str, Pattern(r"auto|[1-9][0-9]{0,6}", "auto or a number of sequences")] = "auto"
+    precision: Annotated[str, Pattern(r"auto|fp32|bf16", "auto, fp32 or bf16")] = "auto"  # auto: bf16 on a GPU
+    # How experts of other peers are stored; auto: as the precision of this device. All but fp32 round.
+    foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
+    # Which activations are computed again in backward instead of being kept.
+    activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     kernel: Text = "torch"  # expert kernel
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id
@@ -56,7 +63,9 @@ class PeerConfig(Section):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
         """Reads plain values that came from `source`; raises ConfigError as `RunConfig.from_dict` does."""
-        return read_section(cls, values, f"{source}: ", "peer")
+        # YAML reads `experts: 2` as a number, where text is declared because of "auto".
+        text = {key: str(values[key]) for key in ("experts", "micro_batch_size") if type(values.get(key)) is int}
+        return read_section(cls, {**values, **text}, f"{source}: ", "peer")
 
 
 def override(peer: PeerConfig, **flags: Any) -> PeerConfig:

@@ -25,6 +25,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
@@ -34,6 +35,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
+from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
@@ -115,6 +117,7 @@ class Joining:
     def _prepare_machine(self) -> None:
         # Only after the network process was forked: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
+        self._step = StepSettings.of(self._peer, self._device)
         load_kernel(self._peer.kernel)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
@@ -266,7 +269,7 @@ class Joining:
                 peer_id=context.identity.peer_id,
                 nickname=peer.name or "",
                 run=self._run,
-                model=SparseModel(self._model.to(self._device), self._held, peer.kernel),
+                model=self._sparse_model(),
                 network=context.network,
                 reference_N=self._reference.values_N,
                 contribution_N=self._contribution.values_N,
@@ -274,6 +277,8 @@ class Joining:
                 evaluation=self._evaluation,
                 device=self._device,
                 batch_size=self._batch_size,
+                micro_batch_size=self._step.micro_batch_size,
+                precision=self._step.precision,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
                 checkpoint_every_rounds=peer.checkpoint_every_rounds,
@@ -288,6 +293,13 @@ class Joining:
             )
         )
         self._tell_how_to_join()
+
+    def _sparse_model(self) -> SparseModel:
+        """Returns the model that is trained; a GPU never holds the whole of it in fp32."""
+        sparse = SparseModel(self._model, self._held, self._peer.kernel, self._step.foreign_experts)
+        checkpoint_activations(sparse.module, self._peer.activation_checkpointing)
+        sparse.module.to(self._device)
+        return sparse
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

@@ -57,7 +57,7 @@ def write_moments(
     for slot, parameter, row in _rows(model, expert):
         state = optimiser.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device=parameter.device)
             for key in _MOMENTS:
                 state[key] = torch.zeros_like(parameter)
         state["step"].fill_(max(float(state["step"]), float(step)))

@@ -30,11 +30,9 @@ def load_optimiser_arrays(
     """Restores copies of the arrays of `optimiser_arrays`; a parameter without arrays keeps its state."""
     for name, parameter in parameters.items():
         state = {
-            key: torch.from_numpy(arrays[f"{name}/{key}"].copy())
+            key: torch.from_numpy(arrays[f"{name}/{key}"].copy()).to(parameter.device)
             for key in ("step", "exp_avg", "exp_avg_sq")
             if f"{name}/{key}" in arrays
         }
         if state:
-            # AdamW keeps its step counts on the CPU, whatever the parameter's device.
-            moments = {key: value.to(parameter.device) for key, value in state.items() if key != "step"}
-            optimiser.state[parameter] = {"step": state["step"], **moments}
+            optimiser.state[parameter] = state

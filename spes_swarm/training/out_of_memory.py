@@ -26,7 +26,7 @@ def as_user_error(when: str) -> Iterator[None]:
         if not is_out_of_memory(exc):
             raise
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
-        advice = "choose a smaller --batch-size, or fewer --experts"
+        advice = "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers"
         raise CapacityError(f"out of memory {when}: {reason}; {advice}") from exc
 
 

@@ -58,7 +58,9 @@ class TrainerSetup:
     sampler: Sampler
     evaluation: list[npt.NDArray[np.int64]]  # held-out batches, each (B, S)
     device: torch.device
-    batch_size: int
+    batch_size: int  # sequences per local step
+    micro_batch_size: int | None = None  # most sequences at a time; None: the whole batch
+    precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
     metrics: Metrics
     checkpoints: Path
     checkpoint_every_rounds: int

@@ -20,13 +20,13 @@ import torch
 
 from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
-from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.storage.checkpoint import Checkpoint
 from spes_swarm.training.divergence import DivergenceGuard
+from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.handover import Handover
 from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
@@ -58,14 +58,15 @@ class Trainer:
             lr=training.learning_rate,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,
+            fused=True,
         )
-        self._loss_weights = LossWeights(
-            load_balance=training.load_balance_weight,
-            router_z=training.router_z_weight,
-            logit_z=training.logit_z_weight,
-            decayed_balance=training.local_balance_start is not None,
-            decayed_balance_start=training.local_balance_start or 1.0,
-            decayed_balance_fraction=training.local_balance_fraction,
+        self._gradients = Gradients(
+            setup.model,
+            loss_weights(training),
+            setup.micro_batch_size or setup.batch_size,
+            device=setup.device,
+            autocast=self._autocast,
+            warn=self._warn,
         )
         self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
         self._handover = Handover(
@@ -103,6 +104,11 @@ class Trainer:
         meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
         late = table.round > meta.round
         self.round = table.round
+        # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
+        self._model.hold(meta.held, self._optimiser)
+        load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
+        self._model.hold(held, self._optimiser)
+        # Only now: an expert that was not held then may have been rounded.
         self._live.reset_to_reference()
         if not late:  # the saved blocks, written below, are merged already
             self._live.merge_if_due(self.round)
@@ -117,10 +123,6 @@ class Trainer:
                 self._model.write_block(block.index, live_N[block.start : block.stop])
         if late:
             self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
-        # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
-        self._model.hold(meta.held, self._optimiser)
-        load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
-        self._model.hold(held, self._optimiser)
         self.step = meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
@@ -229,22 +231,11 @@ class Trainer:
         rate = learning_rate(global_step, training)
         for group in self._optimiser.param_groups:
             group["lr"] = rate
-        ids_BS = torch.from_numpy(self._setup.sampler.next_batch(self._setup.batch_size)).to(self._setup.device)
-        self._model.module.train()
-        with self._autocast():
-            losses = language_model_loss(
-                self._model.module,
-                ids_BS,
-                self._loss_weights,
-                self._model.held,
-                progress=min(1.0, global_step / training.total_steps),
-            )
-        self._optimiser.zero_grad(set_to_none=True)
-        losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        batch_BS = self._setup.sampler.next_batch(self._setup.batch_size)
+        self._loss = self._gradients.compute(batch_BS, progress=min(1.0, global_step / training.total_steps))
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
         routed_E = self._model.pop_routed_tokens()
-        self._loss = float(losses.cross_entropy)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
             self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
@@ -295,9 +286,7 @@ class Trainer:
         self._setup.status.faults += 1
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        if self._setup.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return contextlib.nullcontext()
+        return torch.autocast(self._setup.device.type, torch.bfloat16, enabled=self._setup.precision == "bf16")
 
     def _due(self) -> bool:
         """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""

@@ -45,7 +45,10 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     memory.raise_if_exhausted()
     with memory.guard(torch.optim.SGD([weight])):
         bytearray(TOO_MUCH)
-    line = "out of memory on cpu in a step: MemoryError; choose a smaller --batch-size, or fewer --experts"
+    line = (
+        "out of memory on cpu in a step: MemoryError; "
+        "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers"
+    )
     assert told == [f"memory: {line}", "stop"]
     assert all(parameter.grad is None for parameter in (weight,))
     with pytest.raises(CapacityError, match=line):
@@ -86,9 +89,11 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
             assert last.startswith(
                 "join: out of memory on cpu in a step: CUDA out of memory. Tried to allocate 2.00 GiB."
             )
-            assert "choose a smaller --batch-size, or fewer --experts" in last
+            assert "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers" in last
             assert "Traceback" not in peer.text()
-            assert [event["kind"] for event in peer.events("fault") if event["kind"] == "memory"] == ["memory"]
+            details = [event["detail"] for event in peer.events("fault") if event["kind"] == "memory"]
+            assert details[0] == "2 sequences at a time do not fit into memory: trying 1"
+            assert len(details) == 2
             (left,) = peer.events("leave")
             # 24 steps at 5 steps a round: the work of the last ones is in a round that was held for leaving.
             assert left["round"] == max(peer.rounds())

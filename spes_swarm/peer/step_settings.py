@@ -1,0 +1,33 @@
+"""How a peer computes its steps on a device, where the user leaves it to us."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from spes_swarm.config.peer import PeerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What does not change what is learned, beyond rounding; it follows from the settings and the kind of device."""
+
+    precision: str  # of matrix products: "fp32", or "bf16" by autocast
+    foreign_experts: str  # form of other peers' experts: one of `frozen_stack.FORMS`
+    micro_batch_size: int | None  # most sequences at a time; None: as many as fit
+
+    @classmethod
+    def of(cls, peer: PeerConfig, device: torch.device) -> Self:
+        """Resolves every "auto".
+
+        Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
+        step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
+        """
+        usual = "bf16" if device.type == "cuda" else "fp32"
+        return cls(
+            precision=usual if peer.precision == "auto" else peer.precision,
+            foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
+            micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
+        )

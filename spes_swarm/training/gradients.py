@@ -1,0 +1,101 @@
+"""The gradients of one optimiser step, from as many sequences at a time as fit into memory.
+
+A step's batch is the run's business and a peer's memory is its own: the batch is split into micro-batches whose
+gradients add up to those of the whole. Every mean over predictions is weighted by how many of the batch's predictions
+a micro-batch has, so cross-entropy and both z-losses do not depend on the split. The load balance is a product of two
+means and does: it is that of each micro-batch, averaged, as in the code of SPES and of megablocks.
+
+Shapes: B sequences, S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from spes_swarm.config.run import TrainingConfig
+from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.training.out_of_memory import is_out_of_memory
+
+
+def loss_weights(training: TrainingConfig) -> LossWeights:
+    """Returns the factors of the losses that a run's settings ask for."""
+    return LossWeights(
+        load_balance=training.load_balance_weight,
+        router_z=training.router_z_weight,
+        logit_z=training.logit_z_weight,
+        decayed_balance=training.local_balance_start is not None,
+        decayed_balance_start=training.local_balance_start or 1.0,
+        decayed_balance_fraction=training.local_balance_fraction,
+    )
+
+
+class Gradients:
+    """Computes the gradients of batches; halves its micro-batches for good whenever one does not fit."""
+
+    def __init__(
+        self,
+        model: SparseModel,
+        weights: LossWeights,
+        micro_batch_size: int,
+        *,
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[None]],
+        warn: Callable[[str, str], None],
+    ) -> None:
+        """Takes the largest size to try; `warn` is told (kind, text) when it shrinks."""
+        self._model = model
+        self._weights = weights
+        self._device = device
+        self._autocast = autocast
+        self._warn = warn
+        self.micro_batch_size = micro_batch_size
+
+    def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
+        """Sets the gradients of all trained parameters; returns the mean cross-entropy in nats.
+
+        Args:
+            batch_BS: token ids.
+            progress: fraction of the whole training that is done, 0 to 1.
+
+        Raises:
+            MemoryError, RuntimeError: not even one sequence fits; see `is_out_of_memory`.
+        """
+        self._model.module.train()
+        while True:
+            size = min(self.micro_batch_size, len(batch_BS))
+            try:
+                return self._add_up(batch_BS, size, progress)
+            except (MemoryError, RuntimeError) as exc:
+                if size == 1 or not is_out_of_memory(exc):
+                    raise
+            # Outside the handler: the exception's traceback keeps the activations alive.
+            self._forget()
+            self.micro_batch_size = size // 2
+            self._warn("memory", f"{size} sequences at a time do not fit into memory: trying {size // 2}")
+
+    def _add_up(self, batch_BS: npt.NDArray[np.int64], size: int, progress: float) -> float:
+        self._model.module.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self._device)
+        for start in range(0, len(batch_BS), size):
+            micro_BS = torch.from_numpy(batch_BS[start : start + size]).to(self._device)
+            share = len(micro_BS) / len(batch_BS)
+            with self._autocast():
+                losses = language_model_loss(
+                    self._model.module, micro_BS, self._weights, self._model.held, progress=progress
+                )
+            (losses.total * share).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            total += losses.cross_entropy * share
+        return float(total)
+
+    def _forget(self) -> None:
+        """Drops what the failed attempt has left: gradients, counts, and the allocator's pieces of the wrong size."""
+        self._model.module.zero_grad(set_to_none=True)
+        self._model.pop_routed_tokens()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
