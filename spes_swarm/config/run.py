@@ -45,7 +45,7 @@ from spes_swarm.protocol.consensus.codec import CODECS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The tokens of a local step are one array; the paper's largest step has 2**19.
+# The tokens of a local step are one array; a node's largest in the paper has 2**20.
 _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part; the largest model has 2**24 parts of the default size.
 _MAX_PARTS = 2**24

@@ -32,7 +32,7 @@ def redraw_tails(parameters: Iterable[Tensor], std: float, cutoff: float) -> Non
     for parameter in parameters:
         if parameter.dim() < 2:
             continue
-        for chunk_C in parameter.view(-1).split(_CHUNK_ELEMENTS):
+        for chunk_C in torch.split(parameter.view(-1), _CHUNK_ELEMENTS):
             beyond_R = (chunk_C.abs() > limit).nonzero().squeeze(1)
             while len(beyond_R):
                 drawn_R = torch.empty(len(beyond_R), dtype=parameter.dtype).normal_(0.0, std)

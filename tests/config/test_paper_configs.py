@@ -140,6 +140,19 @@ def test_hyperparameters_are_those_of_the_papers_table(name: str) -> None:
     assert (merge.alpha, merge.steps, merge.interval, merge.neighbours) == (0.1, 12_500, 500, 4)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_what_only_the_authors_code_says(name: str) -> None:
+    run = load(name)
+    num_nodes = run.model.num_experts // run.experts_per_peer
+    assert num_nodes * run.training.batch_size == 1024
+    assert run.training.warmup_start_ratio == 0.1
+    assert run.training.decay_norm_and_bias
+    assert run.model.init_cutoff == 3.0
+    assert transformers_config(run.model).initializer_range == 0.02
+    # Otherwise merges would fall on other steps than theirs, see MergeConfig.interval.
+    assert run.merge.interval % run.round.inner_steps == 0
+
+
 def test_upcycled_model_normalises_gates_and_heads() -> None:
     run = load("spes-9b-qwen3")
     with torch.device("meta"):
