@@ -281,8 +281,8 @@ class MergeConfig(Section):
 
     alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
     steps: CountOrZero  # T_merge: inner steps over which alpha falls to 0
-    # Inner steps between merges; 0 = never. The first commit at or past each multiple merges. The authors' server merges
-    # only at steps that are multiples: the same where round.inner_steps divides the interval.
+    # Inner steps between merges; 0 = never. The first commit at or past each multiple merges. The authors' server
+    # merges only at steps that are multiples: the same where round.inner_steps divides the interval.
     interval: CountOrZero
     neighbours: Count = 4  # K: how many of the most similar experts are averaged
 
