@@ -80,7 +80,7 @@ class Peer:
         self.contribution_N = self.reference.values_N.copy()
         self.live = LiveWeights(self.model, self.reference.values_N, self.contribution_N, run)
         self.optimiser = torch.optim.AdamW(
-            self.model.param_groups(run.training.weight_decay),
+            self.model.param_groups(run.training.weight_decay, run.training.decay_norm_and_bias),
             betas=(run.training.adam_beta1, run.training.adam_beta2),
             eps=run.training.adam_eps,
         )

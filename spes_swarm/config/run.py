@@ -45,7 +45,7 @@ from spes_swarm.protocol.consensus.codec import CODECS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# The tokens of a local step are one array; the paper's largest step has 2**19.
+# The tokens of a local step are one array; a node's largest in the paper has 2**20.
 _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part; the largest model has 2**24 parts of the default size.
 _MAX_PARTS = 2**24
@@ -59,6 +59,8 @@ class ModelConfig(Section):
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
     initial_weights: Hex64 | None = None  # digest of the initial weights, filled in by the founder; None = random
+    # Standard deviations beyond which a random initial weight is drawn again (the paper's runs: 3); None = never.
+    init_cutoff: Annotated[float, Range(1, 100)] | None = None
 
     def _check(self) -> None:
         check_mixture(self.type)
@@ -88,6 +90,10 @@ class ModelConfig(Section):
         ends = first_of(config, ("eos_token_id",))
         if self.pad_token_id is not None and self.pad_token_id in (ends if isinstance(ends, list) else [ends]):
             raise ConfigError(frozen_embedding(self.pad_token_id, "the end of a document, eos_token_id"))
+        if self.init_cutoff is not None and not (first_of(config, ("initializer_range",)) or 0) > 0:
+            raise ConfigError(
+                f"init_cutoff: found {self.init_cutoff:g}, expected null unless settings.initializer_range is above 0"
+            )
         hidden, heads = first_of(config, ("hidden_size",)), first_of(config, ("num_attention_heads",))
         if hidden and heads and first_of(config, ("head_dim",)) is None and hidden % heads:
             raise ConfigError(f"settings.hidden_size: found {hidden}, expected a multiple of {heads} attention heads")
@@ -197,6 +203,7 @@ class TrainingConfig(Section):
     batch_size: BatchSize  # sequences per local step, unless a peer overrides it
     learning_rate: Positive  # peak, after warm-up
     warmup_steps: CountOrZero  # inner steps of linear warm-up
+    warmup_start_ratio: Fraction = 0.0  # where the warm-up begins, divided by the peak (the paper's runs: 0.1)
     total_steps: Count  # inner steps until the learning rate reaches its minimum
     # After total_steps, training continues at the minimum, or the run ends with a last checkpoint and publication.
     at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
@@ -205,6 +212,7 @@ class TrainingConfig(Section):
     adam_beta2: Beta = 0.95  # decay of the second moment
     adam_eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled
+    decay_norm_and_bias: bool = False  # whether norms and biases decay too (in the paper's runs they do)
     max_grad_norm: Positive = 1.0  # gradients with a larger norm are scaled down to it
     load_balance_weight: NotNegative = 0.01  # weight of the load-balancing loss
     router_z_weight: NotNegative = 0.001  # weight of the z-loss of router logits
@@ -273,7 +281,9 @@ class MergeConfig(Section):
 
     alpha: Fraction = 0.1  # alpha_0: how far an expert moves towards its neighbours
     steps: CountOrZero  # T_merge: inner steps over which alpha falls to 0
-    interval: CountOrZero  # inner steps between merges; 0 = never
+    # Inner steps between merges; 0 = never. The first commit at or past each multiple merges. The authors' server
+    # merges only at steps that are multiples: the same where round.inner_steps divides the interval.
+    interval: CountOrZero
     neighbours: Count = 4  # K: how many of the most similar experts are averaged
 
 

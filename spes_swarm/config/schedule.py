@@ -12,10 +12,11 @@ def learning_rate(step: float, training: TrainingConfig) -> float:
     """Linear warm-up to the peak, then half a cosine down to `min_learning_rate_ratio` of it, and no further.
 
     `step` counts the inner steps of all committed rounds, and of this one so far. At step 0 the rate is already above
-    0.
+    `warmup_start_ratio` of the peak, by one step.
     """
     if step < training.warmup_steps:
-        return training.learning_rate * (step + 1) / training.warmup_steps
+        start = training.warmup_start_ratio * training.learning_rate
+        return start + (training.learning_rate - start) * (step + 1) / training.warmup_steps
     progress = (step - training.warmup_steps) / max(1, training.total_steps - training.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     floor = training.min_learning_rate_ratio

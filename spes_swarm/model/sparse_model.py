@@ -22,17 +22,24 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.truncation import redraw_tails
 from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
 
 
 def build_model(
-    model_type: str, settings: Mapping[str, Any], seed: int, device: torch.device | str, on_meta: bool = False
+    model_type: str,
+    settings: Mapping[str, Any],
+    seed: int,
+    device: torch.device | str,
+    on_meta: bool = False,
+    init_cutoff: float | None = None,
 ) -> PreTrainedModel:
     """Builds a freshly initialised causal language model in fp32: equal arguments give equal bits (on one machine).
 
     `settings` are fields of the configuration of a transformers type, e.g. "olmoe". Weights are always drawn on the
     CPU, so they do not depend on `device`; the global random state is unchanged. Attention is "sdpa" where the
-    architecture supports it, else "eager". With `on_meta` there are shapes without memory (seed and device are unused).
+    architecture supports it, else "eager". With `on_meta` there are shapes without memory (seed, device and init_cutoff
+    are unused). `init_cutoff`: see `ModelConfig`.
 
     Raises:
         ConfigError: as `config_from_settings`, or transformers cannot build a causal language model from these.
@@ -49,6 +56,8 @@ def build_model(
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
             )
+        if init_cutoff is not None and not on_meta:
+            redraw_tails(model.parameters(), config.initializer_range, init_cutoff)
     return model if on_meta else model.to(device)
 
 
@@ -239,14 +248,17 @@ class SparseModel:
             if parameter.numel() > 0:
                 yield name, parameter
 
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Returns two groups for an optimiser: matrices with weight decay, vectors (norms, biases) without.
+    def param_groups(self, weight_decay: float, decay_vectors: bool = False) -> list[dict[str, Any]]:
+        """Returns two groups for an optimiser: matrices with weight decay; vectors (norms, biases) only if told to.
 
         Empty stacks (nothing held) are included, so that `hold` can swap them for others later.
         """
         matrices = [parameter for parameter in self.module.parameters() if parameter.dim() > 1]
         vectors = [parameter for parameter in self.module.parameters() if parameter.dim() <= 1]
-        return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": weight_decay if decay_vectors else 0.0},
+        ]
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""

@@ -177,7 +177,9 @@ class Joining:
     def _build_model(self) -> None:
         run = self._run
         self._console.say(f"building {run.model.type} on {self._device}")
-        self._model = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        self._model = build_model(
+            run.model.type, run.model.settings, run.training.seed, "cpu", init_cutoff=run.model.init_cutoff
+        )
         self._layout = layout_of(self._model)
         if self._layout.digest != self.manifest.layout_digest:
             raise ManifestError(

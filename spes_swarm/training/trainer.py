@@ -54,7 +54,7 @@ class Trainer:
         self._network = setup.network
         self._round_config = setup.run.round
         self._optimiser = torch.optim.AdamW(
-            setup.model.param_groups(training.weight_decay),
+            setup.model.param_groups(training.weight_decay, training.decay_norm_and_bias),
             lr=training.learning_rate,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,

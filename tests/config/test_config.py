@@ -101,11 +101,15 @@ def test_wrong_type_is_refused(key: str, value: Any, found: str) -> None:
         ("name", "Quick Start"),
         ("name", "x" * 41),
         ("name", "a\n"),
+        ("model.init_cutoff", 0.5),
+        ("model.init_cutoff", 101),
         ("training.sequence_length", 1),
         ("training.batch_size", 0),
         ("training.learning_rate", 0),
         ("training.learning_rate", -1e-3),
         ("training.warmup_steps", -1),
+        ("training.warmup_start_ratio", 1.1),
+        ("training.decay_norm_and_bias", 1),
         ("training.adam_beta2", 1.0),
         ("training.min_learning_rate_ratio", 1.5),
         ("training.local_balance_fraction", 0),
@@ -198,6 +202,13 @@ def test_bytes_tokenizer_needs_its_vocabulary() -> None:
 )
 def test_settings_that_load_code_or_files_are_refused(key: str) -> None:
     assert f"run.model.settings.{key}: not allowed" in error_of(f"model.settings.{key}", "x")
+
+
+def test_initial_weights_without_a_width_have_no_cutoff() -> None:
+    values = with_value("model.settings.initializer_range", 0.0)
+    values["model"]["init_cutoff"] = 3
+    with pytest.raises(ConfigError, match=r"run\.model\.init_cutoff: found 3, expected null unless"):
+        RunConfig.from_dict(values, "f")
 
 
 def test_sections_check_themselves_wherever_they_are_made() -> None:

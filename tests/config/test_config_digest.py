@@ -54,6 +54,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
                 "pad_token_id": None,
                 "eos_token_id": draw(st.none() | st.lists(st.integers(0, 255), max_size=3)),
             },
+            init_cutoff=draw(st.none() | st.floats(1, 100) | st.integers(1, 100)),
         ),
         tokenizer=TokenizerConfig(
             name=draw(st.sampled_from(["bytes", "bpe", "Qwen/Qwen2.5-0.5B"])),
@@ -64,8 +65,10 @@ def runs(draw: st.DrawFn) -> RunConfig:
             batch_size=draw(st.integers(1, 4096)),
             learning_rate=draw(positive | st.integers(1, 5)),
             warmup_steps=draw(st.integers(0, total_steps - 1)),
+            warmup_start_ratio=draw(fraction),
             total_steps=total_steps,
             weight_decay=draw(st.sampled_from([0, 0.0, -0.0, 1, 0.1])),
+            decay_norm_and_bias=draw(st.booleans()),
             local_balance_start=draw(st.none() | fraction),
             seed=draw(st.integers(0, 2**63 - 1)),
         ),

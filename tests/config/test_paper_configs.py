@@ -26,7 +26,9 @@ from transformers import AutoModelForCausalLM
 
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig, transformers_config
-from spes_swarm.model.sparse_model import build_model
+from spes_swarm.model.losses import LossParts, LossWeights, language_model_loss
+from spes_swarm.model.sparse_model import SparseModel, build_model
+from tests.helpers.loss_oracle import naive_losses
 from tests.helpers.repository import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -140,6 +142,19 @@ def test_hyperparameters_are_those_of_the_papers_table(name: str) -> None:
     assert (merge.alpha, merge.steps, merge.interval, merge.neighbours) == (0.1, 12_500, 500, 4)
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_what_only_the_authors_code_says(name: str) -> None:
+    run = load(name)
+    num_nodes = run.model.num_experts // run.experts_per_peer
+    assert num_nodes * run.training.batch_size == 1024
+    assert run.training.warmup_start_ratio == 0.1
+    assert run.training.decay_norm_and_bias
+    assert run.model.init_cutoff == 3.0
+    assert transformers_config(run.model).initializer_range == 0.02
+    # Otherwise merges would fall on other steps than theirs, see MergeConfig.interval.
+    assert run.merge.interval % run.round.inner_steps == 0
+
+
 def test_upcycled_model_normalises_gates_and_heads() -> None:
     run = load("spes-9b-qwen3")
     with torch.device("meta"):
@@ -150,19 +165,72 @@ def test_upcycled_model_normalises_gates_and_heads() -> None:
     assert shapes["model.layers.0.self_attn.k_proj.weight"] == (8 * 128, 2048)
 
 
+def narrow(run: RunConfig) -> Any:
+    """The run's model at a width of 32 and with two layers; vocabulary, experts and all else are the paper's."""
+    settings = run.model.settings
+    thin: dict[str, Any] = {key: 16 for key in ("intermediate_size", "moe_intermediate_size") if key in settings}
+    thin |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return build_model(run.model.type, settings | thin, run.training.seed, "cpu", init_cutoff=run.model.init_cutoff)
+
+
+def losses_as_trained(run: RunConfig, model: Any, ids_BS: torch.Tensor, held: tuple[int, ...]) -> LossParts:
+    weights = LossWeights(
+        load_balance=run.training.load_balance_weight,
+        router_z=run.training.router_z_weight,
+        logit_z=run.training.logit_z_weight,
+    )
+    return language_model_loss(model, ids_BS, weights, held, progress=0.1)
+
+
 @pytest.mark.parametrize("name", GEOMETRY)
-def test_the_end_of_document_embedding_trains(name: str) -> None:
+def test_a_narrow_model_trains_the_embeddings_of_all_tokens_in_use_and_no_others(name: str) -> None:
     """torch gives the row of an embedding's padding_idx, which is the model's pad_token_id, a gradient of zero."""
-    model = load(name).model
-    narrow = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    thin: dict[str, Any] = {key: 16 for key in ("intermediate_size", "moe_intermediate_size") if key in model.settings}
-    small = build_model(model.type, {**model.settings, **narrow, **thin}, 0, "cpu")
-    end_of_document = model.settings["eos_token_id"]
-    ids_BS = torch.tensor([[11, 22, end_of_document, 33, 44]])
-    small(input_ids=ids_BS, labels=ids_BS).loss.backward()
-    gradient_VD = small.get_input_embeddings().weight.grad
-    for token in ids_BS[0, :-1]:  # the last one predicts nothing
-        assert gradient_VD[token].abs().max() > 0, token
+    run = load(name)
+    end_of_document: Any = run.model.settings["eos_token_id"]
+    last = run.model.vocab_size - 1
+    ids_BS = torch.tensor([[0, 11, end_of_document, 22], [end_of_document - 1, last, 33, 44]])
+    sparse = SparseModel(narrow(run), tuple(range(run.experts_per_peer)))
+    torch.autograd.backward(losses_as_trained(run, sparse.module, ids_BS, sparse.held).total)
+    input_VD: Any = sparse.module.get_input_embeddings().weight.grad  # type: ignore[operator]
+    trained = torch.nonzero(input_VD.abs().amax(dim=1)).flatten().tolist()
+    # The last token of a sequence predicts nothing, but is routed, so the routers' losses depend on it.
+    assert trained == sorted(ids_BS.flatten().tolist())
+    output_VD: Any = sparse.module.get_output_embeddings().weight.grad  # type: ignore[operator]
+    assert (output_VD.abs().amax(dim=1) > 0).all(), "the softmax over the vocabulary pushes every row"
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_a_narrow_models_losses_are_the_oracles(name: str) -> None:
+    run = load(name)
+    model = narrow(run)
+    ids_BS = torch.randint(0, run.model.vocab_size, (2, 6), generator=torch.Generator().manual_seed(1))
+    router_logits: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _module, _input, output: router_logits.append(output[0].detach()))
+    with torch.no_grad():
+        logits_BSV = model(ids_BS).logits
+    oracle = naive_losses(logits_BSV, ids_BS, list(router_logits), run.model.experts_per_token, (), factor=1.0)
+    parts = losses_as_trained(run, SparseModel(model, tuple(range(run.experts_per_peer))).module, ids_BS, ())
+    assert parts.cross_entropy.item() == pytest.approx(oracle.cross_entropy, rel=1e-5)
+    assert parts.load_balance.item() == pytest.approx(oracle.load_balance, rel=1e-5)
+    assert parts.router_z.item() == pytest.approx(oracle.router_z, rel=1e-5)
+    assert parts.logit_z.item() == pytest.approx(oracle.logit_z, rel=1e-5)
+    # The paper's weights, as numbers.
+    total = oracle.cross_entropy + 0.01 * oracle.load_balance + 0.001 * oracle.router_z + 1e-5 * oracle.logit_z
+    assert parts.total.item() == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_initial_weights_are_truncated_and_everything_decays(name: str) -> None:
+    run = load(name)
+    model = narrow(run)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            largest = parameter.abs().max().item()
+            assert largest <= 3 * 0.02, parameter_name
+            assert largest > 2 * 0.02, "and not by much less"
+    groups = SparseModel(model, (0,)).param_groups(run.training.weight_decay, run.training.decay_norm_and_bias)
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.1]
 
 
 def test_quickstart_is_the_same_inside_the_package() -> None:

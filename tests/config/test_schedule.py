@@ -16,26 +16,32 @@ from spes_swarm.config.schedule import learning_rate
 PEAK = 0.004
 
 
-def schedule(warmup_steps: int, total_steps: int, ratio: float = 0.1) -> TrainingConfig:
+def schedule(warmup_steps: int, total_steps: int, ratio: float = 0.1, start: float = 0.0) -> TrainingConfig:
     return TrainingConfig(
         sequence_length=8,
         batch_size=1,
         learning_rate=PEAK,
         warmup_steps=warmup_steps,
+        warmup_start_ratio=start,
         total_steps=total_steps,
         min_learning_rate_ratio=ratio,
     )
 
 
 schedules = st.integers(0, 300).flatmap(
-    lambda warmup: st.builds(schedule, st.just(warmup), st.integers(warmup + 1, warmup + 300), st.floats(0, 1))
+    lambda warmup: st.builds(
+        schedule, st.just(warmup), st.integers(warmup + 1, warmup + 300), st.floats(0, 1), st.floats(0, 1)
+    )
 )
 
 
-def expected_rate(step: int, warmup_steps: int, total_steps: int, ratio: float) -> float:
-    """The decay as the height of a point that goes half around the circle between peak and minimum."""
+def expected_rate(step: int, training: TrainingConfig) -> float:
+    """Warm-up as a weighted mean; the decay as the height of a point that goes half around a circle."""
+    warmup_steps, total_steps = training.warmup_steps, training.total_steps
+    ratio = training.min_learning_rate_ratio
     if step < warmup_steps:
-        return PEAK / warmup_steps * (1 + step)
+        done = (1 + step) / warmup_steps
+        return PEAK * done + PEAK * training.warmup_start_ratio * (1 - done)
     minimum = ratio * PEAK
     turn = cmath.rect(1.0, math.pi * (min(step, total_steps) - warmup_steps) / (total_steps - warmup_steps))
     return (PEAK + minimum) / 2 + (PEAK - minimum) / 2 * turn.real
@@ -44,8 +50,7 @@ def expected_rate(step: int, warmup_steps: int, total_steps: int, ratio: float) 
 @pytest.mark.slow
 @given(schedules, st.integers(0, 700))
 def test_every_step_has_the_expected_rate(training: TrainingConfig, step: int) -> None:
-    expected = expected_rate(step, training.warmup_steps, training.total_steps, training.min_learning_rate_ratio)
-    assert learning_rate(step, training) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert learning_rate(step, training) == pytest.approx(expected_rate(step, training), rel=1e-9, abs=1e-15)
 
 
 def test_points_of_a_schedule_worked_out_by_hand() -> None:
@@ -54,6 +59,18 @@ def test_points_of_a_schedule_worked_out_by_hand() -> None:
     assert rates == pytest.approx(
         {0: PEAK / 4, 1: PEAK / 2, 3: PEAK, 4: PEAK, 54: 0.55 * PEAK, 104: 0.1 * PEAK, 10**9: 0.1 * PEAK}
     )
+
+
+def test_a_warm_up_that_starts_at_a_tenth_rises_from_there_in_equal_steps() -> None:
+    training = schedule(warmup_steps=9, total_steps=100, start=0.1)
+    rates = [learning_rate(step, training) / PEAK for step in range(10)]
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0])
+
+
+def test_by_default_the_warm_up_starts_at_nothing() -> None:
+    default = TrainingConfig(sequence_length=8, batch_size=1, learning_rate=PEAK, warmup_steps=7, total_steps=9)
+    # The same bits as before the setting existed.
+    assert [learning_rate(step, default) for step in range(7)] == [PEAK * (step + 1) / 7 for step in range(7)]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from spes_swarm.model.losses import (
 )
 from spes_swarm.model.output_head import IGNORED_TARGET
 from spes_swarm.model.sparse_model import SparseModel, build_model
+from tests.helpers.loss_oracle import naive_balance, naive_cross_entropy_and_z, naive_router_z
 
 torch.set_num_threads(1)
 
@@ -43,42 +43,6 @@ COMMON: dict[str, Any] = {
 
 def tiny(model_type: str) -> Any:
     return build_model(model_type, COMMON | SETTINGS[model_type], seed=0, device="cpu")
-
-
-def naive_cross_entropy_and_z(logits: Tensor, ids: Tensor) -> tuple[float, float]:
-    nats, squares = [], []
-    for b in range(ids.shape[0]):
-        for s in range(ids.shape[1] - 1):
-            row = [float(x) for x in logits[b, s]]
-            top = max(row)
-            lse = top + math.log(math.fsum(math.exp(x - top) for x in row))
-            nats.append(lse - row[int(ids[b, s + 1])])
-            squares.append(lse**2)
-    return sum(nats) / len(nats), sum(squares) / len(squares)
-
-
-def naive_balance(router_logits: list[Tensor], k: int, held: tuple[int, ...], factor: float) -> float:
-    per_layer = []
-    for logits in router_logits:
-        num_tokens, num_experts = logits.shape
-        f, p = [0.0] * num_experts, [0.0] * num_experts
-        for row in logits.tolist():
-            top = max(row)
-            total = math.fsum(math.exp(x - top) for x in row)
-            for e in range(num_experts):
-                p[e] += math.exp(row[e] - top) / total / num_tokens
-            for e in sorted(range(num_experts), key=lambda e: -row[e])[:k]:
-                f[e] += 1 / (num_tokens * k)
-        per_layer.append(num_experts * sum((factor if e in held else 1) * f[e] * p[e] for e in range(num_experts)))
-    return sum(per_layer) / len(per_layer)
-
-
-def naive_router_z(router_logits: list[Tensor]) -> float:
-    total = 0.0
-    for logits in router_logits:
-        lses = [math.log(math.fsum(math.exp(x) for x in row)) for row in logits.tolist()]
-        total += sum(lse**2 for lse in lses) / len(lses)
-    return total
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 5)])

@@ -18,32 +18,10 @@ from spes_swarm.model.merge import (
     similarity,
 )
 from spes_swarm.protocol.consensus.layout import Layout
+from tests.helpers.merge_oracle import equations_5_and_6
 from tests.helpers.model_state import merge_flat
 
-Array64 = npt.NDArray[np.float64]
 Array32 = npt.NDArray[np.float32]
-
-
-def equations_5_and_6(gate_up: Array32, down: Array32, alpha: float, k: int) -> tuple[Array64, Array64]:
-    """Loops over the equations as printed; nothing is shared with the code under test."""
-    num_experts, two_ffn, dim = gate_up.shape
-    ffn = two_ffn // 2
-    w_in = [[float(gate_up[j, f, d]) for f in range(ffn) for d in range(dim)] for j in range(num_experts)]
-
-    def cosine(a: list[float], b: list[float]) -> float:
-        dot = math.fsum(x * y for x, y in zip(a, b, strict=True))
-        return dot / (math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b)))
-
-    results = []
-    for phi in (gate_up.astype(np.float64), down.astype(np.float64)):
-        new_phi = phi.copy()
-        for j in range(num_experts):
-            others = [i for i in range(num_experts) if i != j]
-            q_j = sorted(others, key=lambda i: (-cosine(w_in[j], w_in[i]), i))[:k]
-            if q_j:
-                new_phi[j] = phi[j] + alpha * sum(phi[i] - phi[j] for i in q_j) / len(q_j)
-        results.append(new_phi)
-    return results[0], results[1]
 
 
 def random_layer(num_experts: int, ffn: int, dim: int, seed: int) -> tuple[Array32, Array32]:
@@ -150,17 +128,45 @@ def stacked(layout: Layout, flat: Array32, name: str) -> Array32:
     return np.stack([flat[slot.start : slot.start + slot.size].reshape(slot.shape) for slot in slots])
 
 
-def test_the_flat_merge_merges_every_layer_by_itself() -> None:
-    layout, reference = random_reference(0)
+@st.composite
+def flat_models(draw: st.DrawFn) -> tuple[Layout, Array32]:
+    """A model of one to three layers, whose numbers do not sort like their names, and whose sizes may differ."""
+    num_experts = draw(st.integers(1, 7))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in draw(st.lists(st.integers(0, 20), min_size=1, max_size=3, unique=True)):
+        ffn, dim = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+        shapes[f"m.{layer}.experts.gate_up_proj"] = (num_experts, 2 * ffn, dim)
+        shapes[f"m.{layer}.experts.down_proj"] = (num_experts, dim, ffn)
+    layout = Layout.build({"embed": (7, 4), "norm": (4,)}, shapes)
+    seed = draw(st.integers(0, 2**31))
+    return layout, np.random.default_rng(seed).standard_normal(layout.num_elements, dtype=np.float32)
+
+
+@settings(max_examples=60)
+@given(flat_models(), st.floats(0.0, 1.0), st.integers(0, 8))
+def test_a_whole_model_merges_layer_by_layer_as_in_equations_5_and_6(
+    model: tuple[Layout, Array32], alpha: float, k: int
+) -> None:
+    layout, reference = model
     before = reference.copy()
-    merged = merge_flat(reference, layout, 0.3, 2)
-    for layer in (2, 10):
-        names = [f"m.{layer}.experts.{tensor}" for tensor in ("gate_up_proj", "down_proj")]
-        gate_up, down = (stacked(layout, reference, name) for name in names)
-        for name, expected in zip(names, equations_5_and_6(gate_up, down, 0.3, 2), strict=True):
-            np.testing.assert_allclose(stacked(layout, merged, name), expected, atol=1e-5)
+    merged = merge_flat(reference, layout, alpha, k)
+    names = {slot.name for slot in layout.expert_block(0).slots}
+    for layer in {name.rpartition(".")[0] for name in names}:
+        pair = [f"{layer}.{tensor}" for tensor in ("gate_up_proj", "down_proj")]
+        gate_up, down = (stacked(layout, reference, name) for name in pair)
+        for name, expected in zip(pair, equations_5_and_6(gate_up, down, alpha, k), strict=True):
+            np.testing.assert_allclose(stacked(layout, merged, name), expected, rtol=0, atol=12 * 5 * 1.2e-7)
     np.testing.assert_array_equal(merged[: 7 * 4 + 4], reference[: 7 * 4 + 4])
     np.testing.assert_array_equal(reference, before)
+
+
+@pytest.mark.parametrize("num_experts", [2, 3, 6])
+def test_with_as_many_neighbours_as_there_are_others_every_expert_moves_towards_the_mean(num_experts: int) -> None:
+    gate_up, down = random_layer(num_experts, 3, 4, seed=num_experts)
+    for k in (num_experts - 1, num_experts, num_experts + 5):
+        for ours, original in zip(merge_layer(gate_up, down, 1.0, k), (gate_up, down), strict=True):
+            mean_of_others = (original.sum(axis=0) - original) / (num_experts - 1)
+            np.testing.assert_allclose(ours, mean_of_others, atol=1e-5)
 
 
 def test_alpha_zero_returns_the_same_bits() -> None:

@@ -186,6 +186,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert {p.dim() for p in vectors["params"]} == {1}
     assert {p.dim() for p in matrices["params"]} == {2, 3}
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(sparse.trainable_parameters()))
+    assert [group["weight_decay"] for group in sparse.param_groups(0.1, decay_vectors=True)] == [0.1, 0.1]
 
 
 # The layout
