@@ -1,14 +1,17 @@
 """The type of fp32 arrays, and vectors of them in memory that two processes share.
 
-That memory is an anonymous file (memfd): it leaves no name behind, and the kernel frees it when its last user ends,
-however that happens. Pages that are never written take no memory.
+That memory is an anonymous file, in memory (memfd) or on a disk: it leaves no name behind, and the kernel frees it when
+its last user ends, however that happens. Pages that are never written take no memory. Those of a file on a disk need
+not stay in memory either: the kernel writes them back when it is short of it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +27,20 @@ class SharedVector:
     values_N: FloatArray
 
     @classmethod
-    def create(cls, num_elements: int) -> SharedVector:
-        """Allocates zeros.
+    def create(cls, num_elements: int, directory: Path | None = None) -> SharedVector:
+        """Allocates zeros, in memory or on the disk of a directory.
 
         Raises:
-            OSError: the kernel refused the file descriptor or the mapping.
+            OSError: the kernel refused the file descriptor or the mapping, or the disk has too little space.
         """
-        fd = os.memfd_create("spes_swarm")
-        os.ftruncate(fd, 4 * num_elements)
+        if directory is None:
+            fd = os.memfd_create("spes_swarm")
+            os.ftruncate(fd, 4 * num_elements)
+        else:
+            with tempfile.TemporaryFile(dir=directory) as file:
+                fd = os.dup(file.fileno())
+            # The space is taken now: writing to a mapped page that the disk has no room for kills the process.
+            os.posix_fallocate(fd, 0, 4 * num_elements)
         return cls.attach(fd, num_elements)
 
     @classmethod

@@ -29,6 +29,8 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
+    # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
+    reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
     kernel: Text = "torch"  # expert kernel
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id

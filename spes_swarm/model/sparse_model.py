@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
@@ -59,6 +60,20 @@ def build_model(
         if init_cutoff is not None and not on_meta:
             redraw_tails(model.parameters(), config.initializer_range, init_cutoff)
     return model if on_meta else model.to(device)
+
+
+def build_empty_model(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:
+    """Builds the same model on the CPU with arbitrary weights, which must all be written before it is used.
+
+    That takes next to no time, and no memory for a weight that is never written, e.g. one that is replaced first.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    with no_init_weights():
+        model = build_model(model_type, settings, seed=0, device="cpu")
+    model.tie_weights()  # a part of what was left out
+    return model
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -120,10 +135,10 @@ def layout_of(model: nn.Module) -> Layout:
         raise ConfigError(f"{type(model).__name__} cannot be laid out: {error}") from error
 
 
-def flat_from_model(model: nn.Module, layout: Layout) -> FloatArray:
-    """Returns the flat fp32 vector (N,) of an untouched model: the initial reference."""
+def flat_from_model(model: nn.Module, layout: Layout, out_N: FloatArray | None = None) -> FloatArray:
+    """Returns the flat fp32 vector (N,) of an untouched model: the initial reference. `out_N` receives it, if given."""
     parameters = dict(model.named_parameters())
-    flat_N = np.empty(layout.num_elements, dtype=np.float32)
+    flat_N = out_N if out_N is not None else np.empty(layout.num_elements, dtype=np.float32)
     for block in layout.blocks:
         for slot in block.slots:
             tensor = parameters[slot.name].detach()

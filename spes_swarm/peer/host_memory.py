@@ -1,4 +1,4 @@
-"""How much host memory this process may still allocate.
+"""How much host memory this process may still allocate, and where its two largest vectors go.
 
 psutil reads /proc/meminfo, which describes the whole machine even inside a container. The limits of a container are in
 its control groups, any of which can set one (cgroups(7): memory.max in version 2, memory.limit_in_bytes in version 1).
@@ -12,6 +12,9 @@ from pathlib import Path
 
 import psutil
 
+from spes_swarm.base.arrays import SharedVector
+from spes_swarm.base.errors import CapacityError, os_errors_as
+
 # Files with the limit and the usage, and the `memory.stat` field of the page cache that the kernel reclaims first.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
@@ -21,6 +24,25 @@ def free_host_bytes() -> int:
     """Returns the bytes that this process may still allocate."""
     free = int(psutil.virtual_memory().available)
     return min([free, *cgroup_free_bytes()])
+
+
+def shared_vectors(num_elements: int, storage: str, directory: Path) -> tuple[SharedVector, SharedVector]:
+    """Makes the reference and the contribution of a peer.
+
+    Args:
+        num_elements: of each.
+        storage: "memory", "disk", or "auto": on disk if both would take more than half of the free memory.
+        directory: on whose disk.
+
+    Raises:
+        CapacityError: the disk has too little space.
+    """
+    both = 2 * 4 * num_elements
+    on_disk = storage == "disk" or (storage == "auto" and both > free_host_bytes() / 2)
+    if not on_disk:
+        return SharedVector.create(num_elements), SharedVector.create(num_elements)
+    with os_errors_as(CapacityError, f"{directory}: {both / 1e9:.1f} GB for the reference and the contribution"):
+        return SharedVector.create(num_elements, directory), SharedVector.create(num_elements, directory)
 
 
 def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

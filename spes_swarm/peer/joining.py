@@ -14,7 +14,6 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
-from spes_swarm.base.arrays import SharedVector
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.experts_wanted import parse_experts
@@ -27,10 +26,11 @@ from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.kernels import load_kernel
-from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
+from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
 from spes_swarm.peer.capacity import choose_device, plan_experts
+from spes_swarm.peer.host_memory import shared_vectors
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
@@ -100,7 +100,7 @@ class Joining:
         self._find_run()
         self._settle_reach()
         self._open_data()
-        self._build_model()
+        self._make_room()
         self._fill_reference()
         self._enter_swarm()
         self._obtain_reference()
@@ -174,21 +174,19 @@ class Joining:
             else []
         )
 
-    def _build_model(self) -> None:
-        run = self._run
-        self._console.say(f"building {run.model.type} on {self._device}")
-        self._model = build_model(
-            run.model.type, run.model.settings, run.training.seed, "cpu", init_cutoff=run.model.init_cutoff
-        )
-        self._layout = layout_of(self._model)
+    def _make_room(self) -> None:
+        """Lays the model out, and makes the memory that this process shares with the network process."""
+        model = self._run.model
+        self._layout = layout_of(build_model(model.type, model.settings, seed=0, device="meta", on_meta=True))
         if self._layout.digest != self.manifest.layout_digest:
             raise ManifestError(
                 "this version of transformers lays the model out differently from the founder's; "
                 "install the version that the run uses"
             )
         self._wanted = parse_experts(self._peer.experts, self._layout.num_experts)
-        self._reference = SharedVector.create(self._layout.num_elements)
-        self._contribution = SharedVector.create(self._layout.num_elements)
+        self._reference, self._contribution = shared_vectors(
+            self._layout.num_elements, self._peer.reference_storage, self._context.directory.path
+        )
 
     def _fill_reference(self) -> None:
         """Fills the reference from local sources: a checkpoint or initial weights."""
@@ -203,7 +201,7 @@ class Joining:
             self._console,
             context.metrics,
         )
-        self._checkpoint = self._start.fill(self._reference.values_N, self._model, self._layout, self._source)
+        self._checkpoint = self._start.fill(self._reference.values_N, self._layout, self._source)
         self._leave_if_over(self._checkpoint.meta.round if self._checkpoint is not None else 0)
         self._leave_if_over(self._source.publication.round if self._source is not None else 0)
         if self._peer.client_mode and not self._initial_peers:
@@ -297,8 +295,14 @@ class Joining:
         self._tell_how_to_join()
 
     def _sparse_model(self) -> SparseModel:
-        """Returns the model that is trained; a GPU never holds the whole of it in fp32."""
-        sparse = SparseModel(self._model, self._held, self._peer.kernel, self._step.foreign_experts)
+        """Returns the model that is trained, without its weights.
+
+        No device ever holds the whole of it in fp32.
+        """
+        model = self._run.model
+        self._console.say(f"building {model.type} on {self._device}")
+        empty = build_empty_model(model.type, model.settings)
+        sparse = SparseModel(empty, self._held, self._peer.kernel, self._step.foreign_experts)
         checkpoint_activations(sparse.module, self._peer.activation_checkpointing)
         sparse.module.to(self._device)
         return sparse

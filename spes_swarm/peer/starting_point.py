@@ -16,8 +16,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import (
     BootstrapError,
@@ -33,7 +31,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.model.initial_weights import load_initial_reference
-from spes_swarm.model.sparse_model import flat_from_model
+from spes_swarm.model.sparse_model import build_model, flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
@@ -76,9 +74,7 @@ class StartingPoint:
     _source: PublicationSource | None = field(default=None, init=False)
     _lost_checkpoints: bool = field(default=False, init=False)
 
-    def fill(
-        self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout, source: PublicationSource | None
-    ) -> Checkpoint | None:
+    def fill(self, reference_N: FloatArray, layout: Layout, source: PublicationSource | None) -> Checkpoint | None:
         """Fills the reference from this peer's checkpoint or initial weights; returns the checkpoint, if any.
 
         A publication is used later, by `obtain`.
@@ -105,7 +101,7 @@ class StartingPoint:
             and self.manifest.founder == self.identity.peer_id
             and not self._lost_checkpoints
         ):
-            self._fill_with_initial_weights(reference_N, model, layout)
+            self._fill_with_initial_weights(reference_N, layout)
         return checkpoint
 
     def _load_checkpoint(self, layout: Layout) -> Checkpoint | None:
@@ -188,15 +184,18 @@ class StartingPoint:
         self.metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
         self.console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
 
-    def _fill_with_initial_weights(self, reference_N: FloatArray, model: PreTrainedModel, layout: Layout) -> None:
-        wanted, directory = self.manifest.run.model.initial_weights, self.peer.initial_weights
+    def _fill_with_initial_weights(self, reference_N: FloatArray, layout: Layout) -> None:
+        model, directory = self.manifest.run.model, self.peer.initial_weights
+        wanted = model.initial_weights
         if wanted is None:
-            reference_N[:] = flat_from_model(model, layout)
+            seed = self.manifest.run.training.seed
+            drawn = build_model(model.type, model.settings, seed, "cpu", init_cutoff=model.init_cutoff)
+            flat_from_model(drawn, layout, out_N=reference_N)
         elif directory is None:
             raise ConfigError("the run started from a model directory: give it with --initial-weights")
         elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
             raise ConfigError(f"{directory} does not have the weights that the run started from")
-        num_blocks = self.manifest.run.model.num_experts + 1
+        num_blocks = model.num_experts + 1
         self._filled = _Filled(
             round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""
         )

@@ -12,7 +12,6 @@ import pytest
 
 from spes_swarm.base.errors import LeftEarlyError, TransferError, UserError
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.model.sparse_model import build_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.starting_point import StartingPoint
@@ -24,7 +23,7 @@ from spes_swarm.publishing.source import PublicationSource, open_source
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.ports import LocalPort
-from tests.helpers.publications import MODELS, layout_for, manifest_of, output_dir, packed, values
+from tests.helpers.publications import layout_for, manifest_of, output_dir, packed, values
 from tests.helpers.rounds import identity
 
 LAYOUT = layout_for()
@@ -105,9 +104,8 @@ class Newcomer:
         return TransferReport(round=self.others.round, digest=self.reference.digest.hex())
 
     def obtain(self, source: PublicationSource, initial_peers: list[str]) -> ReferenceTable:
-        model = build_model("olmoe", MODELS["olmoe"], 0, "cpu")
         try:
-            self.start.fill(self.reference.values_N, model, LAYOUT, source)
+            self.start.fill(self.reference.values_N, LAYOUT, source)
             return self.start.obtain(self.reference.values_N, initial_peers, lambda: None)
         finally:
             self.metrics.close()
