@@ -28,7 +28,6 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import STDLIB, open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import LossWeights, cross_entropy_of_sequences, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model
@@ -220,7 +219,7 @@ def main() -> int:
     torch.set_num_threads(1)
     run = load_config(default_config_path()).run
     assert run is not None
-    stream = TokenStream([TokenFile.open(p) for p in open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))])
+    stream = TokenStream(open_corpus(STDLIB, load_tokenizer(run.tokenizer.name)))
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="bounds-") as name:
         identities = [Identity.load_or_create(Path(name) / f"{i}.key") for i in range(NUM_PEERS)]

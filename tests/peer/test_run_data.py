@@ -396,7 +396,7 @@ def test_without_a_cache_contents_are_read_every_time(tmp_path: Path, reads: lis
 def test_reading_for_long_is_announced_and_can_be_left(
     tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content_check, "_WORTH_SAYING_BYTES", 1000)
+    monkeypatch.setattr(content_check, "WORTH_SAYING_BYTES", 1000)
     corpus = shards(tmp_path / "tokens")
     with pytest.raises(LeftEarlyError):
         peer.data(corpus, stop=True).open(UNKNOWN, BYTES)
