@@ -65,15 +65,15 @@ class Peer:
 
     def __init__(self, run: RunConfig, number: int, stream: TokenStream, identity: Identity) -> None:
         self.run, self.identity = run, identity
-        module = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        model = run.model
+        module = build_model(model.type, model.settings, run.training.seed, "cpu", init_cutoff=model.init_cutoff)
         experts = run.model.num_experts
         held = range(number * experts // NUM_PEERS, (number + 1) * experts // NUM_PEERS + 1)  # neighbours share one
         self.held = tuple(sorted({expert % experts for expert in held}))
         self.model = SparseModel(module, ())
         self.reference = Reference(self.model.layout, np.zeros(self.model.layout.num_elements, np.float32))
-        self.reference.values_N[:] = flat_from_model(
-            build_model(run.model.type, run.model.settings, run.training.seed, "cpu"), self.model.layout
-        )
+        fresh = build_model(model.type, model.settings, run.training.seed, "cpu", init_cutoff=model.init_cutoff)
+        self.reference.values_N[:] = flat_from_model(fresh, self.model.layout)
         self.reference.finish(0, [])
         self.model.hold(self.held)
         self.contribution_N = self.reference.values_N.copy()

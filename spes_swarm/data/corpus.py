@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
+from spes_swarm.base.wording import plural
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import FILE_LIST, listed_token_files
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
@@ -62,7 +63,8 @@ def open_corpus(
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
     text: a file, directory or glob that `readers.find_documents` accepts. Tokenised text is kept in `cache_dir`, by
     default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
-    a long one of these is read. `pause` is called before each of these, and may raise to abort.
+    a long one of these is read, and if some never end a document. `pause` is called before each of these, and may raise
+    to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -70,14 +72,7 @@ def open_corpus(
     if source == STDLIB:
         name, files = STDLIB, stdlib_files()
     elif token_files := _existing_token_files(source):
-        opened: list[TokenFile] = []
-        for file in token_files:
-            if is_headerless(file):
-                pause()
-                opened.append(open_headerless(file, tokenizer, cache_dir or default_cache_dir(), say))
-            else:
-                opened.append(TokenFile.open(file, tokenizer))
-        return opened
+        return _opened(token_files, tokenizer, cache_dir or default_cache_dir(), say, pause)
     else:
         path = user_path(source)
         name, files = path.name if path.exists() else "glob", find_documents([path])
@@ -160,6 +155,31 @@ def _existing_token_files(source: str) -> list[Path]:
             "file or a glob"
         )
     return []
+
+
+def _opened(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    say: Callable[[str], None],
+    pause: Callable[[], None],
+) -> list[TokenFile]:
+    files: list[TokenFile] = []
+    for path in paths:
+        if is_headerless(path):
+            pause()
+            files.append(open_headerless(path, tokenizer, cache_dir, say))
+        else:
+            files.append(TokenFile.open(path, tokenizer))
+    # The only sign of another tokenizer, if its ids are small enough.
+    endless = [file.path for file in files if not file.has_header and file.sidecar.num_documents == 0]
+    if endless:
+        say(
+            f"no document ends (id {tokenizer.end_of_text} of {tokenizer.name!r}) in "
+            f"{plural(len(endless), 'token file')} without a header, such as {endless[0]}: check that this tokenizer "
+            "made the ids"
+        )
+    return files
 
 
 def _tokenised(

@@ -100,6 +100,18 @@ def test_files_with_and_without_a_header_may_lie_side_by_side(tmp_path: Path, ca
     assert membership(files).num_shards == 3
 
 
+def test_files_that_never_end_a_document_are_mentioned(tmp_path: Path, cache: Path) -> None:
+    said: list[str] = []
+    save_headerless(tmp_path / "a.npy", [1, 2, 256], "uint32")
+    open_corpus(str(tmp_path), BYTES, cache, say=said.append)
+    assert said == []
+    save_headerless(tmp_path / "b.npy", [1, 2, 3], "uint32")
+    for _ in range(2):  # also from the cache
+        open_corpus(str(tmp_path), BYTES, cache, say=said.append)
+    assert said[0] == said[1]
+    assert said[0].startswith("no document ends (id 256 of 'bytes') in 1 token file without a header, such as ")
+
+
 # ------------------------------------------------------------------------------------------------ read only once
 
 
@@ -147,8 +159,8 @@ def test_reading_for_long_is_announced_and_can_be_left(
     tmp_path: Path, cache: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(headerless, "WORTH_SAYING_BYTES", 1000)
-    save_headerless(tmp_path / "a.npy", [1] * 10, "uint32")
-    save_headerless(tmp_path / "b.npy", [1] * 1000, "uint32")
+    save_headerless(tmp_path / "a.npy", [256] * 10, "uint32")
+    save_headerless(tmp_path / "b.npy", [256] * 1000, "uint32")
     said: list[str] = []
     for _ in range(2):
         open_corpus(str(tmp_path), BYTES, cache, say=said.append)
