@@ -160,6 +160,7 @@ def test_impossible_descriptions(values: dict[str, str]) -> None:
         ("/texts/*.txt", "texts"),
         ("/a/**/*.jsonl", "a"),
         ("/a/.hidden", "hidden"),
+        ("/a/tokens/file_list.txt", "tokens"),
         ("/a/--data", "data"),
         ("/a/stdlib", "corpus"),
         ("/", "corpus"),
