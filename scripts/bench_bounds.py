@@ -28,7 +28,6 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import STDLIB, open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import LossWeights, cross_entropy_of_sequences, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model
@@ -66,15 +65,15 @@ class Peer:
 
     def __init__(self, run: RunConfig, number: int, stream: TokenStream, identity: Identity) -> None:
         self.run, self.identity = run, identity
-        module = build_model(run.model.type, run.model.settings, run.training.seed, "cpu")
+        model = run.model
+        module = build_model(model.type, model.settings, run.training.seed, "cpu", init_cutoff=model.init_cutoff)
         experts = run.model.num_experts
         held = range(number * experts // NUM_PEERS, (number + 1) * experts // NUM_PEERS + 1)  # neighbours share one
         self.held = tuple(sorted({expert % experts for expert in held}))
         self.model = SparseModel(module, ())
         self.reference = Reference(self.model.layout, np.zeros(self.model.layout.num_elements, np.float32))
-        self.reference.values_N[:] = flat_from_model(
-            build_model(run.model.type, run.model.settings, run.training.seed, "cpu"), self.model.layout
-        )
+        fresh = build_model(model.type, model.settings, run.training.seed, "cpu", init_cutoff=model.init_cutoff)
+        self.reference.values_N[:] = flat_from_model(fresh, self.model.layout)
         self.reference.finish(0, [])
         self.model.hold(self.held)
         self.contribution_N = self.reference.values_N.copy()
@@ -220,7 +219,7 @@ def main() -> int:
     torch.set_num_threads(1)
     run = load_config(default_config_path()).run
     assert run is not None
-    stream = TokenStream([TokenFile.open(p) for p in open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))])
+    stream = TokenStream(open_corpus(STDLIB, load_tokenizer(run.tokenizer.name)))
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="bounds-") as name:
         identities = [Identity.load_or_create(Path(name) / f"{i}.key") for i in range(NUM_PEERS)]

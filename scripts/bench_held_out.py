@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.data.corpus import STDLIB, open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.testing.local_peer import LocalPeer
@@ -68,7 +67,7 @@ def main() -> int:
     torch.set_num_threads(1)
     run = load_config(default_config_path()).run
     assert run is not None
-    files = [TokenFile.open(path) for path in open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))]
+    files = open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))
     sampler = Sampler(
         TokenStream(files),
         sequence_length=run.training.sequence_length,

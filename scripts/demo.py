@@ -148,7 +148,7 @@ def main() -> int:
         return 2
     started = time.monotonic()
     tokenizer = load_tokenizer("bytes")
-    tokens = np.concatenate([np.load(path, mmap_mode="r") for path in open_corpus("stdlib", tokenizer)])
+    tokens = np.concatenate([file.tokens for file in open_corpus("stdlib", tokenizer)])
     entropy = unigram_entropy(tokens)
     say(f"The text: {len(tokens):,} bytes of Python's standard library; unigram entropy {entropy:.3f} nats per byte")
     common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--wait-for-peers"]

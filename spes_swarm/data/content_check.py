@@ -15,7 +15,7 @@ from blake3 import blake3
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.data.token_file import TokenFile
 
-_WORTH_SAYING_BYTES = 1 << 30
+WORTH_SAYING_BYTES = 1 << 30  # below that, reading takes a few seconds
 
 
 def check_contents_once(
@@ -26,15 +26,17 @@ def check_contents_once(
 ) -> None:
     """Checks the tokens of files against the digests in their sidecars, unless that was done before.
 
-    `say` gets a message before a long check. `pause` is called before each file, and may raise to abort.
+    Files without a header are left out: their sidecars were derived from their content on this machine. `say` gets a
+    message before a long check. `pause` is called before each file, and may raise to abort.
 
     Raises:
         DataError: a file is corrupt.
     """
     receipts = cache_dir / "checked"
-    left = [(file, receipt) for file in files if not (receipt := receipts / _receipt_name(file)).exists()]
+    described = [file for file in files if file.has_header]
+    left = [(file, receipt) for file in described if not (receipt := receipts / _receipt_name(file)).exists()]
     num_bytes = sum(file.tokens.nbytes for file, _ in left)
-    if num_bytes >= _WORTH_SAYING_BYTES:
+    if num_bytes >= WORTH_SAYING_BYTES:
         say(f"checking {num_bytes / 1e9:.1f} GB of tokens against their digests, once per machine")
     for file, receipt in left:
         pause()
@@ -44,10 +46,18 @@ def check_contents_once(
             receipt.touch()
 
 
+def file_state(path: Path) -> bytes:
+    """Returns what changes when a file does, unless someone restores its modification time.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    with os_errors_as(DataError, f"{path} cannot be read"):
+        status = path.stat()
+        text = f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+    return text.encode("utf-8", "surrogateescape")
+
+
 def _receipt_name(file: TokenFile) -> str:
-    with os_errors_as(DataError, f"{file.path} cannot be read"):
-        status = file.path.stat()
-        path = file.path.resolve()
     # The sidecar's digest is part of the name: a receipt is valid only for these bytes and that digest.
-    text = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns} {file.sidecar.blake3}"
-    return blake3(text.encode("utf-8", "surrogateescape")).hexdigest()[:40]
+    return blake3(file_state(file.path) + f" {file.sidecar.blake3}".encode()).hexdigest()[:40]

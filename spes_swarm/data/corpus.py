@@ -14,7 +14,7 @@ import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
+from spes_swarm.base.wording import plural
 from spes_swarm.data.corpus_index import membership
+from spes_swarm.data.file_list import FILE_LIST, listed_token_files
+from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
 from spes_swarm.data.readers import find_documents
 from spes_swarm.data.sharding import DocumentFormat, write_shards
 from spes_swarm.data.token_file import TokenFile
@@ -47,12 +50,21 @@ def default_cache_dir() -> Path:
 
 
 def open_corpus(
-    source: str, tokenizer: Tokenizer, cache_dir: Path | None = None, *, document_format: DocumentFormat | None = None
-) -> list[Path]:
-    """Returns the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
+    source: str,
+    tokenizer: Tokenizer,
+    cache_dir: Path | None = None,
+    *,
+    document_format: DocumentFormat | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    pause: Callable[[], None] = lambda: None,
+) -> list[TokenFile]:
+    """Opens the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
-    A source is "stdlib"; a `.npy` token file; a directory that holds some; or text: a file, directory or glob that
-    `readers.find_documents` accepts. Tokenised text is kept in `cache_dir`, by default `default_cache_dir()`.
+    A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
+    text: a file, directory or glob that `readers.find_documents` accepts. Tokenised text is kept in `cache_dir`, by
+    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
+    a long one of these is read, and if some never end a document. `pause` is called before each of these, and may raise
+    to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -60,7 +72,7 @@ def open_corpus(
     if source == STDLIB:
         name, files = STDLIB, stdlib_files()
     elif token_files := _existing_token_files(source):
-        return [TokenFile.open(file, tokenizer).path for file in token_files]
+        return _opened(token_files, tokenizer, cache_dir or default_cache_dir(), say, pause)
     else:
         path = user_path(source)
         name, files = path.name if path.exists() else "glob", find_documents([path])
@@ -75,11 +87,17 @@ def check_source(source: str) -> None:
     """
     if source == STDLIB:
         return
-    token_files = [TokenFile.open(file) for file in _existing_token_files(source)]
-    if token_files:
-        membership(token_files)
-    else:
+    token_files = _existing_token_files(source)
+    described: list[TokenFile] = []
+    for file in token_files:
+        if is_headerless(file):
+            check_size(file)
+        else:
+            described.append(TokenFile.open(file))
+    if not token_files:
         find_documents([user_path(source)])
+    elif len(described) == len(token_files):
+        membership(described)
 
 
 def stdlib_files() -> list[Path]:
@@ -120,11 +138,13 @@ def _existing_token_files(source: str) -> list[Path]:
     """Returns the token files of a source; none if it is text.
 
     Raises:
-        DataError: there is no such file or directory.
+        DataError: there is no such file or directory, or a list names a file that does not exist.
     """
     path = user_path(source)
     if path.is_dir():
-        return sorted(path.glob("*.npy"))
+        return listed_token_files(path / FILE_LIST) or sorted(path.glob("*.npy"))
+    if listed := listed_token_files(path):
+        return listed
     if path.suffix == ".npy":
         if not path.is_file():
             raise DataError(f"token file {path} does not exist")
@@ -137,9 +157,34 @@ def _existing_token_files(source: str) -> list[Path]:
     return []
 
 
+def _opened(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    say: Callable[[str], None],
+    pause: Callable[[], None],
+) -> list[TokenFile]:
+    files: list[TokenFile] = []
+    for path in paths:
+        if is_headerless(path):
+            pause()
+            files.append(open_headerless(path, tokenizer, cache_dir, say))
+        else:
+            files.append(TokenFile.open(path, tokenizer))
+    # The only sign of another tokenizer, if its ids are small enough.
+    endless = [file.path for file in files if not file.has_header and file.sidecar.num_documents == 0]
+    if endless:
+        say(
+            f"no document ends (id {tokenizer.end_of_text} of {tokenizer.name!r}) in "
+            f"{plural(len(endless), 'token file')} without a header, such as {endless[0]}: check that this tokenizer "
+            "made the ids"
+        )
+    return files
+
+
 def _tokenised(
     name: str, files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path | None, document_format: DocumentFormat
-) -> list[Path]:
+) -> list[TokenFile]:
     cache = cache_dir if cache_dir is not None else default_cache_dir()
     entry = cache / f"{name}-{_fingerprint(files, tokenizer, document_format)[:24]}"
     if cached := _cached(entry, tokenizer):
@@ -159,13 +204,13 @@ def _tokenised(
                     partial.rename(entry)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
+    return [TokenFile.open(path, tokenizer) for path in sorted(entry.glob("*.npy"))]
 
 
-def _cached(entry: Path, tokenizer: Tokenizer) -> list[Path]:
+def _cached(entry: Path, tokenizer: Tokenizer) -> list[TokenFile]:
     """Returns the files of a usable entry, or nothing; a damaged entry is rebuilt."""
     try:
-        return [TokenFile.open(path, tokenizer).path for path in sorted(entry.glob("*.npy"))]
+        return [TokenFile.open(path, tokenizer) for path in sorted(entry.glob("*.npy"))]
     except DataError:
         return []
 

@@ -3,6 +3,7 @@
 `X.npy` holds one 1-D little-endian uint16 or uint32 array; `X.npy.json` names the tokenizer (with its digest), counts
 tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
 only when complete, the sidecar first: an `X.npy` that exists is complete. Readers map the file and never unpickle.
+Files of others, which have neither header nor sidecar: headerless.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ FORMAT_VERSION = 1
 
 TokenArray = NDArray[Any]
 
-_MAGIC = b"\x93NUMPY"
+MAGIC = b"\x93NUMPY"  # how every .npy file starts
 _HEADER_BYTES = 128  # fixed, so that the final length can be filled in after streaming
 _DTYPES = {"<u2": "uint16", "<u4": "uint32"}
 _REMAKE = "recreate it with python -m spes_swarm.tokenize"
@@ -153,6 +154,7 @@ class TokenFile:
     path: Path
     sidecar: Sidecar
     tokens: TokenArray  # (num_tokens,), uint16 or uint32
+    has_header: bool = True  # False: the sidecar was derived from the content, see headerless.py
 
     @classmethod
     def open(cls, path: Path, tokenizer: Tokenizer | None = None) -> TokenFile:
@@ -171,7 +173,7 @@ class TokenFile:
             raise DataError(f"{path} cannot be read: {exc.strerror}") from exc
         except ValueError as exc:
             raise DataError(f"{path} is not a token file: {exc}; {_REMAKE}") from exc
-        sidecar = _read_sidecar(path)
+        sidecar = read_sidecar(path, sidecar_path(path))
         if sidecar.dtype != _DTYPES[dtype.str] or sidecar.num_tokens != num_tokens:
             raise DataError(
                 f"{path} holds {num_tokens} tokens of {_DTYPES[dtype.str]}, but its sidecar says {sidecar.num_tokens} "
@@ -224,8 +226,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def _npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
     """A version 1.0 `.npy` header of `_HEADER_BYTES` bytes (numpy.lib.format)."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({num_tokens},), }}"
-    length = _HEADER_BYTES - len(_MAGIC) - 4
-    return _MAGIC + b"\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
+    length = _HEADER_BYTES - len(MAGIC) - 4
+    return MAGIC + b"\x01\x00" + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
 
 
 def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
@@ -237,7 +239,7 @@ def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
         ValueError: not a 1-D array of uint16 or uint32.
     """
     prefix = file.read(8)
-    if len(prefix) < 8 or prefix[:6] != _MAGIC:
+    if len(prefix) < 8 or prefix[:6] != MAGIC:
         raise ValueError("it does not start like a .npy file")
     if prefix[6] not in (1, 2, 3):
         raise ValueError(f"unknown .npy version {prefix[6]}")
@@ -262,8 +264,12 @@ def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(descr), shape[0], len(prefix) + width + length
 
 
-def _read_sidecar(path: Path) -> Sidecar:
-    location = sidecar_path(path)
+def read_sidecar(path: Path, location: Path) -> Sidecar:
+    """Reads the description of the token file `path` at `location`.
+
+    Raises:
+        DataError: it is missing, not a description, or of another version.
+    """
     try:
         content = json.loads(location.read_bytes())
     except FileNotFoundError as exc:

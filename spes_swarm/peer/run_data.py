@@ -31,6 +31,7 @@ from spes_swarm.config.run import DataConfig
 from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_corpus
 from spes_swarm.data.corpus_index import Membership, membership
+from spes_swarm.data.file_list import FILE_LIST
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.storage.run_directory import RunDirectory
@@ -120,7 +121,7 @@ class PeerData:
             return self._founded
         source, may_differ = self.choose(run)
         self.say(f"opening data: {source}")
-        files = tuple(TokenFile.open(path) for path in open_corpus(source, tokenizer))
+        files = tuple(open_corpus(source, tokenizer, say=self.say, pause=self._leave_if_stopped))
         if source == STDLIB:
             here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
             if run.python_version not in (None, here.python_version):
@@ -165,6 +166,8 @@ def same_run_data(given: DataConfig, run: DataConfig) -> bool:
 def name_of(source: str) -> str:
     """Returns a name for a data source: the last part of its path, in characters that a shell does not interpret."""
     path = Path(source)
+    if path.name == FILE_LIST:
+        path = path.absolute().parent
     while not path.exists() and glob.has_magic(path.name):
         path = path.parent
     name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", path.name).lstrip(".+-")[:64]

@@ -211,6 +211,15 @@ def test_initial_weights_without_a_width_have_no_cutoff() -> None:
         RunConfig.from_dict(values, "f")
 
 
+def test_a_configuration_of_an_earlier_version_means_what_it_meant() -> None:
+    run = RunConfig.from_dict(VALUES, "f")
+    assert (run.training.warmup_start_ratio, run.training.decay_norm_and_bias, run.model.init_cutoff) == (
+        0,
+        False,
+        None,
+    )
+
+
 def test_sections_check_themselves_wherever_they_are_made() -> None:
     with pytest.raises(ConfigError, match=r"^alpha: found 2, expected a number, at least 0 and at most 1$"):
         MergeConfig(alpha=2, steps=1, interval=1)

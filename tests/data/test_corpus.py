@@ -30,7 +30,7 @@ from spes_swarm.data.sharding import DocumentFormat
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
 from spes_swarm.testing.local_peer import PATIENCE_S
-from tests.helpers.token_files import open_checked, token_writer
+from tests.helpers.token_files import token_writer
 
 BYTES = ByteTokenizer()
 RECORDS = [json.dumps({"text": f"document {i} ü", "n": i}, ensure_ascii=False) for i in range(50)]
@@ -223,44 +223,49 @@ def test_stdlib_is_the_librarys_own_source() -> None:
     assert names == [path.as_posix() for path in stdlib_files()]
 
 
+def paths(source: str | Path, cache: Path | None = None) -> list[Path]:
+    return [file.path for file in open_corpus(str(source), BYTES, cache)]
+
+
 @pytest.mark.slow
 def test_stdlib_tokens(tmp_path: Path) -> None:
-    (path,) = open_corpus("stdlib", BYTES, tmp_path)
-    file = open_checked(path, BYTES)
+    (file,) = open_corpus("stdlib", BYTES, tmp_path)
+    file.check_content()
     assert file.sidecar.num_documents > 300
     assert len(file.tokens) > 5_000_000
     first = stdlib_files()[0].read_bytes()
     assert BYTES.decode(file.tokens[: len(first)]) == first.decode()
     assert file.tokens[len(first)] == 256
     assert 2.5 < unigram_entropy(file.tokens) < 3.8
-    before = path.stat()
-    assert open_corpus("stdlib", BYTES, tmp_path) == [path]
-    assert path.stat().st_mtime_ns == before.st_mtime_ns  # from the cache
+    before = file.path.stat()
+    assert paths("stdlib", tmp_path) == [file.path]
+    assert file.path.stat().st_mtime_ns == before.st_mtime_ns  # from the cache
 
 
 def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
     text = put(tmp_path / "a.txt", b"hello")
-    (path,) = open_corpus(str(text), BYTES, tmp_path / "cache")
+    (path,) = paths(text, tmp_path / "cache")
     os.truncate(path, 130)
-    assert open_corpus(str(text), BYTES, tmp_path / "cache") == [path]
+    assert paths(text, tmp_path / "cache") == [path]
     assert TokenFile.open(path, BYTES).tokens.tolist() == [*b"hello", 256]
 
 
 def test_the_cache_knows_what_changed(tmp_path: Path) -> None:
     text = put(tmp_path / "a.txt", b"hello\nworld")
     cache = tmp_path / "cache"
-    entries = {open_corpus(str(text), BYTES, cache)[0].parent}
-    entries.add(open_corpus(str(text), BYTES, cache, document_format=DocumentFormat(text_mode="line"))[0].parent)
-    entries.add(open_corpus(str(text), train_bpe([], 257), cache)[0].parent)
+    by_line = DocumentFormat(text_mode="line")
+    entries = {open_corpus(str(text), BYTES, cache)[0].path.parent}
+    entries.add(open_corpus(str(text), BYTES, cache, document_format=by_line)[0].path.parent)
+    entries.add(open_corpus(str(text), train_bpe([], 257), cache)[0].path.parent)
     put(text, b"hello\nworld!")
-    entries.add(open_corpus(str(text), BYTES, cache)[0].parent)
+    entries.add(open_corpus(str(text), BYTES, cache)[0].path.parent)
     assert len(entries) == 4
     assert not list(cache.glob("*.partial"))
 
 
 def _open_at_the_same_time(barrier: Any, results: Any, source: str, cache: Path) -> None:
     barrier.wait(PATIENCE_S)
-    results.put([(str(p), p.stat().st_ino) for p in open_corpus(source, ByteTokenizer(), cache)])
+    results.put([(str(p), p.stat().st_ino) for p in paths(source, cache)])
 
 
 @pytest.mark.slow
@@ -286,8 +291,8 @@ def test_token_files_are_used_where_they_lie(tmp_path: Path) -> None:
     for name in ("b.npy", "a.npy"):
         with token_writer(tmp_path / name, BYTES) as writer:
             writer.append(np.arange(5), 1)
-    assert open_corpus(str(tmp_path), BYTES) == [tmp_path / "a.npy", tmp_path / "b.npy"]
-    assert open_corpus(str(tmp_path / "b.npy"), BYTES) == [tmp_path / "b.npy"]
+    assert paths(tmp_path) == [tmp_path / "a.npy", tmp_path / "b.npy"]
+    assert paths(tmp_path / "b.npy") == [tmp_path / "b.npy"]
     with pytest.raises(DataError, match="made with the tokenizer 'bytes'"):
         open_corpus(str(tmp_path), train_bpe([], 257))
 

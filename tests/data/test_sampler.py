@@ -16,34 +16,14 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.sampler import Sampler, Split, TokenStream
 from spes_swarm.data.token_file import TokenFile
-from spes_swarm.data.tokenizer import Tokenizer, train_bpe
-from tests.helpers.token_files import token_writer
+from spes_swarm.data.tokenizer import train_bpe
+from tests.helpers.token_files import Vocabulary, token_writer
 
 FRACTIONS = st.sampled_from([0.0, 0.001, 0.01, 0.02, 0.1, 0.3, 0.5])
 
 
-class CountingTokenizer:
-    """A vocabulary so large that every token of a test can be its own position."""
-
-    name = "counting"
-    digest = "c0"
-    vocab_size = 1 << 20
-    end_of_text = 0
-
-    def produces(self, token_id: int) -> bool:
-        return 0 <= token_id < self.vocab_size
-
-    def encode(self, text: str) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        raise NotImplementedError
-
-    def decode(self, ids: object) -> str:
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        raise NotImplementedError
-
-
-COUNTING: Tokenizer = CountingTokenizer()
+# So large that every token of a test can be its own position.
+COUNTING = Vocabulary(1 << 20)
 
 
 def counting_stream(directory: Path, *lengths: int) -> TokenStream:

@@ -165,7 +165,10 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     assert rows["bad_json"].strip() == rows["wrong_type"].strip() == "1"
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
-    stream = TokenStream([open_checked(path, tokenizer) for path in open_corpus(str(tmp_path), tokenizer)])
+    files = open_corpus(str(tmp_path), tokenizer)
+    for file in files:
+        file.check_content()
+    stream = TokenStream(files)
     assert f"{stream.num_tokens:,}" == rows["tokens"].strip()
 
 

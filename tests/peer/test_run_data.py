@@ -160,6 +160,7 @@ def test_impossible_descriptions(values: dict[str, str]) -> None:
         ("/texts/*.txt", "texts"),
         ("/a/**/*.jsonl", "a"),
         ("/a/.hidden", "hidden"),
+        ("/a/tokens/file_list.txt", "tokens"),
         ("/a/--data", "data"),
         ("/a/stdlib", "corpus"),
         ("/", "corpus"),
@@ -396,7 +397,7 @@ def test_without_a_cache_contents_are_read_every_time(tmp_path: Path, reads: lis
 def test_reading_for_long_is_announced_and_can_be_left(
     tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content_check, "_WORTH_SAYING_BYTES", 1000)
+    monkeypatch.setattr(content_check, "WORTH_SAYING_BYTES", 1000)
     corpus = shards(tmp_path / "tokens")
     with pytest.raises(LeftEarlyError):
         peer.data(corpus, stop=True).open(UNKNOWN, BYTES)

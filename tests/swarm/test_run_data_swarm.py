@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import REASONABLE_S, Swarm, swarm
+from tests.helpers.token_files import save_headerless
 
 pytestmark = pytest.mark.swarm
 
@@ -78,3 +80,30 @@ def test_other_data_are_refused_or_recorded_and_remembered(running: Swarm, tmp_p
     assert {key: event_again[key] for key in ("name", "digest", "differs")} == {
         key: event[key] for key in ("name", "digest", "differs")
     }
+
+
+def test_the_files_of_spes_and_olmo_are_trained_on_as_they_are(tmp_path: Path) -> None:
+    """Memmaps without a header, in a list that `find` wrote; another peer has a copy in a directory."""
+    here, copy = tmp_path / "here", tmp_path / "copy"
+    here.mkdir()
+    for number, words in enumerate((b"to be or not to be ", b"that is the question ")):
+        save_headerless(here / f"0_{number}.npy", [*words * 400, 256], "uint32")
+    shutil.copytree(here, copy)
+    (here / "file_list.txt").write_text(f"{here}/0_1.npy\n{here}/0_0.npy\n")
+    with swarm(tmp_path) as started:
+        founder = started.found("--data", here / "file_list.txt", "--experts", 4)
+        joiner = started.join("--data", copy, "--max-rounds", 1, name="copy")
+        assert joiner.wait() == 0, joiner.tail()
+        (event,), (founded,) = joiner.events("data"), founder.events("data")
+        assert (founded["name"], founded["shards"]) == ("here", 2)
+        assert (event["digest"], event["differs"]) == (founded["digest"], False)
+        assert joiner.events("round")
+
+        # Ids that are no tokens of this run: one line, before any weights are fetched.
+        save_headerless(copy / "0_0.npy", [257] * 5000, "uint32")
+        refused = started.join("--data", copy, name="refused")
+        assert refused.wait() == 2
+        line = refused.text().splitlines()[-1]
+        assert line.startswith("join: ")
+        assert "0_0.npy has no .npy header, and its content is not of the run's vocabulary of 257 tokens" in line
+        assert not refused.events("sync")

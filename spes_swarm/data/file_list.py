@@ -1,0 +1,42 @@
+"""Lists of token files: `file_list.txt` names one file a line, as written by `find DIRECTORY -type f`.
+
+SPES's own data preparation ends with such a list. Its order is that of a directory on one machine, so the files are
+taken in the order of their paths instead: peers with the same files then have the same corpus.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spes_swarm.base.errors import DataError, os_errors_as
+
+FILE_LIST = "file_list.txt"
+
+
+def listed_token_files(path: Path) -> list[Path]:
+    """Returns the `.npy` files that a list names, sorted; none if there is no list, or it names none (as text does).
+
+    Relative paths start at the list's folder or, where nothing lies there, at the working directory. Lines about other
+    files are skipped, because `find` also lists descriptions, and the list itself.
+
+    Raises:
+        DataError: the list cannot be read, or a token file that it names does not exist.
+    """
+    if path.name != FILE_LIST or not path.is_file():
+        return []
+    with os_errors_as(DataError, f"{path} cannot be read"):
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    found: list[Path] = []
+    for number, line in enumerate(lines, start=1):
+        entry = line.strip()
+        if not entry.endswith(".npy"):
+            continue
+        places = [path.parent / entry, Path(entry)]  # an absolute path stays what it is when joined
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            raise DataError(
+                f"{path}, line {number}: {entry} does not exist here: correct the path, which may be relative to the "
+                "list's folder"
+            )
+        found.append(file)
+    return sorted(found)
