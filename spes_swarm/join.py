@@ -45,6 +45,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
     peer.add_argument("--seed", type=int, help="seed of the data order (default: from the peer id)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    peer.add_argument(
+        "--checkpoint-minutes",
+        type=float,
+        metavar="M",
+        help="write a checkpoint at least every M minutes (default: 20); 0: after every round",
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
     network = parser.add_argument_group("network")
     network.add_argument("--host-maddrs", nargs="+", metavar="MADDR", help="addresses to listen on")

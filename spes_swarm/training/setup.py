@@ -61,7 +61,7 @@ class TrainerSetup:
     batch_size: int
     metrics: Metrics
     checkpoints: Path
-    checkpoint_every_rounds: int
+    checkpoint_minutes: float
     keep_checkpoints: int
     max_rounds: int | None
     stop: threading.Event
