@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -23,24 +24,26 @@ _COMMAND_TIMEOUT_S = 60.0
 _CHEAP_SHARE = 1 / 60
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Write:
     """A checkpoint that is being written."""
 
     at: tuple[int, int]  # round and step
-    future: Future[Written]
-    reference_read: threading.Event  # set once the reference may change; also after a failure
     started: float  # monotonic time
-    pause_s: float  # that training has waited for it
+    # Set once the thread does not need the state, or the reference, as it was at that time; also after a failure.
+    copied: threading.Event
+    reference_read: threading.Event
+    future: Future[Written]
 
 
 class CheckpointSaver:
     """Writes checkpoints on a thread, one at a time.
 
-    Training waits only while its state is copied in host memory: the moments (8 bytes per trained weight) and those
-    live blocks that are not equal to the reference (4 bytes per weight; most are equal after a commit, unless there was
-    a merge or rounds overlap). The copy is freed piece by piece as it is written. The reference is not copied: the next
-    round, which changes it, begins once the thread has read it.
+    The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per trained
+    weight), and those live blocks that differ from the reference (4 bytes per weight; few do after a commit, unless
+    there was a merge or rounds overlap). It does so during that step's forward and backward pass; the optimiser waits
+    for the rest. The copy is freed piece by piece as it is written. The reference is not copied: the next round, which
+    changes it, begins once the thread has read it.
 
     A checkpoint that cannot be written, for instance because the disk is full, is reported as a fault, and training
     goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.
@@ -54,6 +57,7 @@ class CheckpointSaver:
         self._interval_s = 60.0 * setup.checkpoint_minutes
         self._write: _Write | None = None
         self._due_at = 0.0  # monotonic time
+        self._pause_s = 0.0  # that training has waited for the current checkpoint
 
     def after_round(self, round_number: int, step: int) -> None:
         """Starts a checkpoint if one is due, and none is being written.
@@ -66,8 +70,8 @@ class CheckpointSaver:
             self.start(round_number, step)
 
     def start(self, round_number: int, step: int) -> Future[Written]:
-        """Copies the peer's state and writes it in the background. If a checkpoint is still being written, it becomes
-        that one, unless every round is wanted: then training waits for it first.
+        """Writes the peer's state in the background. If a checkpoint is still being written, that one is returned,
+        unless every round is wanted: then training waits for it first.
 
         Raises:
             CheckpointError: as `look`.
@@ -77,32 +81,50 @@ class CheckpointSaver:
         if self._write is not None and (self._interval_s > 0 or self._write.at == (round_number, step)):
             return self._write.future
         self._finish()
-        self._setup.status.phase = "saving"
         started = time.monotonic()
-        state = self._copy(round_number, step)
-        future: Future[Written] = Future()
-        reference_read = threading.Event()
-        self._write = _Write((round_number, step), future, reference_read, started, time.monotonic() - started)
+        meta, digests = self._describe(round_number, step)
+        self._pause_s = time.monotonic() - started
         self._due_at = started + self._interval_s
+        write = _Write((round_number, step), started, threading.Event(), threading.Event(), Future())
+        self._write = write
+        threading.Thread(target=self._run, args=(write, meta, digests), name="checkpoint", daemon=True).start()
+        return write.future
+
+    def _run(self, write: _Write, meta: CheckpointMeta, digests: Sequence[bytes]) -> None:
+        """The thread: copies the peer's state and writes it."""
         setup = self._setup
+        try:
+            state = PeerState(
+                meta=meta,
+                layout=setup.model.layout,
+                reference_N=setup.reference_N,
+                digests=digests,
+                live=self._live.beyond_reference(),
+                optimiser=optimiser_arrays(self._optimiser, dict(setup.model.trainable_parameters())),
+            )
+            write.copied.set()
+            written = save_checkpoint(setup.checkpoints, state, setup.keep_checkpoints, write.reference_read.set)
+            write.future.set_result(written)
+        except BaseException as exc:  # `_finish` raises it in the trainer's thread
+            write.future.set_exception(exc)
+        finally:
+            write.copied.set()
+            write.reference_read.set()
 
-        def write() -> None:
-            try:
-                future.set_result(save_checkpoint(setup.checkpoints, state, setup.keep_checkpoints, reference_read.set))
-            except BaseException as exc:  # `_finish` raises it in the trainer's thread
-                future.set_exception(exc)
-            finally:
-                reference_read.set()
-
-        threading.Thread(target=write, name="checkpoint", daemon=True).start()
-        return future
+    def before_step(self) -> None:
+        """Waits until live weights and moments may change; call it between the backward pass and the optimiser."""
+        if self._write is not None:
+            self._wait(self._write.copied)
 
     def before_round(self) -> None:
         """Waits until the reference may change. Takes no time unless the disk needs longer than a round for it."""
         if self._write is not None:
-            started = time.monotonic()
-            self._write.reference_read.wait()
-            self._write.pause_s += time.monotonic() - started
+            self._wait(self._write.reference_read)
+
+    def _wait(self, event: threading.Event) -> None:
+        started = time.monotonic()
+        event.wait()
+        self._pause_s += time.monotonic() - started
 
     def look(self) -> None:
         """Handles a checkpoint that has been written; cheap to call while none has.
@@ -120,6 +142,7 @@ class CheckpointSaver:
             CheckpointError: it could not be written.
             NetworkProcessError: the network process does not answer.
         """
+        self._setup.status.phase = "saving"
         if self._write is not None and self._write.at != (round_number, step):
             self._finish()
         self.start(round_number, step)
@@ -147,13 +170,14 @@ class CheckpointSaver:
             "checkpoint",
             round=written.round,
             seconds=seconds,
-            pause_s=write.pause_s,
+            pause_s=self._pause_s,
             bytes_written=written.bytes_written,
             bytes_linked=written.bytes_linked,
         )
         setup.on_saved()
 
-    def _copy(self, round_number: int, step: int) -> PeerState:
+    def _describe(self, round_number: int, step: int) -> tuple[CheckpointMeta, Sequence[bytes]]:
+        """Returns the metadata, and the digests of the reference's blocks."""
         setup, network, work = self._setup, self._setup.network, self._work
         layout = setup.model.layout
         table = network.ask(Commands.table, _COMMAND_TIMEOUT_S)
@@ -176,11 +200,4 @@ class CheckpointSaver:
             marks=marks.hex(),
             swarm_tokens=swarm_tokens,
         )
-        return PeerState(
-            meta=meta,
-            layout=layout,
-            reference_N=setup.reference_N,
-            digests=table.digests,
-            live=self._live.beyond_reference(),
-            optimiser=optimiser_arrays(self._optimiser, dict(setup.model.trainable_parameters())),
-        )
+        return meta, table.digests

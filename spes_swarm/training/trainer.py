@@ -158,6 +158,7 @@ class Trainer:
                     continue
             with self._step_memory.guard(self._optimiser):
                 self._train_step()
+            self._saver.before_step()
             self._handover.take(self.round)
             self._saver.look()
             if setup.publishing is not None:
@@ -245,6 +246,7 @@ class Trainer:
         losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
+        self._saver.before_step()
         routed_E = self._model.pop_routed_tokens()
         self._loss = float(losses.cross_entropy)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))

@@ -124,6 +124,31 @@ def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(ma
     assert again.live().tobytes() == peer.live().tobytes()
 
 
+def test_the_next_step_changes_nothing_before_all_is_copied(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, waiting = make(), threading.Event()
+    copy, wait = peer.trainer._live.beyond_reference, peer.trainer._saver.before_step
+
+    def slow_copy() -> Any:
+        assert waiting.wait(PATIENCE_S)  # the backward pass is done
+        return copy()
+
+    def before_step() -> None:
+        waiting.set()
+        wait()
+
+    peer.trainer._saver._due_at = float("inf")
+    one_round(peer)
+    peer.trainer._train_step()
+    state = state_of(peer)
+    monkeypatch.setattr(peer.trainer._live, "beyond_reference", slow_copy)
+    monkeypatch.setattr(peer.trainer._saver, "before_step", before_step)
+    peer.trainer._saver.start(peer.trainer.round, peer.trainer.step)
+    peer.trainer._train_step()
+    assert not np.array_equal(state_of(peer)[0], state[0])
+    peer.trainer._saver._finish()
+    assert_holds(newest(peer), peer, state)
+
+
 def test_the_next_round_begins_once_the_reference_is_read(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, order, waiting = make(), [], threading.Event()
     write, wait, commit = ReferenceFile.write, peer.trainer._saver.before_round, peer.network.run_round
