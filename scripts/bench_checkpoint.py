@@ -10,8 +10,8 @@ reference, as after a commit, or not, as after an expert merge or with overlappi
 The baseline writes the same state as earlier versions did, while training waits: the reference, the live weights and
 the moments as three safetensors files by the safetensors library, their digests from reading them again, fsync, rename.
 Both write to --directory; the page cache is synced before each measurement. Medians of --repeats, for the baseline of
-one measurement after each kind. "copy" is what training waits for at most: a peer copies during the forward and backward
-pass of its next step. "reference read" is when the next round may change the reference.
+one measurement after each kind. "copy" is what training waits for at most: a peer copies during the forward and
+backward pass of its next step. "reference read" is when the next round may change the reference.
 
 Then a lone peer trains 2 of 8 experts of an OLMoE of 54.8 M parameters on one thread, in rounds of --inner-steps, and
 writes a checkpoint after each: the pauses that it reports, as a share of its rounds (without the first and the last).
