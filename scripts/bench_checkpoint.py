@@ -9,9 +9,9 @@ reference, as after a commit, or not, as after an expert merge or with overlappi
 
 The baseline writes the same state as earlier versions did, while training waits: the reference, the live weights and
 the moments as three safetensors files by the safetensors library, their digests from reading them again, fsync, rename.
-Both write to --directory; the page cache is synced before each measurement. Medians of --repeats, for the baseline of
-one measurement after each kind. "copy" is what training waits for at most: a peer copies during the forward and
-backward pass of its next step. "reference read" is when the next round may change the reference.
+Both write to --directory; the page cache is synced before each measurement. All kinds take turns; medians of --repeats.
+"copy" is what training waits for at most: a peer copies during the forward and backward pass of its next step.
+"reference read" is when the next round may change the reference.
 
 Then a lone peer trains 2 of 8 experts of an OLMoE of 54.8 M parameters on one thread, in rounds of --inner-steps, and
 writes a checkpoint after each: the pauses that it reports, as a share of its rounds (without the first and the last).
@@ -167,20 +167,20 @@ def bench(num_parameters: int, repeats: int, directory: Path) -> Figures:
         os.sync()
         return task(peer, directory / name)
 
-    timed(measure_before, "whole")  # not counted: a virtual machine may have to allocate the memory first
     before: list[Figures] = []
+    rows: dict[tuple[str, bool], list[Figures]] = {arm: [] for arm in ARMS}
+    for _ in range(repeats + 1):
+        before.append(timed(measure_before, "whole"))
+        for changed, live_differs in ARMS:
+            peer.change(changed, live_differs=live_differs)
+            rows[changed, live_differs].append(timed(measure, "blocks"))
+    # The first of each is not counted: a virtual machine may have to allocate the memory first.
+    whole = medians(before[1:])
     arms: list[Figures] = []
     for changed, live_differs in ARMS:
-        rows: list[Figures] = []
-        for _ in range(repeats + 1):
-            peer.change(changed, live_differs=live_differs)
-            rows.append(timed(measure, "blocks"))
-        before.append(timed(measure_before, "whole"))
-        # The first one of an arm follows one of another arm, after which other blocks may have changed.
-        arms.append({"changed": changed, "live_differs": live_differs, **medians(rows[1:])})
-    whole = medians(before)
-    for arm in arms:
-        arm |= {f"{key}_ratio": arm[key] / whole[key] for key in ("copy_s", "seconds", "bytes_written")}
+        row = medians(rows[changed, live_differs][1:])
+        ratios = {f"{key}_ratio": row[key] / whole[key] for key in ("copy_s", "seconds", "bytes_written")}
+        arms.append({"changed": changed, "live_differs": live_differs, **row, **ratios})
     shutil.rmtree(directory)
     trained = sum(block.size for block in peer.own)
     return {"parameters": num_parameters, "trained": trained, "whole": whole, "arms": arms}
