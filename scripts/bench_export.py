@@ -54,7 +54,8 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.plain import split_blocks
 from spes_swarm.publishing.snapshot import take_snapshot
-from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
+from spes_swarm.storage.checkpoint import CheckpointMeta
+from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
 
 SHARD_SIZES = (MAX_SHARD_SIZE, "50MB")
@@ -139,8 +140,15 @@ def make_checkpoint(output_dir: Path, geometry: dict[str, int], size_bytes: int)
         routed=[0] * layout.num_experts, cursor={}, commits=[], marks="",
     )  # fmt: skip
     trained_N = reference_N[: layout.blocks[1 + _HELD[-1]].stop]
-    moments = {"exp_avg": trained_N, "exp_avg_sq": trained_N}
-    save_checkpoint(directory.checkpoints, meta, layout, reference_N, reference_N, moments, keep=1)
+    state = PeerState(
+        meta=meta,
+        layout=layout,
+        reference_N=reference_N,
+        digests=snapshot.digests,
+        live={},
+        optimiser={"exp_avg": trained_N, "exp_avg_sq": trained_N},
+    )
+    save_checkpoint(directory.checkpoints, state, keep=1)
 
 
 def run_export(pipe: Connection, tiny: Path, output_dir: Path, destination: Path, shard_size: str) -> None:
@@ -175,8 +183,8 @@ def write_seconds(path: Path, num_bytes: int) -> float:
 def measure_export(tiny: Path, output_dir: Path, shard_size: str, repeats: int) -> Figures:
     """Measures exports of one checkpoint, each between two plain writes of as many bytes."""
     rows: list[Figures] = []
-    (reference,) = output_dir.glob("checkpoints/*/reference.safetensors")
-    plain, num_bytes = output_dir.with_name("plain"), reference.stat().st_size
+    reference = output_dir.glob("checkpoints/*/reference-*.safetensors")
+    plain, num_bytes = output_dir.with_name("plain"), sum(path.stat().st_size for path in reference)
     write_seconds(plain, num_bytes)  # not counted: a virtual machine may have to allocate the memory first
     for _ in range(repeats):
         before_s = write_seconds(plain, num_bytes)

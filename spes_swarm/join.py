@@ -80,6 +80,12 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     peer.add_argument("--seed", type=int, help="seed of the data order (default: from the peer id)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
+    peer.add_argument(
+        "--checkpoint-minutes",
+        type=float,
+        metavar="M",
+        help="write a checkpoint at least every M minutes (default: 20); 0: after every round",
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 

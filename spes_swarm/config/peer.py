@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, read_section
-from spes_swarm.config.constraints import BatchSize, Count, Positive, Seed, Text
+from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -43,7 +43,9 @@ class PeerConfig(Section):
     relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # relay others' connections, and use relays
     wait_for_peers: Count = 1  # peers, this one included, that must be present before training starts
     max_rounds: Count | None = None  # rounds after which this peer leaves; None = never
-    checkpoint_every_rounds: Count = 1  # rounds between checkpoints
+    # A checkpoint is written after a round, at least every so many minutes, and more often while writing takes little
+    # of the time; 0 = after every round, even if training must wait for the disk.
+    checkpoint_minutes: NotNegative = 20.0
     keep_checkpoints: Count = 2  # how many of the newest checkpoints are kept
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public

@@ -281,7 +281,7 @@ class Joining:
                 precision=self._step.precision,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
-                checkpoint_every_rounds=peer.checkpoint_every_rounds,
+                checkpoint_minutes=peer.checkpoint_minutes,
                 keep_checkpoints=peer.keep_checkpoints,
                 max_rounds=peer.max_rounds,
                 stop=context.stop,

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,7 @@ from typing import IO, Any
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
+from spes_swarm.storage.checkpoint_writing import Written
 from spes_swarm.storage.metrics_file import Metrics
 
 _MIN_RETRY_S, _MAX_RETRY_S = 30.0, 3600.0
@@ -47,6 +49,7 @@ class Publishing:
     upload_mbps: float
     say: Callable[[str], None]
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _saving: tuple[int, Future[Written]] | None = field(default=None, init=False)  # the round due, its checkpoint
     _output: IO[bytes] | None = field(default=None, init=False)
     _published: int = field(default=-1, init=False)  # the newest round known to be published
     _has_failed: bool = field(default=False, init=False)
@@ -63,21 +66,26 @@ class Publishing:
         stands = publishing or not self._has_failed
         self.network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
-    def consider(self, round_number: int, save: Callable[[], None]) -> None:
-        """Starts publishing, after `save` has written a checkpoint, if the last commit makes it due and it is this
-        peer's turn.
+    def consider(self, round_number: int, save: Callable[[], Future[Written]]) -> None:
+        """Calls `save` if the last commit makes a publication due and it is this peer's turn; `look` starts it once the
+        checkpoint is written.
 
         Raises:
             CheckpointError: from `save`.
         """
         due = round_number // self.every * self.every
-        if self._process is not None or due <= max(self._published, 0) or time.monotonic() < self._retry_at:
+        if (
+            self._process is not None
+            or self._saving is not None
+            or due <= max(self._published, 0)
+            or time.monotonic() < self._retry_at
+        ):
             return
         view = self.network.view
         if view is None or round_number < due + view.publishing_periods * self.every:
             return
-        save()
-        self._start(due)
+        self._saving = due, save()
+        self.look()
 
     def _start(self, due: int) -> None:
         command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self.target]
@@ -98,7 +106,14 @@ class Publishing:
         self._volunteer()
 
     def look(self) -> None:
-        """Handles a publication that has ended; cheap to call while none has."""
+        """Starts a publication whose checkpoint has been written, and handles one that has ended; cheap to call while
+        neither is the case.
+        """
+        if self._saving is not None and self._saving[1].done():
+            (due, saved), self._saving = self._saving, None
+            # Otherwise it could not be written, or an earlier one was still being written: the next round decides.
+            if saved.exception() is None and saved.result().round >= due:
+                self._start(due)
         if self._process is None or self._process.poll() is None:
             return
         lines = self._last_lines()
@@ -145,6 +160,8 @@ class Publishing:
 
     def stop(self, wait_s: float) -> None:
         """Waits up to `wait_s` for a running publication, then kills it; the next one resumes from there."""
+        if wait_s > 0:
+            self.look()  # the last checkpoint may have been one to publish
         if self._process is None:
             return
         try:

@@ -103,7 +103,7 @@ def newest_snapshot(output_dir: Path, on_skipped: Callable[[str], None] = lambda
 
 def _map(checkpoint: Checkpoint, manifest: Manifest, layout: Layout) -> Snapshot:
     meta = checkpoint.meta
-    arrays = map_tensors(checkpoint.path / "reference.safetensors")
+    arrays = {name: array for path in checkpoint.reference_paths(layout) for name, array in map_tensors(path).items()}
     blocks = [arrays[block.name] for block in layout.blocks]
     snapshot = take_snapshot(manifest, meta.round, meta.versions, blocks, meta.swarm_tokens or None)
     if snapshot.digest != meta.reference_digest:

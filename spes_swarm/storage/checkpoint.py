@@ -1,40 +1,42 @@
 """Checkpoints: everything that a peer needs to resume as if it had never stopped.
 
-Each is a directory, `checkpoints/round-00000012-step-0000000480/`, with the reference, the live weights of the shared
-and held blocks, the optimiser state, and `meta.json`, which has the BLAKE3 digests of the other files and of its own
-content. It is written under a temporary name, synced to disk and renamed, so a directory with the final name is
-complete. A checkpoint that fails verification is skipped in favour of the one before.
+Each is a directory, `checkpoints/round-00000012-step-0000000480/`, with
+
+- `reference-00000.safetensors` and so on: the blocks of the reference; see checkpoint_files.py
+- `live.safetensors`: those trained blocks whose live weights differ from the reference
+- `optimiser.safetensors`: the optimiser state
+- `meta.json`: the digests of all blocks of the reference, of the other two files, and of its own content
+
+A directory with such a name is complete; see checkpoint_writing.py. A checkpoint that fails verification is skipped in
+favour of the one before. Format 2, of earlier versions, is read as well: it has all blocks of the reference in
+`reference.safetensors`, and all trained blocks in `live.safetensors`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
-from spes_swarm.base.user_paths import sync_to_disk
-from spes_swarm.protocol.consensus.layout import Block, Layout
+from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.protocol.consensus.reference import DIGEST_BYTES
+from spes_swarm.storage.checkpoint_files import file_digest, read_blocks, reference_files
 
-FORMAT = 2
+FORMAT, FORMAT_BEFORE = 3, 2
+META, LIVE, OPTIMISER = "meta.json", "live.safetensors", "optimiser.safetensors"
+_REFERENCE_BEFORE = "reference.safetensors"  # in format 2
 _BROKEN = "broken-"
 _DIRECTORY = re.compile(r"round-\d{8}-step-\d{10}")
-_REFERENCE, _LIVE, _OPTIMISER = "reference.safetensors", "live.safetensors", "optimiser.safetensors"
-
-Arrays = Mapping[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,67 +67,28 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
 
+    def reference_paths(self, layout: Layout) -> list[Path]:
+        """The safetensors files that together have the blocks of the reference, each as one tensor with its name."""
+        if (self.path / _REFERENCE_BEFORE).exists():
+            return [self.path / _REFERENCE_BEFORE]
+        return [self.path / file.name for file in reference_files(layout)]
+
     def reference(self, layout: Layout, out_N: FloatArray) -> None:
         """Reads the reference into a flat vector."""
-        _read_blocks(self.path / _REFERENCE, layout.blocks, out_N)
+        for path in self.reference_paths(layout):
+            read_blocks(path, layout.blocks, out_N)
 
     def live(self, layout: Layout, out_N: FloatArray) -> None:
         """Reads the live weights of the shared and held blocks into a flat vector."""
-        _read_blocks(self.path / _LIVE, layout.trained_blocks(self.meta.held), out_N)
+        trained = layout.trained_blocks(self.meta.held)
+        differing = read_blocks(self.path / LIVE, trained, out_N)
+        equal = [block for block in trained if block.index not in differing]
+        for path in self.reference_paths(layout) if equal else []:
+            read_blocks(path, equal, out_N)
 
     def optimiser(self) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
         """Reads the optimiser state by name."""
-        return dict(load_file(self.path / _OPTIMISER))
-
-
-def save_checkpoint(
-    directory: Path,
-    meta: CheckpointMeta,
-    layout: Layout,
-    reference_N: FloatArray,
-    live_N: FloatArray,
-    optimiser: Arrays,
-    keep: int,
-) -> Path:
-    """Writes a checkpoint atomically and removes all but the newest `keep`.
-
-    Raises:
-        CheckpointError: it could not be written, for instance because the disk is full; earlier ones are untouched.
-    """
-    final = directory / f"round-{meta.round:08d}-step-{meta.step:010d}"
-    if final.exists():
-        return final  # nothing has changed since it was written
-    temporary = directory / f".{final.name}.{os.getpid()}"
-    trained = layout.trained_blocks(meta.held)
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(_blocks(layout.blocks, reference_N), temporary / _REFERENCE)
-        save_file(_blocks(trained, live_N), temporary / _LIVE)
-        save_file(dict(optimiser), temporary / _OPTIMISER)
-        files = {name: _file_digest(temporary / name) for name in (_REFERENCE, _LIVE, _OPTIMISER)}
-        content = {"format": FORMAT, "files": files, **asdict(meta)}
-        text = json.dumps({"digest": _content_digest(content), **content}, indent=1)
-        (temporary / "meta.json").write_text(text, encoding="utf-8")
-        for path in temporary.iterdir():
-            sync_to_disk(path)
-        sync_to_disk(temporary)
-        temporary.rename(final)
-        sync_to_disk(directory)
-    except (OSError, SafetensorError) as exc:
-        shutil.rmtree(temporary, ignore_errors=True)
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        newest = next(_candidates(directory), None)
-        kept = f"the last good one is {newest}" if newest else "there is no earlier one"
-        # safetensors wraps the system's error message.
-        full = any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT))
-        advice = f"; free space for {directory}, or move the output directory to a larger disk" if full else ""
-        raise CheckpointError(
-            f"the checkpoint of round {meta.round} could not be written: {reason}; {kept}{advice}"
-        ) from exc
-    for old in list(_candidates(directory))[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+        return dict(load_file(self.path / OPTIMISER))
 
 
 def load_newest(
@@ -139,9 +102,9 @@ def load_newest(
         CheckpointError: the newest readable one belongs to another run or another model.
     """
     complaints: list[str] = []
-    for path in list(_candidates(directory)):
+    for path in checkpoints_in(directory):
         try:
-            meta = _verify(path)
+            meta = _verify(path, layout)
         except CheckpointError as exc:
             complaints.append(str(exc))
             if set_aside:
@@ -166,45 +129,70 @@ def has_broken(directory: Path) -> bool:
     return any(directory.glob(f"{_BROKEN}*"))
 
 
-def _candidates(directory: Path) -> Iterator[Path]:
-    """Checkpoint directories, newest first."""
-    if directory.is_dir():
-        yield from sorted((p for p in directory.iterdir() if _DIRECTORY.fullmatch(p.name)), reverse=True)
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Checkpoint directories, newest first; they are complete, but not verified."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _DIRECTORY.fullmatch(path.name)), reverse=True)
 
 
-def _verify(path: Path) -> CheckpointMeta:
+def _verify(path: Path, layout: Layout) -> CheckpointMeta:
+    content = read_content(path)
     try:
-        content = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"{path}: written by another version of spes_swarm")
-        if content.pop("digest") != _content_digest(content):
-            raise CheckpointError(f"{path}: meta.json is corrupt (its digest does not match)")
-        files = content.pop("files")
-        del content["format"]
-        meta = CheckpointMeta(**content)
-        for name in (_REFERENCE, _LIVE, _OPTIMISER):
-            if _file_digest(path / name) != files[name]:
+        meta, files = content.meta, content.files
+        for name in (LIVE, OPTIMISER) if content.format == FORMAT else (_REFERENCE_BEFORE, LIVE, OPTIMISER):
+            if file_digest(path / name) != files[name]:
                 raise CheckpointError(f"{path}: {name} is corrupt (its digest does not match)")
+        # The reference of another model cannot be checked; whoever asks for it is told.
+        if content.format == FORMAT and meta.layout_digest == layout.digest:
+            for file in reference_files(layout):
+                if not file.is_intact(path, content.blocks):
+                    raise CheckpointError(f"{path}: {file.name} is corrupt (its digest does not match)")
     except OSError as exc:
         raise CheckpointError(f"{exc.filename or path}: {exc.strerror}") from exc
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (KeyError, IndexError) as exc:
         raise CheckpointError(f"{path}: meta.json is corrupt") from exc
     return meta
 
 
+@dataclass(frozen=True)
+class Content:
+    """What `meta.json` says about a checkpoint."""
+
+    format: int
+    files: Mapping[str, str]  # BLAKE3 digests in hex by name
+    blocks: tuple[bytes, ...]  # digests of the reference's blocks; none in format 2
+    meta: CheckpointMeta
+
+    def to_json(self) -> str:
+        """Returns the text of `meta.json`."""
+        blocks = [digest.hex() for digest in self.blocks]
+        content = {"format": self.format, "files": dict(self.files), "blocks": blocks, **asdict(self.meta)}
+        return json.dumps({"digest": _content_digest(content), **content}, indent=1)
+
+
+def read_content(path: Path) -> Content:
+    """Reads the `meta.json` of a checkpoint, and verifies it, but no other file.
+
+    Raises:
+        CheckpointError: it is damaged, of another version, or cannot be read.
+    """
+    try:
+        content = json.loads((path / META).read_text(encoding="utf-8"))
+        if content["format"] not in (FORMAT, FORMAT_BEFORE):
+            raise CheckpointError(f"{path}: written by another version of spes_swarm")
+        if content.pop("digest") != _content_digest(content):
+            raise CheckpointError(f"{path}: meta.json is corrupt (its digest does not match)")
+        number, files = content.pop("format"), dict(content.pop("files"))
+        blocks = tuple(map(bytes.fromhex, content.pop("blocks") if number == FORMAT else ()))
+        if any(len(digest) != DIGEST_BYTES for digest in blocks):
+            raise ValueError("not a digest")
+        return Content(number, files, blocks, CheckpointMeta(**content))
+    except OSError as exc:
+        raise CheckpointError(f"{exc.filename or path}: {exc.strerror}") from exc
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CheckpointError(f"{path}: meta.json is corrupt") from exc
+
+
 def _content_digest(content: Mapping[str, Any]) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    return blake3().update_mmap(path).hexdigest() if path.stat().st_size else blake3().hexdigest()
-
-
-def _blocks(blocks: Sequence[Block], values_N: FloatArray) -> dict[str, FloatArray]:
-    return {block.name: values_N[block.start : block.stop] for block in blocks}
-
-
-def _read_blocks(path: Path, blocks: Sequence[Block], out_N: FloatArray) -> None:
-    arrays = load_file(path)
-    for block in blocks:
-        out_N[block.start : block.stop] = arrays[block.name]

@@ -44,6 +44,17 @@ class LiveWeights:
         for index in self.trained_blocks:
             self._model.read_block(index, out_N[self._where(index)])
 
+    def beyond_reference(self) -> dict[int, FloatArray]:
+        """Copies those trained blocks that differ from the reference in any bit; after a commit without a merge or
+        overlap, only blocks with missing parts do. Memory: these, and one block more.
+        """
+        found: dict[int, FloatArray] = {}
+        for index in self.trained_blocks:
+            values_N = self._read(index)
+            if not np.array_equal(values_N.view(np.uint32), self._reference_N[self._where(index)].view(np.uint32)):
+                found[index] = values_N
+        return found
+
     def contribute(self) -> bool:
         """Copies the trained blocks into the contribution. Returns True if all values are finite."""
         self.read_trained(self._contribution_N)

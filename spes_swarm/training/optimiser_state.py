@@ -13,12 +13,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def optimiser_arrays(optimiser: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Array]:
-    """Returns the state of these parameters; on the CPU the arrays share the optimiser's memory.
+    """Returns copies of the state of these parameters, in host memory.
 
     A parameter that has not been stepped yet has no state, and no arrays.
     """
     return {
-        f"{name}/{key}": value.detach().cpu().numpy()
+        f"{name}/{key}": value.detach().to("cpu", copy=True).numpy()
         for name, parameter in parameters.items()
         for key, value in optimiser.state.get(parameter, {}).items()
     }

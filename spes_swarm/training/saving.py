@@ -1,66 +1,203 @@
-"""Saves the state of a peer: its live weights and optimiser, and the reference that they belong to."""
+"""Saves the state of a peer while it trains: its live weights and optimiser, and the reference that they belong to."""
 
 from __future__ import annotations
 
-import numpy as np
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
 import torch
 
+from spes_swarm.base.errors import CheckpointError
 from spes_swarm.port.commands import Commands
-from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
+from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
+from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
 from spes_swarm.training.optimiser_state import optimiser_arrays
 from spes_swarm.training.setup import TrainerSetup
 
 _COMMAND_TIMEOUT_S = 60.0
+# A checkpoint is due before `checkpoint_minutes` have passed if writing takes a smaller share of the time than this.
+_CHEAP_SHARE = 1 / 60
 
 
-def save_peer(
-    setup: TrainerSetup,
-    live: LiveWeights,
-    optimiser: torch.optim.AdamW,
-    work: LocalWork,
-    *,
-    round_number: int,
-    step: int,
-) -> None:
-    """Writes a checkpoint of the last commit and the local work since, and removes the oldest beyond
-    `setup.keep_checkpoints`.
+@dataclass(frozen=True)
+class _Write:
+    """A checkpoint that is being written."""
 
-    Raises:
-        CheckpointError: the checkpoint cannot be written.
-        NetworkProcessError: the network process does not answer.
+    at: tuple[int, int]  # round and step
+    started: float  # monotonic time
+    # Set once the thread does not need the state, or the reference, as it was at that time; also after a failure.
+    copied: threading.Event
+    reference_read: threading.Event
+    future: Future[Written]
+
+
+class CheckpointSaver:
+    """Writes checkpoints on a thread, one at a time.
+
+    The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per trained
+    weight), and those live blocks that differ from the reference (4 bytes per weight; few do after a commit, unless
+    there was a merge or rounds overlap). It does so during that step's forward and backward pass; the optimiser waits
+    for the rest. The copy is freed piece by piece as it is written. The reference is not copied: the next round, which
+    changes it, begins once the thread has read it.
+
+    A checkpoint that cannot be written, for instance because the disk is full, is reported as a fault, and training
+    goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.
     """
-    layout, network = setup.model.layout, setup.network
-    table = network.ask(Commands.table, _COMMAND_TIMEOUT_S)
-    commits, marks = network.ask(Commands.lineage, _COMMAND_TIMEOUT_S)
-    swarm_tokens = network.ask(Commands.swarm_tokens, _COMMAND_TIMEOUT_S)
-    live_N = np.empty(layout.num_elements, dtype=np.float32)  # pages that stay untouched take no memory
-    live.read_trained(live_N)
-    meta = CheckpointMeta(
-        run_id=setup.run_id,
-        peer_id=setup.peer_id,
-        layout_digest=layout.digest,
-        round=round_number,
-        versions=list(table.versions),
-        reference_digest=table.digest.hex(),
-        held=list(setup.model.held),
-        step=step,
-        tokens=work.tokens,
-        steps_in_round=work.steps,
-        routed=[int(count) for count in work.routed_E],
-        cursor=setup.sampler.state(),
-        commits=commits,
-        marks=marks.hex(),
-        swarm_tokens=swarm_tokens,
-    )
-    save_checkpoint(
-        setup.checkpoints,
-        meta,
-        layout,
-        setup.reference_N,
-        live_N,
-        optimiser_arrays(optimiser, dict(setup.model.trainable_parameters())),
-        setup.keep_checkpoints,
-    )
-    setup.on_saved()
+
+    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: torch.optim.AdamW, work: LocalWork) -> None:
+        self._setup = setup
+        self._live = live
+        self._optimiser = optimiser
+        self._work = work
+        self._interval_s = 60.0 * setup.checkpoint_minutes
+        self._write: _Write | None = None
+        self._due_at = 0.0  # monotonic time
+        self._pause_s = 0.0  # that training has waited for the current checkpoint
+
+    def after_round(self, round_number: int, step: int) -> None:
+        """Starts a checkpoint if one is due, and none is being written.
+
+        Raises:
+            CheckpointError: as `look`.
+            NetworkProcessError: the network process does not answer.
+        """
+        if time.monotonic() >= self._due_at:
+            self.start(round_number, step)
+
+    def start(self, round_number: int, step: int) -> Future[Written]:
+        """Writes the peer's state in the background. If a checkpoint is still being written, that one is returned,
+        unless every round is wanted: then training waits for it first.
+
+        Raises:
+            CheckpointError: as `look`.
+            NetworkProcessError: the network process does not answer.
+        """
+        self.look()
+        if self._write is not None and (self._interval_s > 0 or self._write.at == (round_number, step)):
+            return self._write.future
+        self._finish()
+        started = time.monotonic()
+        meta, digests = self._describe(round_number, step)
+        self._pause_s = time.monotonic() - started
+        self._due_at = started + self._interval_s
+        write = _Write((round_number, step), started, threading.Event(), threading.Event(), Future())
+        self._write = write
+        threading.Thread(target=self._run, args=(write, meta, digests), name="checkpoint", daemon=True).start()
+        return write.future
+
+    def _run(self, write: _Write, meta: CheckpointMeta, digests: Sequence[bytes]) -> None:
+        """The thread: copies the peer's state and writes it."""
+        setup = self._setup
+        try:
+            state = PeerState(
+                meta=meta,
+                layout=setup.model.layout,
+                reference_N=setup.reference_N,
+                digests=digests,
+                live=self._live.beyond_reference(),
+                optimiser=optimiser_arrays(self._optimiser, dict(setup.model.trainable_parameters())),
+            )
+            write.copied.set()
+            written = save_checkpoint(setup.checkpoints, state, setup.keep_checkpoints, write.reference_read.set)
+            write.future.set_result(written)
+        except BaseException as exc:  # `_finish` raises it in the trainer's thread
+            write.future.set_exception(exc)
+        finally:
+            write.copied.set()
+            write.reference_read.set()
+
+    def before_step(self) -> None:
+        """Waits until live weights and moments may change; call it between the backward pass and the optimiser."""
+        if self._write is not None:
+            self._wait(self._write.copied)
+
+    def before_round(self) -> None:
+        """Waits until the reference may change. Takes no time unless the disk needs longer than a round for it."""
+        if self._write is not None:
+            self._wait(self._write.reference_read)
+
+    def _wait(self, event: threading.Event) -> None:
+        started = time.monotonic()
+        event.wait()
+        self._pause_s += time.monotonic() - started
+
+    def look(self) -> None:
+        """Handles a checkpoint that has been written; cheap to call while none has.
+
+        Raises:
+            CheckpointError: it could not be written, and there is no earlier one.
+        """
+        if self._write is not None and self._write.future.done():
+            self._finish()
+
+    def save(self, round_number: int, step: int) -> None:
+        """Writes a checkpoint and waits for it.
+
+        Raises:
+            CheckpointError: it could not be written.
+            NetworkProcessError: the network process does not answer.
+        """
+        self._setup.status.phase = "saving"
+        if self._write is not None and self._write.at != (round_number, step):
+            self._finish()
+        self.start(round_number, step)
+        self._finish(last=True)
+
+    def _finish(self, *, last: bool = False) -> None:
+        """Waits for the checkpoint that is being written, if any, and handles its outcome."""
+        if self._write is None:
+            return
+        write, setup = self._write, self._setup
+        try:
+            written = write.future.result()
+        except CheckpointError as exc:
+            if last or not checkpoints_in(setup.checkpoints):
+                raise
+            setup.metrics.write("fault", kind="checkpoint", peer=setup.peer_id, detail=str(exc))
+            setup.status.faults += 1
+            setup.say(f"training goes on, but {exc}")
+            return
+        finally:
+            self._write = None
+        seconds = time.monotonic() - write.started
+        self._due_at = write.started + min(self._interval_s, seconds / _CHEAP_SHARE)
+        setup.metrics.write(
+            "checkpoint",
+            round=written.round,
+            seconds=seconds,
+            pause_s=self._pause_s,
+            bytes_written=written.bytes_written,
+            bytes_linked=written.bytes_linked,
+        )
+        setup.on_saved()
+
+    def _describe(self, round_number: int, step: int) -> tuple[CheckpointMeta, Sequence[bytes]]:
+        """Returns the metadata, and the digests of the reference's blocks."""
+        setup, network, work = self._setup, self._setup.network, self._work
+        layout = setup.model.layout
+        table = network.ask(Commands.table, _COMMAND_TIMEOUT_S)
+        commits, marks = network.ask(Commands.lineage, _COMMAND_TIMEOUT_S)
+        swarm_tokens = network.ask(Commands.swarm_tokens, _COMMAND_TIMEOUT_S)
+        meta = CheckpointMeta(
+            run_id=setup.run_id,
+            peer_id=setup.peer_id,
+            layout_digest=layout.digest,
+            round=round_number,
+            versions=list(table.versions),
+            reference_digest=table.digest.hex(),
+            held=list(setup.model.held),
+            step=step,
+            tokens=work.tokens,
+            steps_in_round=work.steps,
+            routed=[int(count) for count in work.routed_E],
+            cursor=setup.sampler.state(),
+            commits=commits,
+            marks=marks.hex(),
+            swarm_tokens=swarm_tokens,
+        )
+        return meta, table.digests

@@ -63,7 +63,7 @@ class TrainerSetup:
     precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
     metrics: Metrics
     checkpoints: Path
-    checkpoint_every_rounds: int
+    checkpoint_minutes: float
     keep_checkpoints: int
     max_rounds: int | None
     stop: threading.Event

@@ -35,7 +35,7 @@ from spes_swarm.training.optimiser_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.round_due import Pace
 from spes_swarm.training.round_event import RoundEvents
-from spes_swarm.training.saving import save_peer
+from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.setup import TrainerSetup
 
 _RETRY_S = 2.0  # after a failed round
@@ -77,6 +77,7 @@ class Trainer:
         self.round = 0
         self.step = 0
         self._work = LocalWork(setup.model.layout.num_experts)
+        self._saver = CheckpointSaver(setup, self._live, self._optimiser, self._work)
         self._divergence = DivergenceGuard()
         self._total_tokens = 0
         self._losses: RoundLosses | None = None
@@ -159,7 +160,9 @@ class Trainer:
                     continue
             with self._step_memory.guard(self._optimiser):
                 self._train_step()
+            self._saver.before_step()
             self._handover.take(self.round)
+            self._saver.look()
             if setup.publishing is not None:
                 setup.publishing.look()
             self._round_events.write_if_known()
@@ -171,7 +174,7 @@ class Trainer:
             self._await_latecomers()
         self._announce("leaving")  # so that no peer waits for this one in the next round
         self._round_events.write(wait_s=self._round_config.stall_timeout_s)
-        self._save()
+        self._saver.save(self.round, self.step)
         if self._leaving:
             self._setup.status.phase = "handing over"
             # A peer that adopts an expert fetches its moments; one that does not has gone itself.
@@ -193,7 +196,7 @@ class Trainer:
 
     def _await_latecomers(self) -> None:
         """Waits for peers whose last round failed: they fetch its reference from here, or would end with another."""
-        self._save()
+        self._saver.save(self.round, self.step)
         self._announce("waiting")
         deadline = time.monotonic() + self._round_config.window_s + 2 * self._round_config.stall_timeout_s
         while time.monotonic() < deadline and not self._setup.stop.wait(_POLL_S):
@@ -235,6 +238,7 @@ class Trainer:
         self._loss = self._gradients.compute(batch_BS, progress=min(1.0, global_step / training.total_steps))
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
+        self._saver.before_step()
         routed_E = self._model.pop_routed_tokens()
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
@@ -303,6 +307,7 @@ class Trainer:
     def _begin_round(self) -> bool:
         """Contributes the live weights to the next round. Returns False if they are not finite."""
         self._pace.begin()
+        self._saver.before_round()
         self._setup.status.phase = "synchronising"
         if not self._live.contribute():
             return False
@@ -381,10 +386,9 @@ class Trainer:
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         # The view is from before the commit, so its counts are those of the last round.
         self._network.renew_view(30.0)
-        if self._rounds_done % setup.checkpoint_every_rounds == 0:
-            self._save()
+        self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
-            setup.publishing.consider(self.round, self._save)
+            setup.publishing.consider(self.round, lambda: self._saver.start(self.round, self.step))
 
     def _change_experts(self, report: RoundReport) -> None:
         """Gives up and adopts experts, as the commit has decided."""
@@ -439,8 +443,6 @@ class Trainer:
             status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
             status.eval_round = self.round
 
-    # Announcements and checkpoints.
-
     def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state
         status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
@@ -459,17 +461,6 @@ class Trainer:
                 total_tokens=self._total_tokens,
                 losses=self._losses,
             ),
-        )
-
-    def _save(self) -> None:
-        self._setup.status.phase = "saving"
-        save_peer(
-            self._setup,
-            self._live,
-            self._optimiser,
-            self._work,
-            round_number=self.round,
-            step=self.step,
         )
 
 

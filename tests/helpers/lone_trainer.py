@@ -126,7 +126,13 @@ def trainer_setup(
 ) -> TrainerSetup:
     """What a trainer of the tiny run works with, on a CPU and without evaluations."""
     directory.mkdir(exist_ok=True)
-    fields: dict[str, Any] = {"evaluation": [], "max_rounds": None, "stop": threading.Event(), **changes}
+    fields: dict[str, Any] = {
+        "evaluation": [],
+        "max_rounds": None,
+        "stop": threading.Event(),
+        "checkpoint_minutes": 60.0,
+        **changes,
+    }
     return TrainerSetup(
         run_id="test",
         peer_id="me",
@@ -141,7 +147,6 @@ def trainer_setup(
         batch_size=2,
         metrics=Metrics(directory / "metrics.jsonl", "me"),
         checkpoints=directory / "checkpoints",
-        checkpoint_every_rounds=100,
         keep_checkpoints=1,
         **fields,
     )

@@ -18,7 +18,8 @@ from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.plain import split_blocks
 from spes_swarm.publishing.publication import Publication
 from spes_swarm.publishing.snapshot import Snapshot, take_snapshot
-from spes_swarm.storage.checkpoint import CheckpointMeta, save_checkpoint
+from spes_swarm.storage.checkpoint import CheckpointMeta
+from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.rounds import identity
 from tests.helpers.swarm import TINY_RUN, merged
@@ -91,9 +92,15 @@ def output_dir(path: Path, round_number: int, peer: int = 0, manifest: Manifest 
         marks="",
     )
     reference_N = np.concatenate(found.blocks)
-    live_N = reference_N + np.float32(0.01 * (1 + peer))
-    moments = {"w/exp_avg": np.full(3, peer, dtype=np.float32)}
-    save_checkpoint(directory.checkpoints, meta, found.layout, reference_N, live_N, moments, keep=2)
+    state = PeerState(
+        meta=meta,
+        layout=found.layout,
+        reference_N=reference_N,
+        digests=found.digests,
+        live={0: found.blocks[0] + np.float32(0.01 * (1 + peer))},
+        optimiser={"w/exp_avg": np.full(3, peer, dtype=np.float32)},
+    )
+    save_checkpoint(directory.checkpoints, state, keep=2)
     return path
 
 

@@ -197,7 +197,7 @@ def test_a_peer_that_has_only_damaged_checkpoints(
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output_dir(output_dir(tmp_path / "out", 1), 2)
     newest = max((out / "checkpoints").iterdir())
-    reference = newest / "reference.safetensors"
+    reference = newest / "reference-00001.safetensors"
     data = bytearray(reference.read_bytes())
     data[-1] ^= 1
     reference.write_bytes(data)
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys
     assert read_export(tmp_path / "model").round == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("export: skipping a checkpoint: ")
-    assert "reference.safetensors is corrupt" in line
+    assert "reference-00001.safetensors is corrupt" in line
 
 
 @pytest.mark.parametrize("size", ["", "5", "1XB", "0MB", "-1GB", "1e9GB", "10MB\n1"])

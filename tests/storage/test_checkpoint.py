@@ -2,102 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import errno
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.storage.checkpoint import FORMAT, Arrays, CheckpointMeta, load_newest, save_checkpoint
+from spes_swarm.storage.checkpoint import FORMAT, load_newest
+from spes_swarm.storage.checkpoint_writing import save_checkpoint
+from tests.helpers.checkpoints import (
+    LAYOUT,
+    PEER,
+    RUN,
+    UNCHANGED_BLOCKS,
+    meta,
+    newest_round,
+    save,
+    save_as_before,
+    state,
+)
 from tests.helpers.rounds import small_layout
 
-LAYOUT = small_layout(4)
-RUN, PEER = "run-1", "peer-1"
-FILES = ["live.safetensors", "meta.json", "optimiser.safetensors", "reference.safetensors"]
-
-
-def meta(round_number: int, **changes: object) -> CheckpointMeta:
-    made = CheckpointMeta(
-        run_id=RUN,
-        peer_id=PEER,
-        layout_digest=LAYOUT.digest,
-        round=round_number,
-        versions=[round_number, 0, 1, 2, 3],
-        reference_digest="ab" * 32,
-        held=[1, 3],
-        step=10 * round_number,
-        tokens=64,
-        steps_in_round=1,
-        routed=[0, 5, 0, 6],
-        cursor={"position": 7},
-        commits=[1],
-        marks="ab" * 8,
-    )
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
-
-
-def values(seed: int, layout: Layout = LAYOUT) -> FloatArray:
-    return np.random.default_rng(seed).normal(size=layout.num_elements).astype(np.float32)
-
-
-def moments(seed: int) -> Arrays:
-    rng = np.random.default_rng(seed)
-    return {
-        "w/step": np.array(seed, dtype=np.float32),
-        "w/exp_avg": rng.normal(size=(3, 4)).astype(np.float32),
-        "w/exp_avg_sq": rng.normal(size=(3, 4)).astype(np.float32),
-    }
-
-
-def save(directory: Path, round_number: int, keep: int = 2, layout: Layout = LAYOUT) -> Path:
-    """The checkpoint of a round; its content follows from its number."""
-    return save_checkpoint(
-        directory,
-        meta(round_number, layout_digest=layout.digest),
-        layout,
-        values(round_number, layout),
-        values(100 + round_number, layout),
-        moments(round_number),
-        keep,
-    )
-
-
-def newest_round(directory: Path, layout: Layout = LAYOUT) -> int | None:
-    """The round that would be gone on with, its content compared with what was saved."""
-    found, _ = load_newest(directory, RUN, PEER, layout)
-    if found is None:
-        return None
-    number = found.meta.round
-    assert found.meta == meta(number, layout_digest=layout.digest)
-    reference_N, live_N = (np.full(layout.num_elements, np.nan, np.float32) for _ in range(2))
-    found.reference(layout, reference_N)
-    found.live(layout, live_N)
-    assert reference_N.tobytes() == values(number, layout).tobytes()
-    trained = {0, *(1 + expert for expert in found.meta.held)}
-    for block in layout.blocks:
-        piece_N = live_N[block.start : block.stop]
-        if block.index in trained:
-            assert np.array_equal(piece_N, values(100 + number, layout)[block.start : block.stop])
-        else:
-            assert np.isnan(piece_N).all()  # left as it was
-    expected = moments(number)
-    assert found.optimiser().keys() == expected.keys()
-    for name, array in found.optimiser().items():
-        assert np.array_equal(array, expected[name])
-        assert (array.shape, array.dtype) == (expected[name].shape, expected[name].dtype)
-    return number
+SHARED_FILES = [f"reference-{index:05d}.safetensors" for index in UNCHANGED_BLOCKS]
+FILES = [
+    "live.safetensors",
+    "meta.json",
+    "optimiser.safetensors",
+    *(f"reference-{i:05d}.safetensors" for i in range(5)),
+]
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -106,7 +41,9 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in path.iterdir()) == FILES
     assert newest_round(tmp_path) == 3
     # Readable by anybody: plain safetensors, one tensor for each block.
-    assert load_file(path / "reference.safetensors").keys() == {block.name for block in LAYOUT.blocks}
+    for file, block in zip(sorted(path.glob("reference-*")), LAYOUT.blocks, strict=True):
+        (name, values_N), *others = load_file(file).items()
+        assert (name, values_N.size, others) == (block.name, block.size, [])
 
 
 def test_a_peer_without_checkpoints_begins_anew(tmp_path: Path) -> None:
@@ -115,7 +52,7 @@ def test_a_peer_without_checkpoints_begins_anew(tmp_path: Path) -> None:
 
 
 def test_an_optimiser_that_has_not_begun_can_be_saved(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, meta(1), LAYOUT, values(1), values(2), {}, 2)
+    save_checkpoint(tmp_path, state(1, optimiser={}), keep=2)
     found, _ = load_newest(tmp_path, RUN, PEER, LAYOUT)
     assert found is not None
     assert found.optimiser() == {}
@@ -148,7 +85,7 @@ def truncate(path: Path, size: int) -> None:
     os.truncate(path, size)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name for name in FILES if name not in SHARED_FILES])
 @pytest.mark.parametrize(
     "damage",
     [
@@ -172,6 +109,43 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert newest_round(tmp_path) == 1
     (complaint,) = complaints
     assert damaged.name in complaint
+
+
+@pytest.mark.parametrize("name", SHARED_FILES)
+def test_a_damaged_file_that_two_checkpoints_share_is_noticed_in_both(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    flip(save(tmp_path, 2) / name, -1)
+    found, complaints = load_newest(tmp_path, RUN, PEER, LAYOUT)
+    assert found is None
+    assert [f"{name} is corrupt" in complaint for complaint in complaints] == [True, True]
+
+
+@pytest.mark.parametrize("name", SHARED_FILES)
+def test_a_shared_file_that_one_checkpoint_has_lost_is_not_lost_to_the_other(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / name).unlink()
+    assert newest_round(tmp_path) == 1
+
+
+# Of the version before.
+
+
+def test_a_checkpoint_of_the_version_before_is_read_and_followed_by_one_of_this(tmp_path: Path) -> None:
+    save_as_before(tmp_path, 1)
+    assert newest_round(tmp_path) == 1
+    save(tmp_path, 2)
+    assert newest_round(tmp_path) == 2
+    save(tmp_path, 3)
+    assert sorted(int(path.name[6:14]) for path in tmp_path.iterdir()) == [2, 3]
+
+
+@pytest.mark.parametrize("name", ["live.safetensors", "meta.json", "optimiser.safetensors", "reference.safetensors"])
+def test_a_damaged_checkpoint_of_the_version_before_gives_way_to_the_one_before_it(tmp_path: Path, name: str) -> None:
+    save_as_before(tmp_path, 1)
+    flip(save_as_before(tmp_path, 2) / name, -3)
+    _, complaints = load_newest(tmp_path, RUN, PEER, LAYOUT)
+    assert [f"{name} is corrupt" in complaint for complaint in complaints] == [True]
+    assert newest_round(tmp_path) == 1
 
 
 @pytest.mark.slow
@@ -236,145 +210,3 @@ def test_a_foreign_checkpoint_is_refused(tmp_path: Path, run_id: str, peer_id: s
         load_newest(tmp_path, run_id, peer_id, layout)
     assert "--output-dir" in str(error.value)  # what to do
     assert newest_round(tmp_path) == 1  # and nothing happened to it
-
-
-# Failures of the disk.
-
-
-class PowerCut(BaseException):
-    """Ends the process at once, as far as the code under test can tell."""
-
-
-@pytest.mark.parametrize("cut_after", range(12))
-def test_a_process_that_dies_while_saving_leaves_the_last_good_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_after: int
-) -> None:
-    """Every system call that matters for the order of events is a place to die at."""
-    save(tmp_path, 1)
-    calls = 0
-
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(*arguments: object, **named: object) -> object:
-            nonlocal calls
-            calls += 1
-            if calls > cut_after:
-                raise PowerCut
-            return call(*arguments, **named)
-
-        return wrapped
-
-    with monkeypatch.context() as patches, contextlib.suppress(PowerCut):
-        patches.setattr(
-            "spes_swarm.storage.checkpoint.save_file", dying(__import__("safetensors.numpy").numpy.save_file)
-        )
-        patches.setattr("os.fsync", dying(os.fsync))
-        patches.setattr("pathlib.Path.rename", dying(Path.rename))
-        save(tmp_path, 2)
-    for path in tmp_path.glob("round-*"):
-        assert sorted(entry.name for entry in path.iterdir()) == FILES
-    assert newest_round(tmp_path) == (2 if (tmp_path / "round-00000002-step-0000000020").exists() else 1)
-    save(tmp_path, 3)
-    assert newest_round(tmp_path) == 3
-
-
-def test_everything_is_on_the_disk_before_the_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    fsync, rename = os.fsync, Path.rename
-
-    def logging_fsync(descriptor: int) -> None:
-        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
-        fsync(descriptor)
-
-    def logging_rename(path: Path, target: Path) -> Path:
-        events.append("rename")
-        return rename(path, target)
-
-    monkeypatch.setattr("os.fsync", logging_fsync)
-    monkeypatch.setattr("pathlib.Path.rename", logging_rename)
-    save(tmp_path, 1)
-    named_at = events.index("rename")
-    assert set(FILES) < set(events[:named_at])
-    assert events[named_at + 1 :] == [tmp_path.name]
-
-
-def test_a_directory_that_cannot_be_written_is_a_users_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"could not be written: .*there is no earlier one"):
-        save(tmp_path / "file", 1)
-
-
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True),
-        (SafetensorError("I/O error: No space left on device (os error 28)"), True),
-        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
-    ],
-)
-def test_a_full_disk_comes_with_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: bool
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("spes_swarm.storage.checkpoint.save_file", fail)
-    with pytest.raises(CheckpointError) as caught:
-        save(tmp_path, 1)
-    assert (f"free space for {tmp_path}, or move" in str(caught.value)) == advice
-
-
-SMALL_DISK_BYTES = 512 * 1024
-LARGE_LAYOUT = small_layout(4, shared=6_000, expert=3_000)  # 72 kB of reference
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own that is quickly full."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or os.geteuid() != 0:
-        pytest.skip("mounting a small disk takes root")
-    options = f"size={SMALL_DISK_BYTES}"
-    made = subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", str(disk)], capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"this machine does not allow to mount: {made.stderr.decode().strip()}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_a_full_disk_spares_the_last_good_checkpoint(small_disk: Path) -> None:
-    """However much room is left: the save fails as a whole or succeeds as a whole."""
-    checkpoints = small_disk / "checkpoints"
-    save(checkpoints, 1, layout=LARGE_LAYOUT)
-    filler, outcomes = small_disk / "filler", []
-    for attempt, room in enumerate(range(0, 200 * 1024, 12 * 1024), start=2):
-        last_good = newest_round(checkpoints, LARGE_LAYOUT)
-        fill(filler, leave=room)
-        try:
-            save(checkpoints, attempt, layout=LARGE_LAYOUT)
-        except CheckpointError as error:
-            outcomes.append("full")
-            complaint = str(error)
-            assert complaint.endswith(f"; free space for {checkpoints}, or move the output directory to a larger disk")
-        else:
-            outcomes.append("saved")
-            last_good = attempt
-            complaint = f"No space left; round-{attempt:08d}"
-        assert "No space left" in complaint
-        assert f"round-{last_good:08d}" in complaint  # where it stands now
-        filler.unlink()
-        assert newest_round(checkpoints, LARGE_LAYOUT) == last_good
-        assert all(path.name.startswith("round-") for path in checkpoints.iterdir())  # no rubbish takes up the room
-    assert outcomes[0] == "full"
-    assert outcomes[-1] == "saved"
-    assert outcomes.count("full") > 3
-
-
-def fill(path: Path, leave: int) -> None:
-    """Uses up the disk but for `leave` bytes."""
-    status = os.statvfs(path.parent)
-    with path.open("wb") as file:
-        file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))

@@ -130,7 +130,7 @@ def test_damaged_checkpoints_never_begin_a_run_anew(tmp_path: Path) -> None:
         assert again.wait() == 0
         assert min(again.rounds()) == 3  # from the one before
         for directory in (peer.output_dir / "checkpoints").glob("round-*"):
-            (directory / "reference.safetensors").unlink()
+            (directory / "reference-00000.safetensors").unlink()
         last = running.start("peer0", "--max-rounds", 2)
         assert last.wait() == 2
         assert "none of the checkpoints" in last.text()
