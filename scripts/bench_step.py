@@ -1,0 +1,347 @@
+"""Measures a peer's training step against training the whole model with plain transformers.
+
+    .venv/bin/python scripts/bench_step.py --sizes 30M 300M
+
+Three arms take turns in one process, step by step, on the same model, batch and threads:
+
+- `full`: transformers' untouched model, all logits, library losses, gradient clipping and AdamW over all weights.
+- `frozen`: the same forward and backward, but no expert's matrices have gradients.
+- `sparse`: a peer that holds a quarter of the experts: `training/gradients.py`, clipping and AdamW as in its trainer.
+
+From the parts of the first two follows the limit: the time of a step that leaves out nothing but the gradients of the
+others' experts and their share of clipping and optimiser:
+
+    forward(full) + backward(frozen) + h * (backward(full) - backward(frozen)) + t * update(full)
+
+where h is the held experts' share of the routed tokens, and t the trained share of the weights. Peak memory is that of
+a process with one arm alone, beyond what it had after a step of a tiny model. Prints a table; `--json` writes all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
+from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
+from spes_swarm.training.gradients import Gradients
+
+NUM_EXPERTS, TOP_K, NUM_HELD = 8, 2, 2
+VOCABULARY = 272  # bytes
+MAX_NORM = 1.0
+WEIGHTS = LossWeights()
+TINY = "tiny"  # its step is the baseline of memory
+# Hidden size, expert's FFN, layers, heads.
+SIZES = {
+    TINY: (32, 32, 1, 2),
+    "1M": (96, 192, 2, 4),
+    "30M": (384, 768, 4, 6),
+    "300M": (768, 1536, 10, 12),
+}
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one step."""
+
+    forward: float
+    backward: float
+    update: float  # clipping, optimiser
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.update
+
+
+@dataclass(frozen=True)
+class Result:
+    """The measurement of one size; seconds are medians, ratios are to `full`."""
+
+    size: str
+    parameters: int
+    trained_share: float
+    held_row_share: float
+    tokens: int
+    full: Parts
+    frozen_backward: float
+    sparse_s: float
+    limit_s: float
+    spread: dict[str, tuple[float, float]]  # quartiles of the seconds of `full` and `sparse`
+    tokens_per_second: dict[str, float]
+    time_ratio: float
+    of_limit: float  # the sparse step's time by the limit
+    memory_bytes: dict[str, int]
+    memory_ratio: float
+
+
+class Arm(Protocol):
+    """One way of training."""
+
+    def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
+        """Takes one step and returns its parts."""
+
+
+def new_model(size: str, sequence_length: int) -> nn.Module:
+    """Builds the model of this size."""
+    hidden, ffn, layers, heads = SIZES[size]
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "max_position_embeddings": sequence_length,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "pad_token_id": None,
+    }
+    model: nn.Module = build_model("olmoe", settings, seed=0, device="cpu")
+    return model
+
+
+class Full:
+    """Plain transformers; the arms `full` and `frozen`."""
+
+    def __init__(self, size: str, sequence_length: int) -> None:
+        self._model: Any = new_model(size, sequence_length).train()
+        self._stacks = [parameter for module in find_experts(self._model).values() for parameter in module.parameters()]
+        self._optimiser = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the model."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def _loss(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+        ids_BS = torch.from_numpy(batch_BS)
+        # Not `model(...)`, which would compute a load-balance loss of its own as well.
+        output = self._model.model(input_ids=ids_BS, use_cache=False, output_router_logits=True)
+        logits_NV = self._model.lm_head(output.last_hidden_state)[:, :-1].flatten(0, 1)
+        cross_entropy = nn.functional.cross_entropy(logits_NV, ids_BS[:, 1:].flatten())
+        return (
+            cross_entropy
+            + WEIGHTS.logit_z * logits_NV.logsumexp(dim=-1).square().mean()
+            + WEIGHTS.load_balance * load_balance_loss(output.router_logits, TOP_K)
+            + WEIGHTS.router_z * router_z_loss(output.router_logits)
+        )
+
+    def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
+        """Takes one step over all weights."""
+        forward_s, backward_s = self._differentiate(batch_BS)
+        started = time.perf_counter()
+        nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
+        self._optimiser.step()
+        return Parts(forward_s, backward_s, time.perf_counter() - started)
+
+    def frozen_backward(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+        """Returns the seconds of a backward without any gradients of experts' matrices."""
+        for stack in self._stacks:
+            stack.requires_grad_(False)
+        _, backward_s = self._differentiate(batch_BS)
+        for stack in self._stacks:
+            stack.requires_grad_(True)
+        return backward_s
+
+    def _differentiate(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[float, float]:
+        self._optimiser.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        loss = self._loss(batch_BS)
+        between = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return between - started, time.perf_counter() - between
+
+
+class Sparse:
+    """A peer's step."""
+
+    def __init__(self, size: str, sequence_length: int, batch_size: int) -> None:
+        self.model = SparseModel(new_model(size, sequence_length), range(NUM_HELD))
+        self._gradients = Gradients(
+            self.model, WEIGHTS, batch_size, device=torch.device("cpu"), autocast=nullcontext, warn=lambda *_: None
+        )
+        self._optimiser = torch.optim.AdamW(self.model.param_groups(0.1), lr=1e-4, fused=True)
+
+    @property
+    def num_trained(self) -> int:
+        """Weights that it trains."""
+        return sum(parameter.numel() for _, parameter in self.model.trainable_parameters())
+
+    def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
+        """Takes one step; forward and backward are not told apart."""
+        started = time.perf_counter()
+        self._gradients.compute(batch_BS, progress=0.0)
+        between = time.perf_counter()
+        nn.utils.clip_grad_norm_([parameter for _, parameter in self.model.trainable_parameters()], MAX_NORM)
+        self._optimiser.step()
+        return Parts(between - started, 0.0, time.perf_counter() - between)
+
+
+def batches(count: int, batch_size: int, sequence_length: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Draws batches of random bytes."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, (batch_size, sequence_length)) for _ in range(count)]
+
+
+def status_bytes(field: str) -> int:
+    """Returns a field of this process's status, e.g. VmHWM: the largest resident size so far."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"this kernel does not report {field}")
+
+
+def measure_memory(arm: str, size: str, batch_size: int, sequence_length: int, steps: int) -> int:
+    """Returns the largest resident bytes of this process in these steps, beyond those after a tiny model's step."""
+
+    def new_arm(of: str) -> Arm:
+        return Full(of, sequence_length) if arm == "full" else Sparse(of, sequence_length, batch_size)
+
+    data = batches(steps, batch_size, sequence_length)
+    new_arm(TINY).step(data[0])
+    baseline = status_bytes("VmRSS")
+    measured = new_arm(size)
+    for batch_BS in data:
+        measured.step(batch_BS)
+    return status_bytes("VmHWM") - baseline
+
+
+def memory_of_process(arm: str, size: str, options: argparse.Namespace) -> int:
+    """Measures the memory of an arm in a process of its own."""
+    command = [sys.executable, __file__, "--memory-of", arm, "--sizes", size, "--steps", "3"]
+    for name in ("batch_size", "sequence_length", "num_threads"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"the process of the arm {arm} failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout)
+
+
+def median_parts(steps: list[Parts]) -> Parts:
+    """Returns the median of each part."""
+    return Parts(*(statistics.median(getattr(step, name) for step in steps) for name in ("forward", "backward", "update")))
+
+
+def measure(size: str, options: argparse.Namespace) -> Result:
+    """Measures one size."""
+    memory = {arm: memory_of_process(arm, size, options) for arm in ("full", "sparse")}
+    data = batches(WARM_UP_STEPS + options.steps, options.batch_size, options.sequence_length)
+    plain = Full(size, options.sequence_length)
+    peer = Sparse(size, options.sequence_length, options.batch_size)
+    full: list[Parts] = []
+    frozen: list[float] = []
+    sparse: list[float] = []
+    for number, batch_BS in enumerate(data):
+        if number == WARM_UP_STEPS:
+            full, frozen, sparse = [], [], []
+            peer.model.pop_routed_tokens()
+        full.append(plain.step(batch_BS))
+        frozen.append(plain.frozen_backward(batch_BS))
+        sparse.append(peer.step(batch_BS).total)
+    routed_E = peer.model.pop_routed_tokens()
+    held_row_share = float(routed_E[:NUM_HELD].sum() / routed_E.sum())
+    trained_share = peer.num_trained / plain.num_parameters
+    parts, frozen_backward = median_parts(full), statistics.median(frozen)
+    limit_s = (
+        parts.forward
+        + frozen_backward
+        + held_row_share * (parts.backward - frozen_backward)
+        + trained_share * parts.update
+    )
+    totals = {"full": [step.total for step in full], "sparse": sparse}
+    medians = {arm: statistics.median(seconds) for arm, seconds in totals.items()}
+    tokens = options.batch_size * options.sequence_length
+    return Result(
+        size=size,
+        parameters=plain.num_parameters,
+        trained_share=trained_share,
+        held_row_share=held_row_share,
+        tokens=tokens,
+        full=parts,
+        frozen_backward=frozen_backward,
+        sparse_s=medians["sparse"],
+        limit_s=limit_s,
+        spread={arm: quartiles(seconds) for arm, seconds in totals.items()},
+        tokens_per_second={arm: tokens / seconds for arm, seconds in medians.items()},
+        time_ratio=medians["sparse"] / medians["full"],
+        of_limit=medians["sparse"] / limit_s,
+        memory_bytes=memory,
+        memory_ratio=memory["sparse"] / memory["full"],
+    )
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """Returns the first and the third quartile."""
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return first, third
+
+
+def table(results: list[Result]) -> str:
+    """Returns the results as lines of text."""
+    lines = [
+        f"{'size':>5} {'weights':>8} {'arm':>6} {'ms':>8} {'quartiles':>15} {'of full':>7} {'of limit':>8} "
+        f"{'tokens/s':>8} {'peak MB':>8} {'of full':>7}"
+    ]
+    for result in results:
+        full_s = result.full.total
+        for arm, seconds in (("full", full_s), ("limit", result.limit_s), ("sparse", result.sparse_s)):
+            spread = "{:.0f}-{:.0f}".format(*(1e3 * s for s in result.spread[arm])) if arm in result.spread else ""
+            memory = result.memory_bytes.get(arm)
+            lines.append(
+                f"{result.size:>5} {result.parameters / 1e6:>6.1f} M {arm:>6} {1e3 * seconds:>8.1f} {spread:>15} "
+                f"{seconds / full_s:>7.2f} {seconds / result.limit_s:>8.2f} {result.tokens / seconds:>8.0f} "
+                + (f"{memory / 1e6:>8.0f} {memory / result.memory_bytes['full']:>7.2f}" if memory else "").rstrip()
+            )
+        parts, frozen = result.full, result.frozen_backward
+        lines.append(
+            f"      full: forward {1e3 * parts.forward:.1f}, backward {1e3 * parts.backward:.1f} (frozen experts "
+            f"{1e3 * frozen:.1f}), clipping and AdamW {1e3 * parts.update:.1f} ms; held rows "
+            f"{result.held_row_share:.1%}, trained weights {result.trained_share:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measures each size."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["30M", "300M"], choices=[size for size in SIZES if size != TINY])
+    parser.add_argument("--steps", type=int, default=9, help=f"measured steps, after {WARM_UP_STEPS} others")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences")
+    parser.add_argument("--sequence-length", type=int, default=128, help="tokens")
+    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=Path("runs/step.json"))
+    parser.add_argument("--memory-of", choices=["full", "sparse"], help="print the memory of one arm in this process")
+    options = parser.parse_args()
+    torch.set_num_threads(options.num_threads)
+    if options.memory_of:
+        (size,) = options.sizes
+        print(measure_memory(options.memory_of, size, options.batch_size, options.sequence_length, options.steps))
+        return 0
+    results: list[Result] = []
+    for size in options.sizes:
+        results.append(measure(size, options))
+        print(table(results[-1:]), flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
