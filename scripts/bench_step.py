@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -235,7 +234,9 @@ def memory_of_process(arm: str, size: str, options: argparse.Namespace) -> int:
 
 def median_parts(steps: list[Parts]) -> Parts:
     """Returns the median of each part."""
-    return Parts(*(statistics.median(getattr(step, name) for step in steps) for name in ("forward", "backward", "update")))
+    return Parts(
+        *(statistics.median(getattr(step, name) for step in steps) for name in ("forward", "backward", "update"))
+    )
 
 
 def measure(size: str, options: argparse.Namespace) -> Result:

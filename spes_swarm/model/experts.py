@@ -115,6 +115,7 @@ class SparseExperts(nn.Module):
         self.num_experts = down_EDF.shape[0]
         self.act_fn = act_fn
         self.kernel = kernel
+        self.route: Callable[[Tensor, int, int], Routing] = Routing.of  # a plan of memory has no data to sort
         self.held = check_held(held, self.num_experts)
         self.foreign = nn.ModuleDict()
         for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
@@ -201,7 +202,7 @@ class SparseExperts(nn.Module):
 
         Gradients flow to the input and the routing weights through held and foreign experts alike.
         """
-        routing = Routing.of(self.slot_of_expert[top_k_index], self.num_experts, len(self.held))
+        routing = self.route(self.slot_of_expert[top_k_index], self.num_experts, len(self.held))
         self._count(routing.ends_E)
         held = self.gate_up_proj, self.down_proj
         return expert_mlp(hidden_states, top_k_weights, held, self, routing, self.kernel, self.act_fn)

@@ -38,6 +38,12 @@ def output_head(model: nn.Module) -> nn.Linear | None:
     return _heads[model]
 
 
+def assume_output_head(model: nn.Module) -> None:
+    """Takes the logits of a model for the product with its output embeddings, where there are no numbers to compare."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    _heads[model] = head if isinstance(head, nn.Linear) else None
+
+
 @torch.no_grad()
 def _measured_head(model: Any) -> nn.Linear | None:
     head = model.get_output_embeddings()

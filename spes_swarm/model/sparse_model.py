@@ -59,7 +59,7 @@ def build_model(
             )
         if init_cutoff is not None and not on_meta:
             redraw_tails(model.parameters(), config.initializer_range, init_cutoff)
-    return model if on_meta else model.to(device)
+    return model if on_meta or torch.device(device).type == "cpu" else model.to(device)
 
 
 def build_empty_model(model_type: str, settings: Mapping[str, Any]) -> PreTrainedModel:

@@ -1,0 +1,161 @@
+"""Compares the planned memory of a training step with the memory that it takes.
+
+    .venv/bin/python scripts/bench_plan.py --sizes 3M 30M 120M
+
+Every case trains three steps of the real model on the CPU in a process of its own. Measured is how far its resident set
+grows over what it was after a step of a tiny model. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.sparse_model import SparseModel, build_empty_model
+from spes_swarm.peer.step_memory import StepShape, step_memory
+from spes_swarm.testing.tiny_run import tiny_run
+from spes_swarm.training.gradients import Gradients, loss_weights
+
+# (hidden size, expert FFN, layers, vocabulary)
+SIZES = {"tiny": (64, 64, 2, 512), "3M": (128, 128, 4, 2048), "30M": (256, 320, 6, 4096), "120M": (512, 512, 8, 8192)}
+NUM_EXPERTS, SEQUENCE_LENGTH, BATCH_SIZE = 16, 256, 8
+# (held experts, form of the others, activation checkpointing, sequences at a time)
+SETTINGS = ((4, "fp32", "none", 8), (4, "int8", "none", 2), (1, "bf16", "layers", 8), (1, "int4", "selective", 4))
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case; sizes in bytes."""
+
+    size: str
+    held: int
+    foreign: str
+    checkpointing: str
+    micro_batch: int
+    planned: int
+    measured: int
+
+
+def run_of(size: str) -> RunConfig:
+    """Returns a run with a model of this size."""
+    hidden, ffn, layers, vocabulary = SIZES[size]
+    run = tiny_run(
+        "plan",
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        training={
+            "sequence_length": SEQUENCE_LENGTH,
+            "batch_size": BATCH_SIZE,
+            "learning_rate": 1e-4,
+            "warmup_steps": 1,
+            "total_steps": 100,
+        },
+        round={"inner_steps": 10},
+        merge={"alpha": 0.0, "steps": 0, "interval": 0},
+        experts_per_peer=1,
+    )
+    run["model"]["settings"] |= {
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": SEQUENCE_LENGTH,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+    }
+    return RunConfig.from_dict(run, "bench_plan")
+
+
+def resident(field: str) -> int:
+    """Returns a field of this process's memory, "VmRSS" or "VmHWM" (its peak), in bytes."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"the kernel does not report {field}")
+
+
+def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> None:
+    """Trains a few steps in this process."""
+    run = run_of(size)
+    settings = run.model.settings
+    # As a peer does: a whole model in fp32 never exists. Any weights will do.
+    model = SparseModel(build_empty_model(run.model.type, settings), range(held), foreign_form=foreign)
+    for block in model.layout.blocks:
+        model.write_block(block.index, np.full(block.size, 0.01, dtype=np.float32))
+    checkpoint_activations(model.module, checkpointing)
+    optimiser = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    gradients = Gradients(
+        model,
+        loss_weights(run.training),
+        micro_batch,
+        device=torch.device("cpu"),
+        autocast=contextlib.nullcontext,
+        warn=lambda kind, text: print(f"{kind}: {text}", file=sys.stderr),
+    )
+    batch_BS = np.random.default_rng(0).integers(0, settings["vocab_size"], (BATCH_SIZE, SEQUENCE_LENGTH))
+    if size != "tiny":
+        # From here on, so that how the model was built does not count.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew: proc(5)
+    for _ in range(STEPS):
+        gradients.compute(batch_BS, 0.5)
+        optimiser.step()
+
+
+def serve(size: str, held: str, foreign: str, checkpointing: str, micro_batch: str) -> None:
+    """Prints the bytes that a case takes."""
+    torch.set_num_threads(1)
+    train("tiny", int(held), foreign, checkpointing, int(micro_batch))
+    before = resident("VmRSS")
+    train(size, int(held), foreign, checkpointing, int(micro_batch))
+    print(resident("VmHWM") - before)
+
+
+def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> Row:
+    """Returns one row."""
+    shape = StepShape(num_held=held, foreign_experts=foreign, precision="fp32", activation_checkpointing=checkpointing)
+    planned = step_memory(run_of(size), shape, micro_batch).peak
+    case = [size, str(held), foreign, checkpointing, str(micro_batch)]
+    answer = subprocess.run([sys.executable, __file__, "--serve", *case], check=True, stdout=subprocess.PIPE)
+    return Row(size, held, foreign, checkpointing, micro_batch, planned, int(answer.stdout))
+
+
+def main() -> int:
+    """Measures all cases, prints the table, and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["3M", "30M", "120M"])
+    parser.add_argument("--output", type=Path, default=Path("bench_plan.json"), metavar="FILE")
+    parser.add_argument("--serve", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(*options.serve)
+        return 0
+    rows: list[Row] = []
+    print("size  held  others  checkpointing  at a time  planned MB  measured MB  planned / measured")
+    for size in options.sizes:
+        for case in SETTINGS:
+            row = measure(size, *case)
+            rows.append(row)
+            print(
+                f"{row.size:<5} {row.held:4}  {row.foreign:<6}  {row.checkpointing:<13}  {row.micro_batch:9}  "
+                f"{row.planned / 1e6:10.1f}  {row.measured / 1e6:11.1f}  {row.planned / row.measured:18.3f}",
+                flush=True,
+            )
+    result: dict[str, Any] = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
+    options.output.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""How much memory a training step takes, from a step that computes nothing.
+
+The real model takes a step on tensors that have shapes and no numbers (torch's FakeTensorMode), while every
+allocation and release is counted. So whatever changes the step, changes the plan. What has no numbers to go by is
+assumed: every expert gets the same share of the tokens.
+
+A GPU is planned as a CPU that computes in the GPU's precision: CUDA tensors cannot be made without a driver.
+
+Tensor suffixes: T tokens, K experts per token, S = T * K, E experts, B sequences, G groups, D and F features.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.expert_mlp import Routing
+from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.kernels import Groups
+from spes_swarm.model.losses import language_model_loss
+from spes_swarm.model.output_head import assume_output_head
+from spes_swarm.model.sparse_model import SparseModel, build_empty_model
+from spes_swarm.training.gradients import loss_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What decides the memory of a step besides the run."""
+
+    num_held: int
+    foreign_experts: str  # one of `frozen_stack.FORMS`
+    precision: str  # "fp32" or "bf16"
+    activation_checkpointing: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of a step in which B sequences are computed at a time."""
+
+    weights: int  # of the whole model, others' experts in their form
+    gradients: int
+    optimiser: int
+    temporary: int  # largest sum of everything else: activations, logits, and what is computed from them
+
+    @property
+    def peak(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimiser + self.temporary
+
+
+def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:
+    """Returns the memory of a step without allocating it; takes seconds.
+
+    The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
+    it is not run: AdamW has two moments of each weight.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _Allocations() as allocations:
+        model = build_empty_model(run.model.type, run.model.settings)
+        sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
+        checkpoint_activations(model, shape.activation_checkpointing)
+        assume_output_head(model)
+        for module in model.modules():
+            if isinstance(module, SparseExperts):
+                module.kernel, module.route = _ShapesOnly(), _even_routing
+        model.train()
+        allocations.restart()
+        weights = allocations.live
+        trained = sum(parameter.nbytes for _, parameter in sparse.trainable_parameters())
+        ids_BS = torch.zeros((micro_batch_size, run.training.sequence_length), dtype=torch.int64)
+
+        def accumulate() -> None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=shape.precision == "bf16"):
+                losses = language_model_loss(model, ids_BS, loss_weights(run.training), sparse.held, progress=0.0)
+            losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+        accumulate()
+        # From the second micro-batch on, gradients of the first are there to be added to.
+        if micro_batch_size < run.training.batch_size:
+            accumulate()
+        peak = allocations.peak
+    return StepMemory(
+        weights=weights, gradients=trained, optimiser=2 * trained, temporary=max(0, peak - weights - trained)
+    )
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of tensors that are alive, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._seen: set[int] = set()
+
+    def restart(self) -> None:
+        """Forgets the peak."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+class _ShapesOnly:
+    """A kernel whose results have the right shapes; the first group's matrix stands for all."""
+
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns y_TF."""
+        return x_TD @ w_GFD[0].T
+
+    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_x_TD."""
+        return grad_y_TF @ w_GFD[0]
+
+    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
+        """Returns grad_w_GFD."""
+        return x_TD.new_empty((len(groups.ends_G), grad_y_TF.shape[1], x_TD.shape[1]))
+
+
+def _even_routing(slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
+    """Returns a routing in which every slot has the same number of rows."""
+    T, K = slots_TK.shape
+    token_S = slots_TK.new_empty((T * K,))
+    ends_E = slots_TK.new_empty((num_slots,), dtype=torch.int32)
+    return Routing(token_S, torch.empty_like(slots_TK), ends_E, T * K * num_held // num_slots)
