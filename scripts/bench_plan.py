@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -89,9 +90,8 @@ def resident(field: str) -> int:
 def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> None:
     """Trains a few steps in this process."""
     run = run_of(size)
-    settings = run.model.settings
     # As a peer does: a whole model in fp32 never exists. Any weights will do.
-    model = SparseModel(build_empty_model(run.model.type, settings), range(held), foreign_form=foreign)
+    model = SparseModel(build_empty_model(run.model.type, run.model.settings), range(held), foreign_form=foreign)
     for block in model.layout.blocks:
         model.write_block(block.index, np.full(block.size, 0.01, dtype=np.float32))
     checkpoint_activations(model.module, checkpointing)
@@ -104,7 +104,7 @@ def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: i
         autocast=contextlib.nullcontext,
         warn=lambda kind, text: print(f"{kind}: {text}", file=sys.stderr),
     )
-    batch_BS = np.random.default_rng(0).integers(0, settings["vocab_size"], (BATCH_SIZE, SEQUENCE_LENGTH))
+    batch_BS = np.random.default_rng(0).integers(0, run.model.vocab_size, (BATCH_SIZE, SEQUENCE_LENGTH))
     if size != "tiny":
         # From here on, so that how the model was built does not count.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew: proc(5)
@@ -127,7 +127,10 @@ def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch:
     shape = StepShape(num_held=held, foreign_experts=foreign, precision="fp32", activation_checkpointing=checkpointing)
     planned = step_memory(run_of(size), shape, micro_batch).peak
     case = [size, str(held), foreign, checkpointing, str(micro_batch)]
-    answer = subprocess.run([sys.executable, __file__, "--serve", *case], check=True, stdout=subprocess.PIPE)
+    # glibc keeps freed memory for later, which differs from run to run; told to return it, it shows what was in use.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "--serve", *case]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     return Row(size, held, foreign, checkpointing, micro_batch, planned, int(answer.stdout))
 
 

@@ -134,12 +134,13 @@ class Full:
         output = self._model.model(input_ids=ids_BS, use_cache=False, output_router_logits=True)
         logits_NV = self._model.lm_head(output.last_hidden_state)[:, :-1].flatten(0, 1)
         cross_entropy = nn.functional.cross_entropy(logits_NV, ids_BS[:, 1:].flatten())
-        return (
+        total: torch.Tensor = (
             cross_entropy
             + WEIGHTS.logit_z * logits_NV.logsumexp(dim=-1).square().mean()
             + WEIGHTS.load_balance * load_balance_loss(output.router_logits, TOP_K)
             + WEIGHTS.router_z * router_z_loss(output.router_logits)
         )
+        return total
 
     def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
         """Takes one step over all weights."""

@@ -96,9 +96,8 @@ class _Allocations(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, each storage once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.live = self.peak = 0
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._seen: set[int] = set()
 
     def restart(self) -> None:
