@@ -23,13 +23,13 @@ import psutil
 import torch
 import yaml
 
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.capacity import Workload
 from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.testing.tiny_run import tiny_run
 
 ROUNDS = 2
-BATCH_SIZE = 2
 SAMPLE_S = 0.4
 
 
@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/memory.json"))
     options = parser.parse_args()
     run = run_section(hidden_size=512, intermediate_size=1024, num_layers=4, num_heads=8)
-    workload = Workload.of(RunConfig.from_dict(run, "benchmark"), torch.device("cpu"))
+    workload = Workload.of(RunConfig.from_dict(run, "benchmark"), PeerConfig(), torch.device("cpu"))
     readings: list[Reading] = []
     with tempfile.TemporaryDirectory(prefix="memory-") as name:
         bare = largest_bytes(Path(name) / "bare", run_section(32, 32, 2, 2), 8)
@@ -98,7 +98,7 @@ def main() -> int:
         print(f"{'experts':>7} {'counted, MB':>12} {'measured, MB':>13} {'ratio':>6}")
         for experts in options.experts:
             measured = largest_bytes(Path(name) / str(experts), run, experts) - bare
-            counted = workload.needed(experts, BATCH_SIZE)[1]
+            counted = workload.needed(experts)[1]
             readings.append(Reading(experts, counted, measured))
             print(
                 f"{experts:>7} {counted / 1e6:>12,.0f} {measured / 1e6:>13,.0f} {measured / counted:>6.2f}", flush=True

@@ -2,13 +2,13 @@
 
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device: 4 bytes per weight, 12 more per trained weight (gradient, two AdamW moments), and during a step the
-  logits of the batch with their gradient;
-- in host memory: the reference (4 N bytes), the contribution (4 T) and, during a round, its results at the codec's
-  size. For a GPU the model is first built on the host, too (4 N beside the reference).
+- on the device: 16 bytes per trained weight (weight, gradient, two AdamW moments), and the other experts in the form
+  in which they are stored, 0.56 to 4 bytes per weight;
+- in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
+  its results at the codec's size. The model of a GPU is put together on the host, without gradients and moments.
 
-This is a lower bound: activations come on top. So `auto` leaves part of the memory free, and only what cannot possibly
-fit is rejected.
+This is a lower bound: activations come on top (step_memory.py counts them). So `auto` leaves part of the memory free,
+and only what cannot possibly fit is rejected.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.frozen_stack import bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.peer.host_memory import free_host_bytes
+from spes_swarm.peer.host_memory import belongs_on_disk, free_host_bytes
+from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 
-_BYTES_PER_WEIGHT = 4
-# A trained weight has, besides itself, a gradient and two AdamW moments.
-_EXTRA_BYTES_PER_TRAINED_WEIGHT = 12
+_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes per trained weight
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
+_SMALLER_FORMS = ("bf16", "int8", "int4")  # of others' experts, largest first
 
 
 def free_bytes(device: torch.device) -> int:
@@ -49,34 +50,57 @@ class Workload:
 
     layout: Layout
     device: torch.device
-    logits_bytes: int  # per sequence, including their gradient
+    foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     result_bytes: int  # per round
+    on_disk: bool  # whether the reference and the contribution are
 
     @classmethod
-    def of(cls, run: RunConfig, device: torch.device) -> Workload:
+    def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device) -> Workload:
         """Derives the workload from the run's shapes; allocates nothing of the model's size."""
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True))
-        bytes_per_logit = 2 if device.type == "cuda" else 4  # bf16 under autocast, else fp32
         return cls(
             layout=layout,
             device=device,
-            logits_bytes=2 * bytes_per_logit * run.training.sequence_length * run.model.vocab_size,
+            foreign_experts=StepSettings.of(peer, device).foreign_experts,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
+            on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
         )
 
-    def needed(self, num_experts: int, batch_size: int) -> tuple[int, int]:
+    def device_bytes(self, num_experts: int, foreign_experts: str | None = None) -> dict[str, int]:
+        """Returns what training takes without activations, by class; another form of others' experts may be tried."""
+        shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
+        trained = shared + num_experts * expert
+        foreign = self.layout.num_elements - trained
+        return {
+            "shared": _WEIGHT * shared,
+            "held": _WEIGHT * num_experts * expert,
+            "foreign": int(bytes_per_weight(foreign_experts or self.foreign_experts) * foreign),
+            "gradients": _GRADIENT * trained,
+            "optimiser": _MOMENTS * trained,
+        }
+
+    def host_bytes(self, num_experts: int, foreign_experts: str | None = None) -> dict[str, int]:
+        """Returns what the exchange takes, by class, and what the model of a GPU takes before it moves there."""
+        on_device = self.device_bytes(num_experts, foreign_experts)
+        weights = on_device["shared"] + on_device["held"]
+        host = {
+            "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
+            "contribution": 0 if self.on_disk else weights,
+            "round": self.result_bytes,
+        }
+        if self.device.type != "cpu":
+            # It is gone before the first round.
+            host["round"] = max(self.result_bytes, weights + on_device["foreign"])
+        return host
+
+    def needed(self, num_experts: int, foreign_experts: str | None = None) -> tuple[int, int]:
         """Returns the bytes needed on the device and on the host; on the CPU all of them are on the host."""
-        weights = _BYTES_PER_WEIGHT * self.layout.num_elements
-        num_trained = self.layout.blocks[SHARED_BLOCK].size + num_experts * self.layout.expert_block(0).size
-        training = weights + _EXTRA_BYTES_PER_TRAINED_WEIGHT * num_trained
-        exchange = weights + _BYTES_PER_WEIGHT * num_trained
-        logits = batch_size * self.logits_bytes
-        if self.device.type == "cpu":  # the logits are freed between a step and a round
-            return 0, training + exchange + max(logits, self.result_bytes)
-        return training + logits, max(exchange + self.result_bytes, 2 * weights)
+        on_device = sum(self.device_bytes(num_experts, foreign_experts).values())
+        on_host = sum(self.host_bytes(num_experts, foreign_experts).values())
+        return (0, on_device + on_host) if self.device.type == "cpu" else (on_device, on_host)
 
 
-def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch_size: int) -> int:
+def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> int:
     """Returns how many experts to train: `wanted`, or for "auto" up to `most`, leaving memory for activations.
 
     Raises:
@@ -84,47 +108,46 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, batch
     """
     free_on_device, free_on_host = free_bytes(workload.device), free_host_bytes()
 
-    def fits(num_experts: int, num_sequences: int, fraction: float = _USABLE_FRACTION) -> bool:
-        on_device, on_host = workload.needed(num_experts, num_sequences)
+    def fits(num_experts: int, form: str | None = None, fraction: float = _USABLE_FRACTION) -> bool:
+        on_device, on_host = workload.needed(num_experts, form)
         return (
             workload.device.type == "cpu" or on_device <= fraction * free_on_device
         ) and on_host <= fraction * free_on_host
 
     if wanted == "auto":
-        comfortable = _largest(most, lambda number: fits(number, batch_size))
-        num_experts = comfortable or 1
+        num_experts = _largest(most, fits) or 1
     else:
         num_experts = len(wanted) if isinstance(wanted, tuple) else wanted
-    if fits(num_experts, batch_size, fraction=1.0):
+    if fits(num_experts, fraction=1.0):
         return num_experts
-    on_device, on_host = workload.needed(num_experts, batch_size)
-    smallest = workload.needed(1, 1)
+    on_device, on_host = workload.needed(num_experts)
+    smallest = workload.needed(1, _SMALLER_FORMS[-1])
     if workload.device.type != "cpu" and on_device > free_on_device:
         where, needed, free, least = f"the memory of {workload.device}", on_device, free_on_device, smallest[0]
     else:
         where, needed, free, least = "this machine's memory", on_host, free_on_host, smallest[1]
     raise CapacityError(
-        f"training {num_experts} expert{'s' if num_experts > 1 else ''} in batches of {batch_size} needs "
-        f"{_gigabytes(needed)} of {where}, but only {_gigabytes(free)} is free: "
+        f"training {num_experts} expert{'s' if num_experts > 1 else ''} needs "
+        f"{gigabytes(needed)} of {where}, but only {gigabytes(free)} is free: "
         + next(
             chain(
-                _what_would_fit(fits, num_experts, batch_size),
-                _what_would_fit(partial(fits, fraction=1.0), num_experts, batch_size),
+                _what_would_fit(fits, num_experts, workload.foreign_experts),
+                _what_would_fit(partial(fits, fraction=1.0), num_experts, workload.foreign_experts),
             ),
-            f"one expert and one sequence at a time still need {_gigabytes(least)}; use a machine with more memory, or "
-            "found a run with a smaller model",
+            f"one expert, with the others in {_SMALLER_FORMS[-1]}, still needs {gigabytes(least)}; use a machine with "
+            "more memory, or found a run with a smaller model",
         )
     )
 
 
-def _what_would_fit(fits: Callable[[int, int], bool], num_experts: int, batch_size: int) -> Iterator[str]:
+def _what_would_fit(fits: Callable[..., bool], num_experts: int, form: str) -> Iterator[str]:
     """Yields settings that would fit, best first."""
-    if fewer := _largest(num_experts - 1, lambda number: fits(number, batch_size)):
+    if fewer := _largest(num_experts - 1, fits):
         yield f"--experts {fewer} would fit"
-    if smaller := _largest(batch_size - 1, lambda number: fits(num_experts, number)):
-        yield f"--batch-size {smaller} would fit"
-    if smaller := _largest(batch_size - 1, lambda number: fits(1, number)):
-        yield f"--experts 1 --batch-size {smaller} would fit"
+    position = _SMALLER_FORMS.index(form) + 1 if form in _SMALLER_FORMS else 0
+    for smaller in _SMALLER_FORMS[position:]:
+        if number := _largest(num_experts, partial(fits, form=smaller)):
+            yield f"--experts {number} --foreign-experts {smaller} would fit"
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -136,7 +159,8 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
+    """Returns a size in GB, or in MB below one."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -148,8 +172,8 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
         CapacityError: see `experts_that_fit`.
     """
     wanted = parse_experts(peer.experts, run.model.num_experts)
-    batch_size = run.training.batch_size_of(peer.batch_size)
-    return experts_that_fit(Workload.of(run, device), wanted, run.experts_per_peer, batch_size)
+    run.training.batch_size_of(peer.batch_size)
+    return experts_that_fit(Workload.of(run, peer, device), wanted, run.experts_per_peer)
 
 
 def choose_device(name: str) -> torch.device:

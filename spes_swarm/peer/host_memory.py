@@ -26,22 +26,30 @@ def free_host_bytes() -> int:
     return min([free, *cgroup_free_bytes()])
 
 
+def belongs_on_disk(num_elements: int, storage: str) -> bool:
+    """Returns True if the reference and the contribution of a peer, of that many elements each, go to a disk.
+
+    `storage` is "memory", "disk", or "auto": on disk if both would take more than half of the free memory.
+    """
+    return storage == "disk" or (storage == "auto" and 2 * 4 * num_elements > free_host_bytes() / 2)
+
+
 def shared_vectors(num_elements: int, storage: str, directory: Path) -> tuple[SharedVector, SharedVector]:
     """Makes the reference and the contribution of a peer.
 
     Args:
         num_elements: of each.
-        storage: "memory", "disk", or "auto": on disk if both would take more than half of the free memory.
+        storage: see `belongs_on_disk`.
         directory: on whose disk.
 
     Raises:
         CapacityError: the disk has too little space.
     """
-    both = 2 * 4 * num_elements
-    on_disk = storage == "disk" or (storage == "auto" and both > free_host_bytes() / 2)
-    if not on_disk:
+    if not belongs_on_disk(num_elements, storage):
         return SharedVector.create(num_elements), SharedVector.create(num_elements)
-    with os_errors_as(CapacityError, f"{directory}: {both / 1e9:.1f} GB for the reference and the contribution"):
+    with os_errors_as(
+        CapacityError, f"{directory}: {8 * num_elements / 1e9:.1f} GB for the reference and the contribution"
+    ):
         return SharedVector.create(num_elements, directory), SharedVector.create(num_elements, directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer import capacity
+from spes_swarm.peer import capacity, host_memory
 from spes_swarm.peer.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
 from spes_swarm.peer.host_memory import cgroup_free_bytes, free_host_bytes
 from spes_swarm.protocol.consensus.layout import Layout
@@ -26,19 +27,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GB = 10**9
 
 
-def workload(layout: Layout, device: torch.device = CPU, logits_bytes: int = 0, result_bytes: int = 0) -> Workload:
-    return Workload(layout=layout, device=device, logits_bytes=logits_bytes, result_bytes=result_bytes)
+def workload(layout: Layout, device: torch.device = CPU, form: str = "fp32", result_bytes: int = 0) -> Workload:
+    return Workload(layout=layout, device=device, foreign_experts=form, result_bytes=result_bytes, on_disk=False)
 
 
 def with_free(patch: pytest.MonkeyPatch, *, host: int, device: int | None = None) -> None:
     """A machine with that much free memory; only the reading is replaced."""
     patch.setattr(capacity, "free_host_bytes", lambda: host)
+    patch.setattr(host_memory, "free_host_bytes", lambda: host)
     patch.setattr(capacity, "free_bytes", lambda _: host if device is None else device)
 
 
-def cpu_bytes(num_experts: int, shared: int, expert: int, trained: int, step: int = 0, results: int = 0) -> int:
+def cpu_bytes(num_experts: int, shared: int, expert: int, trained: int, results: int = 0) -> int:
     """Weights and reference (8 bytes a weight); gradient, two moments and contribution (16 for each trained one)."""
-    return 8 * (shared + num_experts * expert) + 16 * (shared + trained * expert) + max(step, results)
+    return 8 * (shared + num_experts * expert) + 16 * (shared + trained * expert) + results
 
 
 @given(
@@ -46,35 +48,27 @@ def cpu_bytes(num_experts: int, shared: int, expert: int, trained: int, step: in
     shared=st.integers(2, 10_000),
     expert=st.integers(3, 10_000),
     most=st.integers(1, 8),
-    batch_size=st.integers(1, 64),
-    logits_bytes=st.integers(0, 10_000),
     result_bytes=st.integers(0, 100_000),
     free=st.integers(0, 4_000_000),
 )
 def test_as_many_experts_as_the_bytes_allow(
-    num_experts: int,
-    shared: int,
-    expert: int,
-    most: int,
-    batch_size: int,
-    logits_bytes: int,
-    result_bytes: int,
-    free: int,
+    num_experts: int, shared: int, expert: int, most: int, result_bytes: int, free: int
 ) -> None:
-    load = workload(small_layout(num_experts, shared, expert), CPU, logits_bytes, result_bytes)
+    most = min(most, num_experts)
+    load = workload(small_layout(num_experts, shared, expert), CPU, result_bytes=result_bytes)
 
-    def needed(trained: int, sequences: int = batch_size) -> int:
-        return cpu_bytes(num_experts, shared, expert, trained, sequences * logits_bytes, result_bytes)
+    def needed(trained: int) -> int:
+        return cpu_bytes(num_experts, shared, expert, trained, result_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
         with_free(patch, host=free)
         try:
-            fit = experts_that_fit(load, "auto", most, batch_size)
+            fit = experts_that_fit(load, "auto", most)
         except CapacityError as exc:
             assert needed(1) > free
-            smaller = re.search(r"--batch-size (\d+) would fit", str(exc))
+            smaller = re.search(r"--experts (\d+) --foreign-experts (\w+) would fit", str(exc))
             if smaller is not None:
-                assert needed(1, int(smaller[1])) <= free
+                assert load.needed(int(smaller[1]), smaller[2])[1] <= free
             return
         assert 1 <= fit <= most
         assert needed(fit) <= free
@@ -85,56 +79,75 @@ def test_as_many_experts_as_the_bytes_allow(
 
 
 M = 10**6
-# 82 M weights. On the CPU: 656 MB for them, 160 MB more for the shared ones, 144 MB for each trained expert, 100 MB a
-# sequence. With a GPU, there 328 + 120 + 108 + 100 MB, and 656 MB at the least in the machine.
+# 82 M weights. On the CPU: 656 MB for them and the reference, 160 MB more for the shared ones, 144 MB for each trained
+# expert. With a GPU, there 160 + 144 MB for each trained expert and 36 for each other one.
 LARGE = small_layout(num_experts=8, shared=10 * M, expert=9 * M)
 
 
-def refusal(load: Workload, wanted: int | tuple[int, ...], batch_size: int) -> str:
+def refusal(load: Workload, wanted: int | tuple[int, ...]) -> str:
     with pytest.raises(CapacityError) as raised:
-        experts_that_fit(load, wanted, 8, batch_size)
+        experts_that_fit(load, wanted, 8)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("free", "wanted", "batch_size", "what_would_fit"),
+    ("free", "wanted", "what_would_fit"),
     [
-        (2.10, 8, 2, "--experts 3 would fit"),  # 1,016 + 3 * 144 MB are less than 70 % of it
-        (2.15, 4, 8, "--batch-size 1 would fit"),  # 1,392 + 100 MB
-        (2.00, 4, 8, "--experts 1 --batch-size 4 would fit"),  # 960 + 400 MB
-        (1.10, 4, 8, "--experts 1 --batch-size 1 would fit"),  # 960 + 100 MB, with nothing left
-        (1.00, 4, 8, "one expert and one sequence at a time still need 1.1 GB; use a machine with more memory"),
+        (1.90, 8, "--experts 3 would fit"),  # 816 + 3 * 144 MB are less than 70 % of it
+        (1.30, 4, "--experts 1 --foreign-experts bf16 would fit"),  # 816 + 144 - 7 * 18 MB are less than 70 %
+        (1.15, 4, "--experts 1 --foreign-experts int8 would fit"),  # 816 + 144 - 7 * 26.4
+        (1.07, 4, "--experts 1 --foreign-experts int4 would fit"),  # 816 + 144 - 7 * 30.9
+        (0.75, 4, "--experts 1 --foreign-experts int4 would fit"),  # with nothing left
+        (0.70, 4, "one expert, with the others in int4, still needs 743.4 MB; use a machine with more memory"),
     ],
 )
 def test_a_refusal_says_what_would_fit(
-    monkeypatch: pytest.MonkeyPatch, free: float, wanted: int, batch_size: int, what_would_fit: str
+    monkeypatch: pytest.MonkeyPatch, free: float, wanted: int, what_would_fit: str
 ) -> None:
     with_free(monkeypatch, host=int(free * GB))
-    load = workload(LARGE, logits_bytes=100 * M)
-    line = refusal(load, wanted, batch_size)
-    needed = (816 + 144 * wanted + 100 * batch_size) / 1000
+    load = workload(LARGE)
+    line = refusal(load, wanted)
+    needed = 816 + 144 * wanted
+    shown = f"{needed / 1000:.1f} GB" if needed >= 1000 else f"{needed:.1f} MB"
+    have = f"{free:.1f} GB" if free >= 1 else f"{free * 1000:.1f} MB"
     assert line.startswith(
-        f"training {wanted} experts in batches of {batch_size} needs {needed:.1f} GB of this machine's memory, but "
-        f"only {free:.1f} GB is free: {what_would_fit}"
+        f"training {wanted} experts needs {shown} of this machine's memory, but only {have} is free: {what_would_fit}"
     )
-    assert refusal(load, tuple(range(wanted)), batch_size) == line
+    assert refusal(load, tuple(range(wanted))) == line
 
 
 def test_what_just_fits_is_tried_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_free(monkeypatch, host=1_392 * M + 8 * 100 * M)
-    assert experts_that_fit(workload(LARGE, logits_bytes=100 * M), 4, 8, 8) == 4
-    assert experts_that_fit(workload(LARGE, logits_bytes=100 * M), "auto", 8, 8) == 1
+    with_free(monkeypatch, host=1_392 * M)
+    assert experts_that_fit(workload(LARGE), 4, 8) == 4
+    assert experts_that_fit(workload(LARGE), "auto", 8) == 1
 
 
 def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = workload(LARGE, CUDA, logits_bytes=100 * M)
+    load = workload(LARGE, CUDA)
     with_free(monkeypatch, host=10 * GB, device=2 * GB)
-    assert experts_that_fit(load, "auto", 8, 4) == 5  # 448 + 5 * 108 + 400 MB are less than 1.4 GB
+    assert experts_that_fit(load, "auto", 8) == 8  # 160 + 8 * 144 MB are less than 1.4 GB
     with_free(monkeypatch, host=10 * GB, device=1 * GB)
-    assert "needs 1.3 GB of the memory of cuda:0, but only 1.0 GB is free" in refusal(load, 4, 4)
+    assert experts_that_fit(load, "auto", 8) == 2  # 160 + 2 * 144 + 6 * 36
+    with_free(monkeypatch, host=10 * GB, device=500 * M)
+    assert "needs 880.0 MB of the memory of cuda:0, but only 500.0 MB is free" in refusal(load, 4)
     with_free(monkeypatch, host=655 * M, device=10 * GB)
-    assert "needs 656.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1, 4)
+    # The reference, the contribution (19 M weights), and the model on its way to the device.
+    assert "needs 732.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1)
+
+
+def test_every_class_is_counted_where_it_is() -> None:
+    load = workload(LARGE, CUDA, "int8", result_bytes=7)
+    assert load.device_bytes(2) == {
+        "shared": 40 * M,
+        "held": 72 * M,
+        "foreign": 57_375_000,  # 54 M weights of 8.5 bits
+        "gradients": 112 * M,
+        "optimiser": 224 * M,
+    }
+    assert load.host_bytes(2) == {"reference": 328 * M, "contribution": 112 * M, "round": 112 * M + 57_375_000}
+    on_disk = dataclasses.replace(load, on_disk=True, device=CPU)
+    assert on_disk.host_bytes(2) == {"reference": 0, "contribution": 0, "round": 7}
 
 
 def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:
@@ -147,21 +160,21 @@ def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypat
     run, peer = founding(tmp_path)
     with_free(monkeypatch, host=GB)
     assert plan_experts(run, peer, CPU) == 4
-    # 8 sequences of 128 tokens with 272 logits each, and as many gradients: 2.2 MB. 337,216 weights: less than 10 MB.
-    with_free(monkeypatch, host=3 * M)
-    with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, but only 3\.0 MB is free"):
+    with_free(monkeypatch, host=2 * M)  # 337,216 weights: 1.3 MB, gradients and moments of at least half of them
+    with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, but only 2\.0 MB is free"):
         plan_experts(run, peer, CPU)
     with pytest.raises(ConfigError, match="expected 1 to 8 experts"):
         plan_experts(run, PeerConfig(experts="9"), CPU)
 
 
-def test_a_batch_whose_logits_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The paper's 1B: 256 sequences of 2,048 tokens with 151,665 logits are 318 GB in fp32."""
-    run = load_config(ROOT / "configs" / "spes-1b.yaml").run
+def test_the_2b_model_fits_into_16_gb_with_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert run is not None
-    with_free(monkeypatch, host=200 * GB)
-    with pytest.raises(CapacityError, match=r"batches of 256 needs 6[45]\d\.\d GB .* --batch-size \d+ would fit"):
-        plan_experts(run, PeerConfig(experts="4"), CPU)
+    with_free(monkeypatch, host=24 * GB, device=16 * GB)
+    assert plan_experts(run, PeerConfig(experts="1"), CUDA) == 1
+    with_free(monkeypatch, host=24 * GB, device=12 * GB)
+    with pytest.raises(CapacityError, match=r"needs 1[34]\.\d GB of the memory of cuda:0, but only 12\.0 GB is free"):
+        plan_experts(run, PeerConfig(experts="1"), CUDA)
 
 
 # What is free.
