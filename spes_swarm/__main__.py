@@ -10,6 +10,7 @@ from spes_swarm.base.wording import two_columns
 
 _COMMANDS = {
     "join": "join a run, or found one",
+    "plan": "plan the memory that a run needs",
     "monitor": "watch a run",
     "export": "save the newest checkpoint as a plain transformers model",
     "publish": "publish a round on the Hugging Face Hub, or in a directory",

@@ -63,7 +63,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
     it is not run: AdamW has two moments of each weight.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _Allocations() as allocations:
+    with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocations:
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
         checkpoint_activations(model, shape.activation_checkpointing)
@@ -92,7 +92,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     )
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Counts the bytes of tensors that are alive, each storage once."""
 
     def __init__(self) -> None:

@@ -222,7 +222,7 @@ def test_a_model_without_room_is_refused_before_tokenizer_and_data_are_opened(tm
     width = {"hidden_size": 8192, "intermediate_size": 32768, "num_hidden_layers": 32}
     changes = {"model": {"settings": width}, "tokenizer": {"name": str(tmp_path / "none.json")}}
     line = join("--config", config(tmp_path / "run.yaml", changes), out=out).line()
-    assert line.startswith("training 1 expert in batches of 2 needs ")
+    assert line.startswith("training 1 expert needs ")
     assert "GB of this machine's memory, but only " in line
     assert "use a machine with more memory, or found a run with a smaller model" in line
 

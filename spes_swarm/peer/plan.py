@@ -1,0 +1,150 @@
+"""What a peer would need for a run: memory by class, and what a round costs. Nothing of the model's size is made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from spes_swarm.base.errors import CapacityError
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.frozen_stack import FORMS
+from spes_swarm.peer.capacity import Workload, gigabytes
+from spes_swarm.peer.step_memory import StepShape, step_memory
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
+
+# (form of others' experts, activation checkpointing), fastest first; what needs less memory comes later.
+_CHOICES = (("bf16", "none"), ("bf16", "selective"), ("bf16", "layers"), ("int8", "layers"), ("int4", "layers"))
+_CPU_CHOICES = (("fp32", "none"), ("fp32", "layers"), *_CHOICES[2:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a peer has. Sizes in bytes, bandwidths in Mbit/s."""
+
+    device: str  # "gpu" or "cpu"
+    memory: int  # of the device; unused on a CPU
+    host_memory: int
+    upload: float
+    download: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings for a peer, and what follows from them. Sizes in bytes."""
+
+    experts: int
+    foreign_experts: str
+    activation_checkpointing: str
+    micro_batch_size: int
+    reference_storage: str
+    device: dict[str, int]  # by class, of the device; on a CPU of the host
+    host: dict[str, int]
+    round_bytes: int  # that a peer sends, and as many that it receives
+    round_seconds: float
+    covering_peers: int  # how many such peers hold every expert once
+
+    @property
+    def device_peak(self) -> int:
+        """All classes of the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_peak(self) -> int:
+        """All classes of the host."""
+        return sum(self.host.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self) | {"device_peak": self.device_peak, "host_peak": self.host_peak}
+
+
+def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
+    """Returns the fastest settings with which `experts` fit, in a swarm of that many peers.
+
+    Raises:
+        CapacityError: they do not fit with any; the message says what is missing.
+    """
+    on_gpu = machine.device == "gpu"
+    missing = ""
+    for form, checkpointing in _CHOICES if on_gpu else _CPU_CHOICES:
+        for storage in ("memory", "disk"):
+            work = _workload(run, on_gpu, form, storage)
+            static, host = work.device_bytes(experts), work.host_bytes(experts)
+            if sum(host.values()) > machine.host_memory:
+                missing = f"{gigabytes(sum(host.values()))} of host memory"
+                continue
+            room = machine.memory if on_gpu else machine.host_memory - sum(host.values())
+            if sum(static.values()) > room:
+                missing = f"{gigabytes(sum(static.values()))} of {machine.device} memory before the first activation"
+                continue
+            shape = StepShape(
+                num_held=experts,
+                foreign_experts=form,
+                precision="bf16" if on_gpu else "fp32",
+                activation_checkpointing=checkpointing,
+            )
+            room -= sum(static.values())
+            one = step_memory(run, shape, 1).temporary
+            if one > room:
+                missing = f"{gigabytes(sum(static.values()) + one)} of {machine.device} memory"
+                continue
+            size = _largest_micro_batch(run, shape, one, room)
+            temporary = one if size == 1 else step_memory(run, shape, size).temporary
+            return _plan(run, work, machine, peers, experts, shape, storage, size, temporary)
+    raise CapacityError(
+        f"training {experts} expert{'s' if experts > 1 else ''} needs at least {missing}, even with others' experts in "
+        "int4 and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
+    )
+
+
+def _workload(run: RunConfig, on_gpu: bool, form: str, storage: str) -> Workload:
+    assert form in FORMS
+    peer = PeerConfig(foreign_experts=form, reference_storage=storage)
+    return Workload.of(run, peer, torch.device("cuda" if on_gpu else "cpu"))
+
+
+def _largest_micro_batch(run: RunConfig, shape: StepShape, one: int, room: int) -> int:
+    """Returns the most sequences at a time, a power of two, for which there is room; memory grows in proportion."""
+    largest = run.training.batch_size
+    if largest == 1:
+        return 1
+    each = max(1, step_memory(run, shape, 2).temporary - one)
+    size = 1
+    while 2 * size <= largest and one + (2 * size - 1) * each <= room:
+        size *= 2
+    return size
+
+
+def _plan(
+    run: RunConfig,
+    work: Workload,
+    machine: Machine,
+    peers: int,
+    experts: int,
+    shape: StepShape,
+    storage: str,
+    size: int,
+    temporary: int,
+) -> Plan:
+    layout = work.layout
+    num_bytes = get_codec(run.round.codec).num_bytes
+    shared = num_bytes(layout.blocks[SHARED_BLOCK].size)
+    all_experts = num_bytes(layout.num_elements - layout.blocks[SHARED_BLOCK].size)
+    # Shared parts are an all-reduce, and experts with one holder an all-gather.
+    round_bytes = int((peers - 1) / peers * (2 * shared + all_experts))
+    return Plan(
+        experts=experts,
+        foreign_experts=shape.foreign_experts,
+        activation_checkpointing=shape.activation_checkpointing,
+        micro_batch_size=size,
+        reference_storage=storage,
+        device=work.device_bytes(experts) | {"activations": temporary},
+        host=work.host_bytes(experts),
+        round_bytes=round_bytes,
+        round_seconds=8 * round_bytes / 1e6 / min(machine.upload, machine.download),
+        covering_peers=-(-run.model.num_experts // experts),
+    )
