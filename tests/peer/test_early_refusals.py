@@ -32,7 +32,7 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
-COMMANDS = ("join", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
+COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
 # Imports once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
 # process, without the second that the imports take.
 _SERVER = """

@@ -25,6 +25,7 @@ BY_SIGNAL = (130, -signal.SIGINT)  # a handler's exit code, or Python's own end
     [
         (["-m", "spes_swarm.join", "--output-dir", "OUT"], "blake3", (0,), ""),  # of its own modules
         (["-m", "spes_swarm.join", "--output-dir", "OUT"], "torch", (0,), ""),
+        (["-m", "spes_swarm.plan"], "torch", BY_SIGNAL, "plan: interrupted"),
         (["-m", "spes_swarm.export", "nowhere", "somewhere"], "safetensors", BY_SIGNAL, "export: interrupted"),
         (["-m", "spes_swarm.publish", "nowhere", "--to", "you/model"], "pydantic", BY_SIGNAL, "publish: interrupted"),
         (["-m", "spes_swarm.tokenize", "text", "--output", "OUT"], "tqdm", BY_SIGNAL, "tokenize: interrupted"),
