@@ -86,6 +86,7 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
                 foreign_experts=form,
                 precision="bf16" if on_gpu else "fp32",
                 activation_checkpointing=checkpointing,
+                on_gpu=on_gpu,
             )
             room -= sum(static.values())
             one = step_memory(run, shape, 1).temporary

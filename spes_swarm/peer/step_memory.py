@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class StepShape:
     foreign_experts: str  # one of `frozen_stack.FORMS`
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
+    on_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         assume_output_head(model)
         for module in model.modules():
             if isinstance(module, SparseExperts):
-                module.kernel, module.route = _ShapesOnly(), _even_routing
+                module.kernel, module.route = _ShapesOnly(), partial(_even_routing, shape.on_gpu)
         model.train()
         allocations.restart()
         weights = allocations.live
@@ -142,9 +145,11 @@ class _ShapesOnly:
         return x_TD.new_empty((len(groups.ends_G), grad_y_TF.shape[1], x_TD.shape[1]))
 
 
-def _even_routing(slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
+def _even_routing(on_gpu: bool, slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
     """Returns a routing in which every slot has the same number of rows."""
     T, K = slots_TK.shape
     token_S = slots_TK.new_empty((T * K,))
     ends_E = slots_TK.new_empty((num_slots,), dtype=torch.int32)
-    return Routing(token_S, torch.empty_like(slots_TK), ends_E, T * K * num_held // num_slots)
+    ends = [T * K * slot // num_slots for slot in range(num_slots + 1)]
+    counts = None if on_gpu else tuple(end - start for start, end in pairwise(ends))
+    return Routing(token_S, torch.empty_like(slots_TK), ends_E, ends[num_held], counts)

@@ -45,7 +45,9 @@ def test_every_class_is_that_of_a_step_that_is_taken(
     form: str, checkpointing: str, micro_batch: int, held: int
 ) -> None:
     run = eighth_of_2b()
-    shape = StepShape(num_held=held, foreign_experts=form, precision="fp32", activation_checkpointing=checkpointing)
+    shape = StepShape(
+        num_held=held, foreign_experts=form, precision="fp32", activation_checkpointing=checkpointing, on_gpu=False
+    )
     planned = step_memory(run, shape, micro_batch)
     batch = np.random.default_rng(0).integers(0, run.model.vocab_size, (4, 128))
     with Allocations() as allocations:
