@@ -29,8 +29,9 @@ from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
-from spes_swarm.peer.capacity import choose_device, plan_experts
-from spes_swarm.peer.host_memory import shared_vectors
+from spes_swarm.peer.memory.capacity import choose_device
+from spes_swarm.peer.memory.host_memory import shared_vectors
+from spes_swarm.peer.memory.peer_plan import plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
@@ -156,7 +157,7 @@ class Joining:
 
     def _open_data(self) -> None:
         run, context = self._run, self._context
-        self._room = plan_experts(run, self._peer, self._device)
+        self._fits = plan_peer(run, self._peer, self._device)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
         # By default each identity has its own data order, the same in every session.
@@ -247,11 +248,11 @@ class Joining:
 
     def _claim_experts(self) -> None:
         """Claims leases on the wanted experts; "auto" means the run's `experts_per_peer`, as far as memory allows."""
-        run, wanted, room, checkpoint = self._run, self._wanted, self._room, self._checkpoint
+        run, wanted, room, checkpoint = self._run, self._wanted, self._fits.experts, self._checkpoint
         fixed = isinstance(wanted, tuple)
         if wanted == "auto" and room < run.experts_per_peer:
             self._console.say(f"training {room} instead of {run.experts_per_peer} experts: more do not fit in memory")
-        choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
+        choice = wanted if isinstance(wanted, tuple) else room
         if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
             choice = tuple(checkpoint.meta.held)
             room = max(room, len(choice))
@@ -277,7 +278,7 @@ class Joining:
                 evaluation=self._evaluation,
                 device=self._device,
                 batch_size=self._batch_size,
-                micro_batch_size=self._step.micro_batch_size,
+                micro_batch_size=self._fits.micro_batch_size,
                 precision=self._step.precision,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
@@ -309,8 +310,7 @@ class Joining:
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""
-        wanted = self._peer.wait_for_peers
-        if wanted <= 1:
+        if (wanted := self._peer.wait_for_peers) <= 1:
             return
         self._announce("waiting")
         shown = 0
@@ -340,19 +340,19 @@ class Joining:
             await_training(lambda: self._ask(Commands.view, COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:
-        held, context = self._held, self._context
+        held, metrics = list(self._held), self._context.metrics
         self.joined = True
-        context.metrics.write("lease", gained=list(held), lost=[])
-        context.metrics.write(
+        metrics.write("lease", gained=held, lost=[])
+        metrics.write(
             "join",
             run_id=self.manifest.run_id,
             maddrs=self._maddrs,
-            experts=list(held),
+            experts=held,
             round=self._table.round,
-            seconds=time.monotonic() - context.started,
+            seconds=time.monotonic() - self._context.started,
         )
-        first = self._table.round
-        self._console.say(f"training experts {experts_text(held)} from round {first}; Ctrl-C leaves the swarm")
+        text = f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves the swarm"
+        self._console.say(text)
 
     # What the steps share.
 
