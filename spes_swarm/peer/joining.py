@@ -351,7 +351,7 @@ class Joining:
             round=self._table.round,
             seconds=time.monotonic() - self._context.started,
         )
-        text = f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves the swarm"
+        text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
         self._console.say(text)
 
     # What the steps share.
