@@ -115,7 +115,7 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
 
             draft = read_request(options)
             check_machine(draft.peer)
-            check_run(draft.peer, draft.file.run)
+            check_run(draft.peer, draft.file.run, placement)
             # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
             # before that.
             run = draft.build_run()

@@ -352,6 +352,7 @@ class Joining:
             experts=list(held),
             round=self._table.round,
             seconds=time.monotonic() - context.started,
+            ranks=1 if self._ranks is None else self._ranks.placement.world_size,
         )
         first = self._table.round
         self._console.say(f"training experts {experts_text(held)} from round {first}; Ctrl-C leaves the swarm")

@@ -75,7 +75,7 @@ class Session:
         signals: StopSignals | None = None,
         placement: Placement | None = None,
     ) -> None:
-        check_request(peer, run)
+        check_request(peer, run, placement)
         self._placement = placement
         self._peer = peer
         self._run = run

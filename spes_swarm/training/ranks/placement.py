@@ -34,14 +34,14 @@ class Placement:
                     f"WORLD_SIZE is {world_size}, but {name} is not set: start the ranks with "
                     f"torchrun --standalone --nproc-per-node {world_size} -m spes_swarm.join, or unset WORLD_SIZE"
                 )
-        rank, local_rank = _number(environment, "RANK"), _number(environment, "LOCAL_RANK")
         # One rank of each machine reports it; the others wait for rank 0 until torchrun ends them.
-        if local_rank == 0 and rank + _number(environment, "LOCAL_WORLD_SIZE", default=world_size) != world_size:
+        is_first = _number(environment, "LOCAL_RANK") == 0
+        if is_first and _number(environment, "LOCAL_WORLD_SIZE", default=world_size) != world_size:
             raise ConfigError(
                 f"this machine has only some of the {world_size} ranks, but the GPUs of one machine are one peer: "
                 "start one peer on each machine with torchrun --standalone, or all of them with scripts/slurm.sh"
             )
-        return cls(rank=rank, world_size=world_size)
+        return cls(rank=_number(environment, "RANK"), world_size=world_size)
 
     def check_batch(self, batch_size: int) -> None:
         """Refuses a batch that cannot be divided evenly among the ranks.
