@@ -56,11 +56,6 @@ def test_a_killed_rank_ends_its_peer_and_the_swarm_goes_on(tmp_path: Path, kille
         rank_process(peer, killed).kill()
         assert peer.wait() == 1, peer.tail()
         assert_nobody_is_left(tree)
-        lines = [line for line in peer.text().splitlines() if "another rank of this peer has ended" in line]
-        assert [line for line in lines if line.startswith("join: ")], peer.tail()
-        if killed != 0:  # rank 0 has left in order
-            peer.wait_for("leave")
-            assert [event["kind"] for event in peer.events("fault") if event["kind"] == "rank"] == ["rank"]
         other.wait_for_round(max(other.rounds()) + 3)
         assert other.process.poll() is None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.lone_trainer import read_events
 from tests.helpers.rank_trainer import INNER_STEPS, OTHERS, ROUNDS, train
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import REASONABLE_S
@@ -86,4 +87,9 @@ def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int) -> None:
         ranks[killed].kill()
         _, errors = ranks[1 - killed].communicate(timeout=REASONABLE_S)
         assert ranks[1 - killed].returncode == 1
+    if killed == 1:  # rank 0 has left in order: with a checkpoint of its last step
+        assert [event["kind"] for event in read_events(tmp_path / "two" / "metrics.jsonl", "fault")] == ["rank"]
+        (checkpoint,) = (tmp_path / "two" / "checkpoints").glob("round-*")
+        steps = read_events(tmp_path / "two" / "metrics.jsonl", "step")
+        assert json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))["step"] == steps[-1]["step"]
     assert errors == ("rank 0: " if killed else "join: rank 1 ends: ") + "another rank of this peer has ended\n"
