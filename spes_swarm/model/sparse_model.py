@@ -164,6 +164,7 @@ class SparseModel:
         module: the transformers model; call it to compute. Its experts modules and norms have been replaced.
         layout: layout of the untouched model.
         held: the experts that this peer trains, ascending.
+        revision: counts writes of weights, and changes of the held experts; optimisers write past it.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class SparseModel:
         replace_experts(model, self.held, kernel, foreign_form)
         replace_norms(model)
         self.module = model
+        self.revision = 0
         self._experts = {name: m for name, m in model.named_modules() if isinstance(m, SparseExperts)}
         self._shared = {
             name: parameter
@@ -195,6 +197,7 @@ class SparseModel:
         return self._experts[experts].read(projection, slot.expert)
 
     def _write(self, slot: TensorSlot, values: Tensor) -> None:
+        self.revision += 1
         if slot.expert is None:
             self._shared[slot.name].detach().copy_(values)
             return
@@ -250,6 +253,7 @@ class SparseModel:
         held = check_held(held, self.layout.num_experts)
         if held == self.held:
             return
+        self.revision += 1
         swapped: dict[nn.Parameter, nn.Parameter] = {}
         for experts in self._experts.values():
             old = [getattr(experts, projection) for projection in PROJECTIONS]

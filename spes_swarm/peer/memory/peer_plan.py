@@ -32,15 +32,18 @@ class PeerPlan:
     micro_batch_size: int  # sequences
 
 
-def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device) -> PeerPlan:
+def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
     """Returns what this peer will train, activations included; "auto" experts may be fewer for their sake.
+
+    Each of `num_ranks` processes computes its share of a batch. On a CPU they share the memory; of several GPUs the
+    first has the most to hold.
 
     Raises:
         ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The
             message says what would fit.
     """
     experts = plan_experts(run, peer, device)
-    batch_size = run.training.batch_size_of(peer.batch_size)
+    batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
     if _is_negligible(run, most, free):
