@@ -24,9 +24,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.model.activation_checkpointing import checkpoint_activations
-from spes_swarm.model.kernels import load_kernel
-from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, layout_of
+from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
 from spes_swarm.peer.capacity import choose_device, plan_experts
@@ -43,6 +41,7 @@ from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.training.model_building import build_trained_model, check_tools
 from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
@@ -118,7 +117,7 @@ class Joining:
         # Only after the network process was forked: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
         self._step = StepSettings.of(self._peer, self._device)
-        load_kernel(self._peer.kernel)  # fails early; the model is built much later
+        check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
 
@@ -263,13 +262,16 @@ class Joining:
 
     def _make_trainer(self) -> None:
         context, peer = self._context, self._peer
+        slow = "; the first steps compile it and are slow" if peer.compile else ""
+        self._console.say(f"building {self._run.model.type} on {self._device}{slow}")
+        model = build_trained_model(self._run.model, self._held, peer, self._step.foreign_experts, self._device)
         self.trainer = Trainer(
             TrainerSetup(
                 run_id=self.manifest.run_id,
                 peer_id=context.identity.peer_id,
                 nickname=peer.name or "",
                 run=self._run,
-                model=self._sparse_model(),
+                model=model,
                 network=context.network,
                 reference_N=self._reference.values_N,
                 contribution_N=self._contribution.values_N,
@@ -279,6 +281,7 @@ class Joining:
                 batch_size=self._batch_size,
                 micro_batch_size=self._step.micro_batch_size,
                 precision=self._step.precision,
+                optimizer_states=peer.optimizer_states,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
                 checkpoint_minutes=peer.checkpoint_minutes,
@@ -293,19 +296,6 @@ class Joining:
             )
         )
         self._tell_how_to_join()
-
-    def _sparse_model(self) -> SparseModel:
-        """Returns the model that is trained, without its weights.
-
-        No device ever holds the whole of it in fp32.
-        """
-        model = self._run.model
-        self._console.say(f"building {model.type} on {self._device}")
-        empty = build_empty_model(model.type, model.settings)
-        sparse = SparseModel(empty, self._held, self._peer.kernel, self._step.foreign_experts)
-        checkpoint_activations(sparse.module, self._peer.activation_checkpointing)
-        sparse.module.to(self._device)
-        return sparse
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

@@ -61,6 +61,7 @@ class TrainerSetup:
     batch_size: int  # sequences per local step
     micro_batch_size: int | None = None  # most sequences at a time; None: the whole batch
     precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
+    optimizer_states: str = "device"  # form of AdamW's moments: one of `moment_storage.FORMS`
     metrics: Metrics
     checkpoints: Path
     checkpoint_minutes: float

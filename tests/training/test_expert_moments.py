@@ -14,7 +14,8 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, largest_ratio
-from spes_swarm.training.expert_moments import WarmUp, read_moments, write_moments
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.expert_moments import WarmUp, read_moments, write_moments
 from tests.helpers.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)
@@ -25,11 +26,11 @@ def model(held: Sequence[int]) -> SparseModel:
     return SparseModel(build_model("olmoe", settings_, 0, "cpu"), held)
 
 
-def optimiser(of: SparseModel) -> torch.optim.AdamW:
-    return torch.optim.AdamW(of.param_groups(0.1), lr=1e-2, betas=BETAS)
+def optimiser(of: SparseModel, form: str = "device") -> PeerAdamW:
+    return PeerAdamW(of.param_groups(0.1), lr=1e-2, betas=BETAS, eps=1e-8, form=form)
 
 
-def train(of: SparseModel, adamw: torch.optim.AdamW, steps: int) -> None:
+def train(of: SparseModel, adamw: PeerAdamW, steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         for _, parameter in of.trainable_parameters():
@@ -37,7 +38,7 @@ def train(of: SparseModel, adamw: torch.optim.AdamW, steps: int) -> None:
         adamw.step()
 
 
-def moments(of: SparseModel, adamw: torch.optim.AdamW, expert: int) -> tuple[FloatArray, int]:
+def moments(of: SparseModel, adamw: PeerAdamW, expert: int) -> tuple[FloatArray, int]:
     out_2N = np.full(2 * of.layout.expert_block(expert).size, np.nan, dtype=np.float32)
     return out_2N, read_moments(adamw, of, expert, out_2N)
 

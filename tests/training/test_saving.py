@@ -15,7 +15,7 @@ from spes_swarm.base.errors import CheckpointError
 from spes_swarm.storage.checkpoint import Checkpoint, checkpoints_in, load_newest
 from spes_swarm.storage.checkpoint_files import ReferenceFile
 from spes_swarm.storage.checkpoint_writing import save_checkpoint
-from spes_swarm.training.optimiser_state import optimiser_arrays
+from spes_swarm.training.optimiser.saved_state import optimiser_arrays
 from tests.helpers.lone_trainer import LoneTrainer
 
 Make = Callable[..., LoneTrainer]
