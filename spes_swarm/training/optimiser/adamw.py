@@ -40,12 +40,13 @@ class PeerAdamW(torch.optim.AdamW):
         form: str = "device",
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
-        self._form = form
+        self.form = form
+        self.betas = betas
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller has a closure
         """Updates every parameter that has a gradient."""
-        if self._form == "device":
+        if self.form == "device":
             super().step()
             return
         noises_N: dict[tuple[torch.device, int], Tensor] = {}
@@ -126,19 +127,19 @@ class PeerAdamW(torch.optim.AdamW):
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         if not self.state.get(parameter):
             # torch's step has it on the device; elsewhere it is read in every step, which must not wait for a GPU.
-            step = torch.zeros((), device=parameter.device if self._form == "device" else "cpu")
+            step = torch.zeros((), device=parameter.device if self.form == "device" else "cpu")
             self.state[parameter] = {"step": step, **self._storage(parameter).zeros(parameter)}
         state: dict[str, Any] = self.state[parameter]
         return state
 
     def _storage(self, parameter: nn.Parameter) -> MomentStorage:
-        if self._form == "int8" and parameter.dim() > 1:
+        if self.form == "int8" and parameter.dim() > 1:
             return EightBitStorage()
-        return Fp32Storage(torch.device("cpu") if self._form == "host" else parameter.device)
+        return Fp32Storage(torch.device("cpu") if self.form == "host" else parameter.device)
 
     def _noise(self, device: torch.device, num_steps: int) -> Tensor:
         """Returns the random numbers of a step, which all pieces share; a peer that resumes draws the same ones."""
-        if self._form != "int8":
+        if self.form != "int8":
             return torch.empty(0, device=device)
         generator = torch.Generator(device).manual_seed(num_steps)
         return torch.rand(piece_elements(device), device=device, generator=generator)

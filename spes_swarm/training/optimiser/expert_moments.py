@@ -5,6 +5,7 @@ Shapes: N elements of one expert's block; stacks of held experts have the held e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.protocol.consensus.layout import TensorSlot
+from spes_swarm.protocol.ownership.moment_rules import largest_ratio
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.moment_storage import MOMENTS
 
@@ -29,7 +31,8 @@ def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Para
 def read_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, out_2N: FloatArray) -> int:
     """Copies a held expert's first and second moments into `out_2N`; returns the optimiser's step.
 
-    Before the first step they are zero.
+    Before the first step they are zero. Moments in 8 bits are made possible first (see `moment_rules`): rounding can
+    make a first moment too large for its second moment, and other peers would refuse them all.
     """
     step = 0
     for half, moment in enumerate(MOMENTS):
@@ -37,6 +40,11 @@ def read_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, out_2N: 
             out_N = torch.from_numpy(_of_slot(model, expert, slot, half, out_2N))
             optimiser.read_moment(parameter, moment, out_N, row)
             step = max(step, optimiser.num_steps(parameter))
+    ratio = largest_ratio(*optimiser.betas)
+    if optimiser.form == "int8" and math.isfinite(ratio):
+        first_N, second_N = np.split(out_2N, 2)  # views
+        largest_N = ratio * np.sqrt(second_N)
+        np.clip(first_N, -largest_N, largest_N, out=first_N)
     return step
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Rows of embeddings can differ by orders of magnitude; blocks of this size lie in one row of most models.
-BLOCK_ELEMENTS = 64
-SCALE_DTYPE = torch.bfloat16
+# Rows of embeddings can differ by orders of magnitude; a block of this size lies in one row of most models.
+BLOCK_ELEMENTS = 128
+# The largest element of a block is exact. With fewer bits a slow decay would be rounded away.
+SCALE_DTYPE = torch.float32
 
 
 def num_blocks(num_elements: int) -> int:
@@ -45,10 +46,9 @@ class Rounding:
         values_BW = _in_blocks(values_N)
         noise_BW = 0.5 if noise_N is None else _in_blocks(noise_N)
         magnitudes_BW = values_BW.abs()
-        scales_B = magnitudes_BW.amax(dim=-1).to(SCALE_DTYPE)
-        # The numbers are divided by the scale as it is stored. Of a block of zeros all codes are zero.
-        divisors_B = scales_B.to(torch.float32).clamp_min_(torch.finfo(torch.float32).tiny)
-        magnitudes_BW.div_(divisors_B.unsqueeze(-1))
+        scales_B = magnitudes_BW.amax(dim=-1)
+        # Of a block of zeros all codes are zero.
+        magnitudes_BW.div_(scales_B.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))
         codes_BW = magnitudes_BW
         for _ in range(self.squarings):
             codes_BW = codes_BW.sqrt_()
