@@ -25,7 +25,8 @@ class PeerAdamW(torch.optim.AdamW):
     """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says how the moments are stored.
 
     `device` is torch's own step. The others take the same step one piece of a parameter after the other: its moments
-    are expanded, or fetched from host memory, updated, and put back.
+    are expanded, or fetched from host memory, updated, and put back. In 8 bits this takes 38 bytes per element of a
+    piece, 40 MB on a GPU, whatever the size of the model.
 
     In 8 bits, vectors (norms, biases) stay in fp32.
     """

@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # first and second, by their names in torch
 FORMS = ("device", "int8", "host")
 # Moments in 8 bits or in host memory pass through fp32 copies on the device of so many elements at a time: few enough
 # for a CPU's cache, or enough for a GPU to be busy.
-_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 20}
 
 State = dict[str, Any]  # of one parameter
 
