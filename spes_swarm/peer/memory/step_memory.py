@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
 
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
@@ -69,7 +71,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
     it is not run: AdamW has two moments of each weight.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), Allocations() as allocations:
+    with FakeTensorMode(allow_non_fake_inputs=True), _without_masks(), Allocations() as allocations:
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
         checkpoint_activations(model, shape.activation_checkpointing)
@@ -96,6 +98,20 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     return StepMemory(
         weights=weights, gradients=trained, optimiser=2 * trained, temporary=max(0, peak - weights - trained)
     )
+
+
+@contextmanager
+def _without_masks() -> Iterator[None]:
+    """Keeps transformers from making attention masks for packed sequences.
+
+    From numbers it sees that there are none; without numbers it makes masks to be safe. Calls are made in one thread.
+    """
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 class StepEstimate:
