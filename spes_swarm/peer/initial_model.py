@@ -14,10 +14,10 @@ from typing import Any
 
 from spes_swarm.base.errors import CheckpointError, ConfigError
 from spes_swarm.base.user_paths import user_path
-from spes_swarm.config.model_settings import config_from_settings
+from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import model_section
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model, layout_of
@@ -65,10 +65,10 @@ class InitialModel:
         if "model" not in run:
             run["model"] = model_section(self.directory)
             check_trainable(self.name, run["model"])
-            if "tokenizer" not in run:
-                tokenizer = self._tokenizer()
-                run["tokenizer"] = {"name": tokenizer.name}
-                _train_every_token(run["model"], tokenizer)
+            given = run.get("tokenizer")
+            tokenizer = self._tokenizer() if given is None else load_tokenizer(given.get("name", BYTES))
+            run.setdefault("tokenizer", {"name": tokenizer.name})
+            _train_every_token(run["model"], tokenizer)
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
@@ -91,6 +91,10 @@ def check_trainable(name: str, model: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: the message starts with the model's name.
     """
+    try:
+        check_mixture(model["type"])
+    except ConfigError as exc:
+        raise ConfigError(f"{name}: {exc}; upcycle a dense model first: python -m spes_swarm.upcycle --help") from exc
     try:
         empty = build_model(model["type"], model["settings"], seed=0, device="cpu", on_meta=True)
         saved_tensors(empty, layout_of(empty))
