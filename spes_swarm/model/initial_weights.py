@@ -38,6 +38,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 # (name, the parameter that it repeats) in models that tie them; some tools save both.
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_PICKLED = (".bin", ".pt", ".pth")
 _ROWS_COMPARED = 1024
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Name of a matrix of a single expert, and which of its three matrices it is.
@@ -323,23 +324,42 @@ def check_tied(weights: WeightDirectory, is_tied: bool, directory: Path) -> None
 def _weight_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
-    if (index := directory / INDEX_FILE).is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise CheckpointError(f"{index} is not an index of safetensors") from exc
-        # An index may be untrusted: it may only name files beside it.
-        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
-            raise CheckpointError(f"{index} is not an index of safetensors")
-        return [directory / name for name in sorted(names)]
-    if (directory / SINGLE_FILE).is_file():
+    check_has_weights([path.name for path in directory.iterdir()], str(directory))
+    if not (index := directory / INDEX_FILE).is_file():
         return [directory / SINGLE_FILE]
-    if any(path.suffix in (".bin", ".pt", ".pth") for path in directory.iterdir()):
+    return [directory / name for name in indexed_files(index)]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Returns the names of the files that an index of safetensors lists, in order.
+
+    Raises:
+        CheckpointError: it is not such an index.
+    """
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{index} is not an index of safetensors") from exc
+    # An index may be untrusted: it may only name files beside it.
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is not an index of safetensors")
+    return sorted(names)
+
+
+def check_has_weights(names: Collection[str], where: str) -> None:
+    """Refuses a model without safetensors, given the names of its files.
+
+    Raises:
+        CheckpointError: there are none; the message starts with `where`.
+    """
+    if INDEX_FILE in names or SINGLE_FILE in names:
+        return
+    if any(Path(name).suffix in _PICKLED for name in names):
         raise CheckpointError(
-            f"{directory} has pickled weights only, which are never loaded because they can run code: convert them "
+            f"{where} has pickled weights only, which are never loaded because they can run code: convert them "
             "to safetensors first"
         )
-    raise CheckpointError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise CheckpointError(f"{where} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 @contextmanager

@@ -7,46 +7,98 @@ to one commit, and only configuration, tokenizer and safetensors are fetched fro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from spes_swarm.base.errors import CheckpointError, ConfigError
-from spes_swarm.base.user_paths import user_path
+from huggingface_hub import close_session, hf_hub_download
+
+from spes_swarm.base.errors import CheckpointError, ConfigError, HubError
+from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
-from spes_swarm.model.initial_weights import model_section
+from spes_swarm.model.initial_weights import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_has_weights,
+    indexed_files,
+    model_section,
+)
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.publishing.client import endpoint, hub_api, patiently, translate_hub_errors
+from spes_swarm.publishing.location import Location, parse_model
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+# What describes a model on the Hub; anything else, code above all, stays there.
+_DESCRIPTION_FILES = frozenset(
+    {
+        CONFIG_FILE,
+        *_TOKENIZER_FILES,
+        "added_tokens.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "special_tokens_map.json",
+        "vocab.json",
+    }
+)
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """Where an existing model is."""
+    """An existing model in a directory, or in a repository of the Hub."""
 
     name: str  # as the user writes it
-    directory: Path
+    location: Location
 
     @classmethod
     def find(cls, name: str) -> InitialModel:
-        """Finds the model.
+        """Parses the name of a model; contacts no Hub.
 
         Raises:
-            CheckpointError: there is no such directory.
+            CheckpointError: there is no such directory, and it is not the name of a repository.
         """
-        directory = user_path(name)
-        if not directory.is_dir():
-            raise CheckpointError(f"{name}: no such directory")
-        return cls(name, directory)
+        return cls(name, parse_model(name))
+
+    def description(self) -> Path:
+        """Returns a directory with config.json and tokenizer; fetches them from a Hub.
+
+        Raises:
+            CheckpointError: the repository is no model, or has no safetensors.
+            HubError: the Hub refuses or cannot be reached.
+        """
+        if self.location.path is not None:
+            return self.location.path
+        repository = _Repository.of(self.location)
+        check_has_weights(repository.files, self.name)
+        if CONFIG_FILE not in repository.files:
+            raise CheckpointError(f"{self.name} is not a transformers model: it has no {CONFIG_FILE}")
+        return repository.fetch(sorted(_DESCRIPTION_FILES & repository.files))
 
     def weights(self, say: Callable[[str], None]) -> Path:
-        """Returns the directory that holds the safetensors."""
-        return self.directory
+        """Returns a directory with the safetensors; fetches them from a Hub.
+
+        Raises:
+            CheckpointError, HubError: as `description`.
+        """
+        directory = self.description()
+        if self.location.path is not None:
+            return directory
+        repository = _Repository.of(self.location)
+        names = [SINGLE_FILE]
+        if INDEX_FILE in repository.files:
+            names = indexed_files(repository.fetch([INDEX_FILE]) / INDEX_FILE)
+        say(f"fetching {plural(len(names), 'weight file')} of {self.name}, commit {repository.commit[:7]}")
+        for number, name in enumerate(names, start=1):
+            repository.fetch([name])
+            if len(names) > 1:
+                say(f"{number} of {len(names)} weight files are here")
+        return directory
 
     def describe_run(self, settings: Mapping[str, Any], source: str, *, adapt: bool) -> RunConfig:
         """Returns the configuration of a run that starts from this model.
@@ -63,26 +115,64 @@ class InitialModel:
         """
         run = {"name": self._run_name(), **settings}
         if "model" not in run:
-            run["model"] = model_section(self.directory)
+            directory = self.description()
+            run["model"] = model_section(directory)
             check_trainable(self.name, run["model"])
             given = run.get("tokenizer")
-            tokenizer = self._tokenizer() if given is None else load_tokenizer(given.get("name", BYTES))
-            run.setdefault("tokenizer", {"name": tokenizer.name})
+            tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
+            if given is None:
+                is_bytes = tokenizer.digest == ByteTokenizer().digest
+                run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
             _train_every_token(run["model"], tokenizer)
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
 
     def _run_name(self) -> str:
-        last = self.directory.resolve().name.lower()
-        return re.sub(r"[^a-z0-9]+", "-", last).strip("-")[:40].strip("-") or "continued"
+        last = self.location.repo_id or self.description().resolve().name
+        return re.sub(r"[^a-z0-9]+", "-", last.rpartition("/")[2].lower()).strip("-")[:40].strip("-") or "continued"
 
-    def _tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer: the bytes tokenizer if it is that one, or if the model has none."""
-        if not any((self.directory / file).is_file() for file in _TOKENIZER_FILES):
+    @staticmethod
+    def _tokenizer(directory: Path) -> Tokenizer:
+        """Returns the model's tokenizer, and the bytes tokenizer for a model without one."""
+        if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
             return ByteTokenizer()
-        tokenizer = load_tokenizer(self.directory.resolve(), local_files_only=True)
-        return ByteTokenizer() if tokenizer.digest == ByteTokenizer().digest else tokenizer
+        return load_tokenizer(directory.resolve(), local_files_only=True)
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """One commit of a repository on the Hub."""
+
+    repo_id: str
+    commit: str
+    files: frozenset[str]
+
+    @classmethod
+    @lru_cache(maxsize=4)  # the description and the weights are of one commit, even if another is pushed meanwhile
+    def of(cls, location: Location) -> _Repository:
+        assert location.repo_id is not None
+        api, label = hub_api(), location.repo_id
+        try:
+            with translate_hub_errors(label):
+                info = patiently(lambda: api.model_info(label, revision=location.revision))
+        except HubError as exc:
+            raise HubError(f"{exc}; nor is {label} a directory here") from exc
+        return cls(label, str(info.sha), frozenset(file.rfilename for file in info.siblings or ()))
+
+    def fetch(self, names: Sequence[str]) -> Path:
+        """Fetches files into the library's cache; returns their directory, which has links to them."""
+        with translate_hub_errors(self.repo_id):
+            for name in names:
+                if name not in self.files:
+                    raise CheckpointError(f"{self.repo_id}: {name} is missing at commit {self.commit[:7]}")
+                path = patiently(lambda name=name: self._download(name))  # type: ignore[misc]
+            # The session that follows forks, and a child must not share an open connection.
+            close_session()
+        return Path(path).parent
+
+    def _download(self, name: str) -> str:
+        return str(hf_hub_download(self.repo_id, name, revision=self.commit, endpoint=endpoint()))
 
 
 def check_trainable(name: str, model: Mapping[str, Any]) -> None:

@@ -90,8 +90,8 @@ def random_moe(family: str, **settings: Any) -> PreTrainedModel:
     return model
 
 
-def save_moe(directory: Path, family: str, **settings: Any) -> PreTrainedModel:
+def save_moe(directory: Path, family: str, max_shard_size: str = "50GB", **settings: Any) -> PreTrainedModel:
     """Saves such a model without a tokenizer; returns it."""
     model = random_moe(family, **settings)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model

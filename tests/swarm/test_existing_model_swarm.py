@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spes_swarm.data.tokenizer import train_bpe
 from spes_swarm.export import export_model
-from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers.hub_server import HubServer, launch_by_itself
 from tests.helpers.moe_models import save_moe
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import Swarm
@@ -34,9 +38,8 @@ def founded(running: Swarm, model: object, *arguments: object) -> LocalPeer:
     return running.start("peer0", "--initial-weights", model, "--batch-size", 2, *arguments)
 
 
-def check_export(peer: LocalPeer, original: PreTrainedModel, destination: Path) -> PreTrainedModel:
-    """Exports the run; it is a plain model of the same architecture with trained weights. Returns it."""
-    export_model(peer.output_dir, destination)
+def check_export(destination: Path, original: PreTrainedModel) -> PreTrainedModel:
+    """Loads an export: a plain model of the same architecture, with trained weights."""
     exported: PreTrainedModel = AutoModelForCausalLM.from_pretrained(destination)
     assert type(exported) is type(original)
     weights, before = exported.state_dict(), original.state_dict()
@@ -60,7 +63,28 @@ def test_a_model_is_trained_further_from_its_directory(tmp_path: Path, running: 
     assert joined["run_id"].startswith("my-model-")
     assert joined["experts"] == [0, 1, 2, 3]
     assert founder.rounds()[1]["digest"] == other.rounds()[1]["digest"]
-    exported = check_export(founder, original, tmp_path / "exported")
+    export_model(founder.output_dir, tmp_path / "exported")
+    exported = check_export(tmp_path / "exported", original)
     with torch.no_grad():
         assert torch.isfinite(exported(input_ids=torch.arange(16)[None]).logits).all()
     assert founder.events("step")[0]["loss"] > 0
+
+
+def test_a_model_is_trained_further_from_the_hub(tmp_path: Path) -> None:
+    original = save_moe(tmp_path / "model", "olmoe", max_shard_size="100KB")
+    train_bpe([text(tmp_path / "text.txt").read_text(encoding="utf-8")], 270).save(tmp_path / "model")
+    with HubServer(tmp_path / "hub") as hub:
+        (tmp_path / "model" / "modeling_evil.py").write_text("raise SystemExit('code of a model was run')")
+        first = hub.upload(tmp_path / "model", "user/Tiny-MoE")
+        with Swarm(tmp_path) as running:
+            running.launch = launch_by_itself(hub)
+            founder = founded(running, f"user/Tiny-MoE@{first}", "--data", tmp_path / "text.txt", "--max-rounds", 2)
+            assert founder.wait() == 0, founder.text()
+            # The files are in the library's cache; only safetensors, configuration and tokenizer were fetched.
+            assert not list((tmp_path / "hub" / "home").rglob("*.py"))
+            command = [sys.executable, "-m", "spes_swarm.export", founder.output_dir, tmp_path / "exported"]
+            subprocess.run(command, env=hub.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
+    check_export(tmp_path / "exported", original)
+    (joined,) = founder.events("join")
+    assert joined["run_id"].startswith("tiny-moe-")
+    assert f"weight files of user/Tiny-MoE@{first}, commit {first[:7]}" in founder.text()
