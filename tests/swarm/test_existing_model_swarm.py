@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spes_swarm.config.file import continued_config_path
 from spes_swarm.data.tokenizer import train_bpe
 from spes_swarm.export import export_model
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers.chat_tokenizer import save_chat_tokenizer
 from tests.helpers.hub_server import HubServer, launch_by_itself
 from tests.helpers.moe_models import save_moe
 from tests.helpers.repository import ROOT
@@ -82,9 +87,38 @@ def test_a_model_is_trained_further_from_the_hub(tmp_path: Path) -> None:
             assert founder.wait() == 0, founder.text()
             # The files are in the library's cache; only safetensors, configuration and tokenizer were fetched.
             assert not list((tmp_path / "hub" / "home").rglob("*.py"))
-            command = [sys.executable, "-m", "spes_swarm.export", founder.output_dir, tmp_path / "exported"]
+            places = [str(founder.output_dir), str(tmp_path / "exported")]
+            command = [sys.executable, "-m", "spes_swarm.export", *places]
             subprocess.run(command, env=hub.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
     check_export(tmp_path / "exported", original)
     (joined,) = founder.events("join")
     assert joined["run_id"].startswith("tiny-moe-")
     assert f"weight files of user/Tiny-MoE@{first}, commit {first[:7]}" in founder.text()
+
+
+def test_a_model_is_fine_tuned_on_conversations(tmp_path: Path, running: Swarm) -> None:
+    """Questions are random letters and answers always the same: only the answers can be learned, and they are."""
+    save_moe(tmp_path / "model", "qwen3_moe")
+    save_chat_tokenizer(tmp_path / "model")
+    rng = random.Random(0)
+    with (tmp_path / "chat.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(300):
+            question = "".join(rng.choices("abcdefghijklmnop", k=20))
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "the sky is blue"}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    settings = yaml.safe_load(continued_config_path().read_text(encoding="utf-8"))
+    settings["run"] |= {"experts_per_peer": 4}
+    settings["run"]["training"] |= {"sequence_length": 64, "learning_rate": 1e-2, "warmup_steps": 5}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    arguments = ["--config", tmp_path / "mine.yaml", "--data", tmp_path / "chat.jsonl", "--max-rounds", 4]
+    founder = founded(running, tmp_path / "model", *arguments)
+    assert founder.wait() == 0, founder.text()
+    assert "300 conversations tokenised" in founder.text()
+    # With a loss on the questions, too, it would stay above 1.5: two thirds of the tokens, log(16) nats for most.
+    assert founder.rounds()[4]["eval_loss"] < 0.3
+    assert founder.events("step")[0]["loss"] > 3
+    export_model(founder.output_dir, tmp_path / "exported")
+    template = (tmp_path / "model" / "chat_template.jinja").read_text(encoding="utf-8")
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text(encoding="utf-8") == template
+    # A run that continues needs neither the section nor the settings of the model again.
+    assert founded(running, tmp_path / "model", *arguments[:4], "--max-rounds", 1).wait() == 0
