@@ -35,9 +35,10 @@ TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_
 USER = "user"
 _UPLOAD = """
 import sys
-from huggingface_hub import HfApi
-HfApi().create_repo(sys.argv[1])
-HfApi().upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2])
+from spes_swarm.publishing.client import hub_api, patiently
+api = hub_api()
+patiently(lambda: api.create_repo(sys.argv[1], exist_ok=True))
+patiently(lambda: api.upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]))
 """
 
 
@@ -70,10 +71,9 @@ class HubServer:
         return environment | ({"HF_TOKEN": token} if token else {})
 
     def upload(self, directory: Path, repo_id: str) -> str:
-        """Uploads a directory to a new repository with the Hub's own library; returns the commit."""
+        """Uploads a directory to a new repository, as anybody would; returns the commit."""
         command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory)]
-        environment = {**self.environment(), "HF_HUB_DISABLE_XET": "1"}
-        subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_S, check=True)
+        subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
         return self.commits(repo_id)[0]
 
     def fail_next(self, kind: str, match: str = "", times: int = 1, **details: Any) -> None:

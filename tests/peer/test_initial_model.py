@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
@@ -24,6 +25,7 @@ from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
 from spes_swarm.training.gradients import loss_weights
 from tests.helpers.moe_models import BUFFERED, FAMILIES, REFUSED, save_moe
+from tests.helpers.published_configs import PUBLISHED
 from tests.helpers.rounds import identity
 
 torch.set_num_threads(1)
@@ -108,6 +110,22 @@ def test_a_trained_buffer_is_refused_by_name(tmp_path: Path, family: str) -> Non
     model.save_pretrained(tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"e_score_correction_bias is a buffer with values other than zero"):
         reference_from(tmp_path / "model", run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("repository", PUBLISHED)
+def test_a_published_configuration_gives_the_model_whose_weights_were_published(
+    tmp_path: Path, repository: str
+) -> None:
+    """To the last parameter, and with every setting that transformers itself takes from the file."""
+    num_parameters, content = PUBLISHED[repository]
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    run = run_from(tmp_path)
+    model = empty_model(run)
+    assert layout_of(model).num_elements == num_parameters
+    ours, theirs = model.config.to_dict(), CONFIG_MAPPING[content["model_type"]].from_dict(dict(content)).to_dict()
+    differing = {key for key in ours if ours[key] != theirs[key]}
+    assert differing <= {"architectures", "dtype", "pad_token_id"}
 
 
 def test_what_is_written_about_a_model(tmp_path: Path) -> None:
