@@ -7,8 +7,9 @@ documents, each ended by the end of text.
 
 A token that is no target is stored as its complement `~id`, a negative number: ids and targets travel in one array.
 
-Templates are untrusted: transformers renders them in a sandbox. So is text: a message that contains a special token of
-the tokenizer, such as the end of a turn, is skipped.
+Templates are untrusted: transformers renders them in a sandbox. So is text, and a template's marks are special tokens
+of the tokenizer: a conversation with one of them in a message is skipped. Kinds of skipped records: those of
+readers.py, `no_answer`, `special_token`, and `template` if that fails.
 """
 
 from __future__ import annotations

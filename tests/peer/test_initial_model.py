@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
@@ -22,7 +24,9 @@ from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, layout_of
 from spes_swarm.peer.initial_model import InitialModel
+from spes_swarm.peer.join_request import draft_request
 from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
+from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.gradients import loss_weights
 from tests.helpers.moe_models import BUFFERED, FAMILIES, REFUSED, save_moe
 from tests.helpers.published_configs import PUBLISHED
@@ -174,3 +178,47 @@ def test_a_model_section_of_the_user_is_kept(tmp_path: Path) -> None:
     settings = {**run_from(tmp_path / "model").model.settings, "attention_dropout": 0.1}
     run = run_from(tmp_path / "model", model={"type": "olmoe", "settings": settings})
     assert run.model.settings["attention_dropout"] == 0.1
+
+
+def own_config(path: Path, **changes: Any) -> Path:
+    """A configuration of the user: the packaged one with a name, and without a model unless given."""
+    content = yaml.safe_load(continued_config_path().read_text(encoding="utf-8"))
+    content["run"] |= {"name": "mine", "experts_per_peer": 2, **changes}
+    content["run"]["training"]["sequence_length"] = 32
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def requested(directory: Path, config: Path, weights: Path | None) -> RunConfig | None:
+    """What `join --config CONFIG [--initial-weights WEIGHTS] --output-dir DIRECTORY` founds or expects."""
+    changes: dict[str, Any] = {"output_dir": str(directory), "initial_weights": weights and str(weights)}
+    draft = draft_request(config, changes["initial_weights"], lambda peer: dataclasses.replace(peer, **changes))
+    return draft.build_run()
+
+
+def test_a_configuration_of_the_user_may_leave_the_model_out(tmp_path: Path) -> None:
+    save_moe(tmp_path / "model", "olmoe")
+    config = own_config(tmp_path / "mine.yaml")
+    run = requested(tmp_path / "out", config, tmp_path / "model")
+    assert run is not None
+    assert (run.name, run.model.type, run.training.sequence_length, run.experts_per_peer) == ("mine", "olmoe", 32, 2)
+    with pytest.raises(ConfigError, match=r"run\.model: missing"):
+        requested(tmp_path / "out", config, None)
+    own_config(config, experts=3)
+    with pytest.raises(ConfigError, match=r"run\.experts: unknown key"):
+        requested(tmp_path / "out", config, tmp_path / "model")
+
+
+def test_a_run_that_continues_takes_the_model_from_its_manifest(tmp_path: Path) -> None:
+    """Not from config.json, which may have changed or gone."""
+    save_moe(tmp_path / "model", "olmoe")
+    config = own_config(tmp_path / "mine.yaml")
+    founded = requested(tmp_path / "out", config, tmp_path / "model")
+    assert founded is not None
+    manifest = found_run(founded, layout_of(empty_model(founded)).digest, identity(0))
+    (tmp_path / "out").mkdir()
+    RunDirectory(tmp_path / "out").remember(manifest)
+    (tmp_path / "model" / "config.json").unlink()
+    assert requested(tmp_path / "out", config, tmp_path / "model") == founded
+    changed = requested(tmp_path / "out", own_config(config, name="other"), tmp_path / "model")
+    assert changed == dataclasses.replace(founded, name="other")  # the finder refuses it
