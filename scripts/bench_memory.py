@@ -1,4 +1,4 @@
-"""Measures a peer's memory against the estimate made before it starts (spes_swarm/peer/capacity.py).
+"""Measures a peer's memory against the estimate made before it starts (spes_swarm/peer/memory/capacity.py).
 
     .venv/bin/python scripts/bench_memory.py --experts 8 1
 
@@ -25,7 +25,7 @@ import yaml
 
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.capacity import Workload
+from spes_swarm.peer.memory.capacity import Workload
 from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.testing.tiny_run import tiny_run
 

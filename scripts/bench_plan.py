@@ -24,7 +24,7 @@ import torch
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
-from spes_swarm.peer.step_memory import StepShape, step_memory
+from spes_swarm.peer.memory.step_memory import StepShape, step_memory
 from spes_swarm.testing.tiny_run import tiny_run
 from spes_swarm.training.gradients import Gradients, loss_weights
 
@@ -124,7 +124,9 @@ def serve(size: str, held: str, foreign: str, checkpointing: str, micro_batch: s
 
 def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> Row:
     """Returns one row."""
-    shape = StepShape(num_held=held, foreign_experts=foreign, precision="fp32", activation_checkpointing=checkpointing)
+    shape = StepShape(
+        num_held=held, foreign_experts=foreign, precision="fp32", activation_checkpointing=checkpointing, on_gpu=False
+    )
     planned = step_memory(run_of(size), shape, micro_batch).peak
     case = [size, str(held), foreign, checkpointing, str(micro_batch)]
     # glibc keeps freed memory for later, which differs from run to run; told to return it, it shows what was in use.

@@ -13,18 +13,22 @@ others' experts and their share of clipping and optimiser:
 
     forward(full) + backward(frozen) + h * (backward(full) - backward(frozen)) + t * update(full)
 
-where h is the held experts' share of the routed tokens, and t the trained share of the weights. Peak memory is that of
-a process with one arm alone, beyond what it had after a step of a tiny model. Prints a table; `--json` writes all.
+where h is the held experts' share of the routed tokens, and t the trained share of the weights. `--clock cpu` counts
+CPU time of the only thread, for machines that are busy with other work. Peak memory is that of a process with one arm
+alone, beyond what it had after a step of a tiny model, with glibc told to return freed memory at once. Prints a table;
+`--json` writes all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +38,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from spes_swarm.model.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
 from spes_swarm.training.gradients import Gradients
@@ -51,6 +56,11 @@ SIZES = {
     "300M": (768, 1536, 10, 12),
 }
 WARM_UP_STEPS = 2
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
+# glibc keeps freed memory for later, which differs from run to run; told to return it, it shows what was in use.
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+now = CLOCKS["wall"]  # `--clock` selects another
 
 
 @dataclass(frozen=True)
@@ -145,10 +155,10 @@ class Full:
     def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
         """Takes one step over all weights."""
         forward_s, backward_s = self._differentiate(batch_BS)
-        started = time.perf_counter()
+        started = now()
         nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         self._optimiser.step()
-        return Parts(forward_s, backward_s, time.perf_counter() - started)
+        return Parts(forward_s, backward_s, now() - started)
 
     def frozen_backward(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> float:
         """Returns the seconds of a backward without any gradients of experts' matrices."""
@@ -161,18 +171,18 @@ class Full:
 
     def _differentiate(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[float, float]:
         self._optimiser.zero_grad(set_to_none=True)
-        started = time.perf_counter()
+        started = now()
         loss = self._loss(batch_BS)
-        between = time.perf_counter()
+        between = now()
         loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        return between - started, time.perf_counter() - between
+        return between - started, now() - between
 
 
 class Sparse:
     """A peer's step."""
 
-    def __init__(self, size: str, sequence_length: int, batch_size: int) -> None:
-        self.model = SparseModel(new_model(size, sequence_length), range(NUM_HELD))
+    def __init__(self, size: str, sequence_length: int, batch_size: int, foreign_experts: str) -> None:
+        self.model = SparseModel(new_model(size, sequence_length), range(NUM_HELD), foreign_form=foreign_experts)
         self._gradients = Gradients(
             self.model, WEIGHTS, batch_size, device=torch.device("cpu"), autocast=nullcontext, warn=lambda *_: None
         )
@@ -185,12 +195,12 @@ class Sparse:
 
     def step(self, batch_BS: np.ndarray[Any, np.dtype[np.int64]]) -> Parts:
         """Takes one step; forward and backward are not told apart."""
-        started = time.perf_counter()
+        started = now()
         self._gradients.compute(batch_BS, progress=0.0)
-        between = time.perf_counter()
+        between = now()
         nn.utils.clip_grad_norm_([parameter for _, parameter in self.model.trainable_parameters()], MAX_NORM)
         self._optimiser.step()
-        return Parts(between - started, 0.0, time.perf_counter() - between)
+        return Parts(between - started, 0.0, now() - between)
 
 
 def batches(count: int, batch_size: int, sequence_length: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
@@ -207,13 +217,16 @@ def status_bytes(field: str) -> int:
     raise SystemExit(f"this kernel does not report {field}")
 
 
-def measure_memory(arm: str, size: str, batch_size: int, sequence_length: int, steps: int) -> int:
+def measure_memory(arm: str, size: str, options: argparse.Namespace) -> int:
     """Returns the largest resident bytes of this process in these steps, beyond those after a tiny model's step."""
+    batch_size, sequence_length = options.batch_size, options.sequence_length
 
     def new_arm(of: str) -> Arm:
-        return Full(of, sequence_length) if arm == "full" else Sparse(of, sequence_length, batch_size)
+        if arm == "full":
+            return Full(of, sequence_length)
+        return Sparse(of, sequence_length, batch_size, options.foreign_experts)
 
-    data = batches(steps, batch_size, sequence_length)
+    data = batches(options.steps, batch_size, sequence_length)
     new_arm(TINY).step(data[0])
     baseline = status_bytes("VmRSS")
     measured = new_arm(size)
@@ -225,9 +238,10 @@ def measure_memory(arm: str, size: str, batch_size: int, sequence_length: int, s
 def memory_of_process(arm: str, size: str, options: argparse.Namespace) -> int:
     """Measures the memory of an arm in a process of its own."""
     command = [sys.executable, __file__, "--memory-of", arm, "--sizes", size, "--steps", "3"]
-    for name in ("batch_size", "sequence_length", "num_threads"):
+    for name in ("batch_size", "sequence_length", "num_threads", "foreign_experts"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | RETURN_FREED_MEMORY
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"the process of the arm {arm} failed:\n{done.stderr[-2000:]}")
     return int(done.stdout)
@@ -245,7 +259,7 @@ def measure(size: str, options: argparse.Namespace) -> Result:
     memory = {arm: memory_of_process(arm, size, options) for arm in ("full", "sparse")}
     data = batches(WARM_UP_STEPS + options.steps, options.batch_size, options.sequence_length)
     plain = Full(size, options.sequence_length)
-    peer = Sparse(size, options.sequence_length, options.batch_size)
+    peer = Sparse(size, options.sequence_length, options.batch_size, options.foreign_experts)
     full: list[Parts] = []
     frozen: list[float] = []
     sparse: list[float] = []
@@ -321,6 +335,7 @@ def table(results: list[Result]) -> str:
 
 def main() -> int:
     """Measures each size."""
+    global now
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["30M", "300M"], choices=[size for size in SIZES if size != TINY])
@@ -328,13 +343,16 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences")
     parser.add_argument("--sequence-length", type=int, default=128, help="tokens")
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--foreign-experts", choices=FORMS, default="fp32", help="how the peer stores others' experts")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
     parser.add_argument("--json", type=Path, default=Path("runs/step.json"))
     parser.add_argument("--memory-of", choices=["full", "sparse"], help="print the memory of one arm in this process")
     options = parser.parse_args()
     torch.set_num_threads(options.num_threads)
+    now = CLOCKS[options.clock]
     if options.memory_of:
         (size,) = options.sizes
-        print(measure_memory(options.memory_of, size, options.batch_size, options.sequence_length, options.steps))
+        print(measure_memory(options.memory_of, size, options))
         return 0
     results: list[Result] = []
     for size in options.sizes:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
 from spes_swarm.base.arguments import OneLineParser, exit_code
-from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError
+from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.peer.stop_signals import StopSignals
+from spes_swarm.training.ranks.placement import Placement
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -103,6 +105,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(arguments: list[str] | None, signals: StopSignals) -> int:
     try:
         with signals.interruptible():
+            placement = Placement.from_environment(os.environ)
+            if placement is not None and placement.rank > 0:
+                from spes_swarm.training.ranks.follower import follow
+
+                return follow(placement)  # rank 0 reads the command line, and tells the others what they need
             options = parse_arguments(arguments)
             # Even these imports are slow enough to be interrupted.
             from spes_swarm.peer.join_request import read_request
@@ -110,17 +117,17 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
 
             draft = read_request(options)
             check_machine(draft.peer)
-            check_run(draft.peer, draft.file.run)
+            check_run(draft.peer, draft.file.run, placement)
             # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
             # before that.
             run = draft.build_run()
             from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
-        Session(draft.peer, run, signals=signals).run()
+        Session(draft.peer, run, signals=signals, placement=placement).run()
     except LeftEarlyError:
         return 0
-    except NetworkProcessError as exc:
+    except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
     return 0

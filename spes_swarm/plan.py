@@ -20,7 +20,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
-    from spes_swarm.peer.plan import Plan
+    from spes_swarm.peer.memory.plan import Plan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -66,7 +66,7 @@ def _run(options: argparse.Namespace) -> None:
     # Everything below imports torch and transformers, which takes seconds.
     from spes_swarm.config.experts_wanted import parse_experts
     from spes_swarm.config.file import default_config_path, load_config
-    from spes_swarm.peer.plan import Machine, plan
+    from spes_swarm.peer.memory.plan import Machine, plan
 
     run = load_config(options.config or default_config_path()).run
     if run is None:
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _table(made: Plan) -> str:
-    from spes_swarm.peer.capacity import gigabytes
+    from spes_swarm.peer.memory.capacity import gigabytes
 
     def sizes(title: str, classes: dict[str, int], peak: int) -> str:
         rows = [(name, gigabytes(size)) for name, size in classes.items()]

@@ -17,6 +17,7 @@ SwarmError
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
 ├── TransferError         no peer delivers the swarm's reference
 ├── NetworkProcessError   the network process died or does not answer
+├── RankError             another rank of this peer died or does not answer
 └── LeftEarlyError        the peer left before its first step (stopped, or the run is over): nothing to save
 """
 
@@ -105,6 +106,10 @@ class TransferError(SwarmError):
 
 class NetworkProcessError(SwarmError):
     """The network process died or does not answer."""
+
+
+class RankError(SwarmError):
+    """Another rank of this peer died or does not answer."""
 
 
 class LeftEarlyError(SwarmError):

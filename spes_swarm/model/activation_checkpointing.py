@@ -21,7 +21,6 @@ _aten = torch.ops.aten
 _KEPT = frozenset(
     {
         _aten.mm.default,
-        _aten.mm.out,
         _aten.addmm.default,
         _aten.bmm.default,
         _aten._grouped_mm.default,

@@ -1,18 +1,22 @@
 """The experts of one layer as a single function: what its backward needs, and no more, is kept.
 
-Tensor suffixes: T tokens, K experts per token (top-k), S = T * K routed copies of tokens, D model dim, F expert ffn
-dim, E experts, G groups (experts) of one pass.
+Tensor suffixes: T tokens, K experts per token (top-k), S = T * K routed copies of tokens, N copies of one pass, D model
+dim, F expert ffn dim, E experts, H held experts, G groups (experts) of one pass, X and Y features.
 
 Composed from library functions, a layer of experts keeps the copies of its tokens, both halves of the first product,
 the activation, their product, the second product and, under autocast, a copy of every weight. Here the first product
 (S, 2F) is kept and the rest is computed again in backward: that costs no matrix product, because the gradient of the
 routing weights follows from the gradient before the second product (`g . (W a) = (W^T g) . a`).
+
+A GPU computes all held experts in one pass and all others in a second one. A CPU has nothing to gain from that: it
+takes one expert at a time, so that only one expert's copies of tokens, and one expanded matrix, exist at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +34,7 @@ class Routing:
     row_TK: Tensor  # the row of each choice of each token
     ends_E: Tensor  # int32: one past the last row of each slot
     num_held_rows: int  # the held experts' rows come first
+    counts: tuple[int, ...] | None  # rows of each slot, known on a CPU; a GPU would have to be waited for
 
     @classmethod
     def of(cls, slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
@@ -40,14 +45,18 @@ class Routing:
         ends_E = torch.searchsorted(slots_S, every_slot_E, right=True, out_int32=True)
         row_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(T * K, device=order_S.device))
         num_held_rows = int(ends_E[num_held - 1]) if num_held > 0 else 0
-        return cls(order_S // K, row_S.view(T, K), ends_E, num_held_rows)
+        counts = tuple(Groups(ends_E).counts) if slots_TK.device.type == "cpu" else None
+        return cls(order_S // K, row_S.view(T, K), ends_E, num_held_rows, counts)
 
 
 class ExpertWeights(Protocol):
     """The matrices of consecutive slots."""
 
-    def matrices(self, projection: str, dtype: torch.dtype) -> Tensor:
-        """Returns those of `gate_up_proj` (G, 2F, D), gate rows first, or of `down_proj` (G, D, F)."""
+    def matrices(self, projection: str, dtype: torch.dtype, slots: slice) -> Tensor:
+        """Returns those of `gate_up_proj` (G, 2F, D), gate rows first, or of `down_proj` (G, D, F).
+
+        `slots` counts from the first of these slots.
+        """
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,19 @@ class _HeldWeights:
     gate_up_HFD: Tensor
     down_HDF: Tensor
 
-    def matrices(self, projection: str, dtype: torch.dtype) -> Tensor:
-        return (self.gate_up_HFD if projection == "gate_up_proj" else self.down_HDF).to(dtype)
+    def matrices(self, projection: str, dtype: torch.dtype, slots: slice) -> Tensor:
+        return (self.gate_up_HFD if projection == "gate_up_proj" else self.down_HDF)[slots].to(dtype)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Consecutive rows, and the matrices that they meet."""
+    """Consecutive rows, and the experts that they meet."""
 
     weights: ExpertWeights
+    slots: slice  # of these weights
     groups: Groups
     rows: slice
+    is_held: bool
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -114,107 +125,139 @@ class _ExpertMlp(torch.autograd.Function):
         kernel: ExpertKernel,
         act_fn: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        layer = _Layer(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing, kernel)
-        gate_up_SF = layer.product(x_TD.to(compute_dtype(x_TD))[routing.token_S], "gate_up_proj")
-        gate_SF, up_SF = gate_up_SF.chunk(2, dim=-1)
-        y_SD = layer.product(act_fn(gate_SF) * up_SF, "down_proj")
-        ctx.save_for_backward(x_TD, weights_TK, gate_up_HFD, down_HDF, gate_up_SF)
-        ctx.rest = foreign, routing, kernel, act_fn
-        return _to_tokens(y_SD, routing, weights_TK).to(x_TD.dtype)
+        dtype = compute_dtype(x_TD)
+        sums = _TokenSums(routing, x_TD, weights_TK)
+        products = []
+        for one in _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing):
+            x_ND = x_TD[routing.token_S[one.rows]].to(dtype)
+            gate_up_NF = kernel.product(x_ND, one.weights.matrices("gate_up_proj", dtype, one.slots), one.groups)
+            gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
+            a_NF = act_fn(gate_NF) * up_NF
+            sums.add(one.rows, kernel.product(a_NF, one.weights.matrices("down_proj", dtype, one.slots), one.groups))
+            products.append(gate_up_NF)
+        ctx.save_for_backward(x_TD, weights_TK, gate_up_HFD, down_HDF, *products)
+        ctx.rest = foreign, routing, kernel, act_fn, dtype
+        return sums.total().to(x_TD.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weights_TK, gate_up_HFD, down_HDF, gate_up_SF = ctx.saved_tensors
-        foreign, routing, kernel, act_fn = ctx.rest
-        layer = _Layer(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing, kernel)
-        dtype = gate_up_SF.dtype
-        grad_SD = grad_TD.to(dtype)[routing.token_S]
-        # The routing weight is a factor of the whole row, so it can be applied after the product.
-        grad_a_SF = layer.input_gradient(grad_SD, "down_proj")
-        weight_S1 = torch.empty((len(grad_SD), 1), dtype=dtype, device=x_TD.device)
-        weight_S1[routing.row_TK.reshape(-1), 0] = weights_TK.reshape(-1).to(dtype)
-        with torch.enable_grad():
-            leaf_SF = gate_up_SF.detach().requires_grad_()
-            gate_SF, up_SF = leaf_SF.chunk(2, dim=-1)
-            a_SF = act_fn(gate_SF) * up_SF
-        grad_weights_TK = (grad_a_SF * a_SF.detach()).sum(dim=-1)[routing.row_TK].to(weights_TK.dtype)
-        (grad_h_SF,) = torch.autograd.grad(a_SF, leaf_SF, grad_a_SF.mul_(weight_S1))
-        weighted_a_SF = a_SF.detach().mul_(weight_S1)
-        del grad_a_SF, a_SF, leaf_SF, gate_SF, up_SF
-        grad_down_HDF = layer.held_gradient(grad_SD, weighted_a_SF, down_HDF) if ctx.needs_input_grad[3] else None
-        del grad_SD, weighted_a_SF
-        grad_gate_up_HFD = None
-        if ctx.needs_input_grad[2]:
-            grad_gate_up_HFD = layer.held_gradient(grad_h_SF, x_TD.to(dtype)[routing.token_S], gate_up_HFD)
-        grad_x_TD = None
-        if ctx.needs_input_grad[0]:
-            grad_x_TD = _to_tokens(layer.input_gradient(grad_h_SF, "gate_up_proj"), routing).to(x_TD.dtype)
-        return grad_x_TD, grad_weights_TK, grad_gate_up_HFD, grad_down_HDF, None, None, None, None
+        x_TD, weights_TK, gate_up_HFD, down_HDF, *products = ctx.saved_tensors
+        foreign, routing, kernel, act_fn, dtype = ctx.rest
+        passes = _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing)
+        sums = _TokenSums(routing, x_TD)
+        held_gate_up = _HeldGradient(gate_up_HFD, kernel, ctx.needs_input_grad[2])
+        held_down = _HeldGradient(down_HDF, kernel, ctx.needs_input_grad[3])
+        weight_S = torch.empty(len(routing.token_S), dtype=dtype, device=x_TD.device)
+        weight_S[routing.row_TK.reshape(-1)] = weights_TK.reshape(-1).to(dtype)
+        grad_weight_S = torch.empty_like(weight_S)
+        for one, gate_up_NF in zip(passes, products, strict=True):
+            token_N, weight_N1 = routing.token_S[one.rows], weight_S[one.rows, None]
+            grad_ND = grad_TD[token_N].to(dtype)
+            # The routing weight is a factor of the whole row, so it can be applied after the product.
+            down_GDF = one.weights.matrices("down_proj", dtype, one.slots)
+            grad_a_NF = kernel.input_gradient(grad_ND, down_GDF, one.groups)
+            del down_GDF
+            with torch.enable_grad():
+                leaf_NF = gate_up_NF.detach().requires_grad_()
+                gate_NF, up_NF = leaf_NF.chunk(2, dim=-1)
+                a_NF = act_fn(gate_NF) * up_NF
+            torch.sum(grad_a_NF * a_NF.detach(), dim=-1, out=grad_weight_S[one.rows])
+            (grad_h_NF,) = torch.autograd.grad(a_NF, leaf_NF, grad_a_NF.mul_(weight_N1))
+            del grad_a_NF, leaf_NF, gate_NF, up_NF
+            if one.is_held:
+                held_down.add(one, grad_ND, a_NF.detach().mul_(weight_N1))
+            del grad_ND, a_NF
+            if one.is_held:
+                held_gate_up.add(one, grad_h_NF, x_TD[token_N].to(dtype))
+            if ctx.needs_input_grad[0]:
+                gate_up_GFD = one.weights.matrices("gate_up_proj", dtype, one.slots)
+                sums.add(one.rows, kernel.input_gradient(grad_h_NF, gate_up_GFD, one.groups))
+        grad_x_TD = sums.total().to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        grad_weights_TK = grad_weight_S[routing.row_TK].to(weights_TK.dtype)
+        return grad_x_TD, grad_weights_TK, held_gate_up.total(), held_down.total(), None, None, None, None
 
 
-class _Layer:
-    """Products of sorted rows with the matrices of all experts, in a pass for the held ones and one for the others."""
-
-    def __init__(self, held: _HeldWeights, foreign: ExpertWeights, routing: Routing, kernel: ExpertKernel) -> None:
-        self._kernel = kernel
-        self._num_held_rows = split = routing.num_held_rows
-        num_held, num_rows = len(held.down_HDF), len(routing.token_S)
-        # Only passes that have rows.
-        self._passes = []
-        if split > 0:
-            self._passes.append(_Pass(held, Groups(routing.ends_E[:num_held]), slice(0, split)))
-        if split < num_rows:
-            self._passes.append(_Pass(foreign, Groups(routing.ends_E[num_held:] - split), slice(split, num_rows)))
-        self._feature_dims = {"gate_up_proj": held.gate_up_HFD.shape[1:], "down_proj": held.down_HDF.shape[1:]}
-
-    def product(self, x_SX: Tensor, projection: str) -> Tensor:
-        """Returns the rows' products with their expert's matrices."""
-        outputs = [
-            self._kernel.product(x_SX[p.rows], p.weights.matrices(projection, x_SX.dtype), p.groups)
-            for p in self._passes
+def _passes(held: _HeldWeights, foreign: ExpertWeights, routing: Routing) -> list[_Pass]:
+    """Returns the passes that have rows, those of held experts first."""
+    num_held, split, num_rows = len(held.down_HDF), routing.num_held_rows, len(routing.token_S)
+    if routing.counts is None:
+        halves = [
+            _Pass(held, slice(None), Groups(routing.ends_E[:num_held]), slice(0, split), True),
+            _Pass(foreign, slice(None), Groups(routing.ends_E[num_held:] - split), slice(split, num_rows), False),
         ]
-        return _joined(outputs, x_SX, self._feature_dims[projection][0])
-
-    def input_gradient(self, grad_SX: Tensor, projection: str) -> Tensor:
-        """Returns the gradient of the rows, given that of their products."""
-        outputs = [
-            self._kernel.input_gradient(grad_SX[p.rows], p.weights.matrices(projection, grad_SX.dtype), p.groups)
-            for p in self._passes
-        ]
-        return _joined(outputs, grad_SX, self._feature_dims[projection][1])
-
-    def held_gradient(self, grad_SY: Tensor, x_SX: Tensor, parameter_HYX: Tensor) -> Tensor | None:
-        """Returns the gradient of the held experts' matrices.
-
-        Without rows it is zeros, as in the untouched model; without held experts it is None, so that no optimiser makes
-        state for them.
-        """
-        if self._num_held_rows == 0:
-            return torch.zeros_like(parameter_HYX) if len(parameter_HYX) else None
-        held = self._passes[0]
-        gradient_HYX = self._kernel.weight_gradient(grad_SY[held.rows], x_SX[held.rows], held.groups)
-        return gradient_HYX.to(parameter_HYX.dtype)
+        return [half for half in halves if half.rows.stop > half.rows.start]
+    found = []
+    for slot, (count, end) in enumerate(zip(routing.counts, accumulate(routing.counts), strict=True)):
+        if count:
+            is_held = slot < num_held
+            first = slot if is_held else slot - num_held
+            weights: ExpertWeights = held if is_held else foreign
+            found.append(
+                _Pass(weights, slice(first, first + 1), Groups.single(count), slice(end - count, end), is_held)
+            )
+    return found
 
 
-def _joined(outputs: Sequence[Tensor], like: Tensor, num_features: int) -> Tensor:
-    if not outputs:
-        return like.new_empty((0, num_features))
-    return outputs[0] if len(outputs) == 1 else torch.cat(list(outputs))
+class _HeldGradient:
+    """The gradient of the held experts' stacked matrices.
 
-
-def _to_tokens(y_SD: Tensor, routing: Routing, weights_TK: Tensor | None = None) -> Tensor:
-    """Returns the sum (T, D) over each token's choices, of the rows or of the rows times their weights.
-
-    One choice at a time: the order of additions is fixed, where an index_add would race on CUDA, and no (T, K, D)
-    exists.
+    An expert without rows has zeros, as in the untouched model. Without held experts there is no gradient, so that no
+    optimiser makes state for them.
     """
-    total_TD: Tensor | None = None
-    for choice in range(routing.row_TK.shape[1]):
-        y_TD = y_SD[routing.row_TK[:, choice]]
-        if weights_TK is not None:
-            y_TD = y_TD * weights_TK[:, choice, None]
-        # In fp32 at least: bf16 would round each of the sums.
-        total_TD = y_TD.to(torch.promote_types(y_TD.dtype, torch.float32)) if total_TD is None else total_TD.add_(y_TD)
-    assert total_TD is not None
-    return total_TD
+
+    def __init__(self, parameter_HYX: Tensor, kernel: ExpertKernel, is_needed: bool) -> None:
+        self._kernel = kernel
+        self._total_HYX = torch.zeros_like(parameter_HYX) if is_needed and len(parameter_HYX) else None
+
+    def add(self, one: _Pass, grad_y_NY: Tensor, x_NX: Tensor) -> None:
+        """Writes the gradients of the experts of one pass."""
+        if self._total_HYX is not None:
+            self._total_HYX[one.slots] = self._kernel.weight_gradient(grad_y_NY, x_NX, one.groups)
+
+    def total(self) -> Tensor | None:
+        """Returns the gradient (H, ...)."""
+        return self._total_HYX
+
+
+class _TokenSums:
+    """Sums of rows, or of rows times their routing weights, by token: (T, D), in fp32 at least.
+
+    bf16 would round each of the sums. The order of additions is fixed: on a CPU that of the passes, on a GPU, where an
+    `index_add` would race, that of the choices. No (T, K, D) exists.
+    """
+
+    def __init__(self, routing: Routing, like_TD: Tensor, weights_TK: Tensor | None = None) -> None:
+        self._routing = routing
+        self._like_TD = like_TD
+        self._weights_TK = weights_TK
+        self._dtype = torch.promote_types(like_TD.dtype, torch.float32)
+        self._rows: list[Tensor] = []
+        if routing.counts is not None:
+            self._total_TD = torch.zeros_like(like_TD, dtype=self._dtype)
+            if weights_TK is not None:
+                self._weight_S = torch.empty(len(routing.token_S), dtype=weights_TK.dtype, device=like_TD.device)
+                self._weight_S[routing.row_TK.reshape(-1)] = weights_TK.reshape(-1)
+
+    def add(self, rows: slice, y_ND: Tensor) -> None:
+        """Adds the rows of one pass; passes come in order."""
+        if self._routing.counts is None:
+            self._rows.append(y_ND)
+            return
+        if self._weights_TK is not None:
+            y_ND = y_ND * self._weight_S[rows, None]  # not in place: activation checkpointing may have kept the product
+        self._total_TD.index_add_(0, self._routing.token_S[rows], y_ND.to(self._dtype))
+
+    def total(self) -> Tensor:
+        """Returns the sums."""
+        if self._routing.counts is not None:
+            return self._total_TD
+        y_SD = torch.cat(self._rows) if self._rows else self._like_TD[:0]
+        total_TD: Tensor | None = None
+        for choice in range(self._routing.row_TK.shape[1]):
+            y_TD = y_SD[self._routing.row_TK[:, choice]]
+            if self._weights_TK is not None:
+                y_TD = y_TD * self._weights_TK[:, choice, None]
+            total_TD = y_TD.to(self._dtype) if total_TD is None else total_TD.add_(y_TD)
+        assert total_TD is not None
+        return total_TD

@@ -193,9 +193,9 @@ class SparseExperts(nn.Module):
         self.routed_tokens.zero_()
         return counts_E
 
-    def matrices(self, projection: str, dtype: torch.dtype) -> Tensor:
-        """Returns the matrices of the experts that are not held (E - H, ...), as `expert_mlp.ExpertWeights` asks."""
-        return self._frozen(projection).expand(dtype)
+    def matrices(self, projection: str, dtype: torch.dtype, slots: slice = slice(None)) -> Tensor:
+        """Returns matrices of the experts that are not held (all: E - H, ...), as `expert_mlp.ExpertWeights` asks."""
+        return self._frozen(projection).expand(dtype, slots)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the weighted sum of the chosen experts' outputs (T, D) for inputs (T, D), choices and weights (T, K).

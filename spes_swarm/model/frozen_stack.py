@@ -75,9 +75,11 @@ class FrozenStack(nn.Module):
         """Returns one matrix (R, C) in fp32; of an fp32 stack it is a view."""
         return _expanded(self.values[index], self.scales[index], self.form, torch.float32)[:, : self.shape[2]]
 
-    def expand(self, dtype: torch.dtype) -> Tensor:
-        """Returns all matrices (G, R, C); float stacks of this dtype are not copied."""
-        return _expanded(self.values, self.scales, self.form, dtype)[..., : self.shape[2]].contiguous()
+    def expand(self, dtype: torch.dtype, experts: slice = slice(None)) -> Tensor:
+        """Returns all matrices (G, R, C), or some of them; float stacks of this dtype are not copied."""
+        return _expanded(self.values[experts], self.scales[experts], self.form, dtype)[
+            ..., : self.shape[2]
+        ].contiguous()
 
 
 def _expanded(values: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:

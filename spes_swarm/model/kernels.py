@@ -32,6 +32,11 @@ class Groups:
         """Takes one past the last row of each group: int32, ascending, on the rows' device; the last is T."""
         self.ends_G = ends_G
 
+    @classmethod
+    def single(cls, num_rows: int) -> Groups:
+        """Returns one group of that many rows, on a CPU."""
+        return cls(torch.tensor([num_rows], dtype=torch.int32))
+
     @cached_property
     def counts(self) -> list[int]:
         """Rows of each group, on the host: reading them waits for the device, once."""
@@ -60,6 +65,8 @@ class LoopKernel:
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
+        if len(groups.ends_G) == 1:
+            return torch.mm(x_TD, w_GFD[0].T)
         y_TF = x_TD.new_empty((x_TD.shape[0], w_GFD.shape[1]))
         for group, rows in _ranges(groups):
             torch.mm(x_TD[rows], w_GFD[group].T, out=y_TF[rows])
@@ -67,6 +74,8 @@ class LoopKernel:
 
     def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns grad_x_TD."""
+        if len(groups.ends_G) == 1:
+            return torch.mm(grad_y_TF, w_GFD[0])
         grad_x_TD = grad_y_TF.new_empty((grad_y_TF.shape[0], w_GFD.shape[2]))
         for group, rows in _ranges(groups):
             torch.mm(grad_y_TF[rows], w_GFD[group], out=grad_x_TD[rows])
@@ -74,6 +83,8 @@ class LoopKernel:
 
     def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
         """Returns grad_w_GFD."""
+        if len(groups.ends_G) == 1:
+            return torch.mm(grad_y_TF.T, x_TD).unsqueeze(0)
         grad_w_GFD = x_TD.new_zeros((len(groups.counts), grad_y_TF.shape[1], x_TD.shape[1]))
         for group, rows in _ranges(groups):
             torch.mm(grad_y_TF[rows].T, x_TD[rows], out=grad_w_GFD[group])
@@ -108,19 +119,19 @@ class TorchKernel(LoopKernel):
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
-        if not grouped_mm_applies(x_TD, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
+        if len(groups.ends_G) == 1 or not grouped_mm_applies(x_TD, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
             return super().product(x_TD, w_GFD, groups)
         return functional.grouped_mm(x_TD, w_GFD.transpose(1, 2), offs=groups.ends_G)
 
     def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns grad_x_TD."""
-        if not grouped_mm_applies(grad_y_TF, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
+        if len(groups.ends_G) == 1 or not grouped_mm_applies(grad_y_TF, w_GFD, w_GFD.shape[2], w_GFD.shape[1]):
             return super().input_gradient(grad_y_TF, w_GFD, groups)
         return functional.grouped_mm(grad_y_TF, w_GFD, offs=groups.ends_G)
 
     def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
         """Returns grad_w_GFD."""
-        if not grouped_mm_applies(grad_y_TF, x_TD, x_TD.shape[1], grad_y_TF.shape[1]):
+        if len(groups.ends_G) == 1 or not grouped_mm_applies(grad_y_TF, x_TD, x_TD.shape[1], grad_y_TF.shape[1]):
             return super().weight_gradient(grad_y_TF, x_TD, groups)
         return functional.grouped_mm(grad_y_TF.T, x_TD, offs=groups.ends_G)
 

@@ -23,6 +23,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.norm import replace_norms
 from spes_swarm.model.truncation import redraw_tails
 from spes_swarm.protocol.consensus.layout import Layout, TensorSlot
 
@@ -160,15 +161,16 @@ class SparseModel:
     """A transformers MoE whose experts modules are sparse, addressed in blocks of the flat layout.
 
     Attributes:
-        module: the transformers model; call it to compute. Its experts modules have been replaced.
+        module: the transformers model; call it to compute. Its experts modules and norms have been replaced.
         layout: layout of the untouched model.
         held: the experts that this peer trains, ascending.
+        revision: counts writes of weights, and changes of the held experts; optimisers write past it.
     """
 
     def __init__(
         self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_form: str = "fp32"
     ) -> None:
-        """Takes over an untouched model on any device and replaces its experts in place; see `SparseExperts`.
+        """Takes over an untouched model on any device and replaces its experts and norms in place; see `SparseExperts`.
 
         Raises:
             ConfigError: the model is not a supported MoE, or `kernel` or `held` is invalid.
@@ -176,7 +178,9 @@ class SparseModel:
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
         replace_experts(model, self.held, kernel, foreign_form)
+        replace_norms(model)
         self.module = model
+        self.revision = 0
         self._experts = {name: m for name, m in model.named_modules() if isinstance(m, SparseExperts)}
         self._shared = {
             name: parameter
@@ -193,6 +197,7 @@ class SparseModel:
         return self._experts[experts].read(projection, slot.expert)
 
     def _write(self, slot: TensorSlot, values: Tensor) -> None:
+        self.revision += 1
         if slot.expert is None:
             self._shared[slot.name].detach().copy_(values)
             return
@@ -248,6 +253,7 @@ class SparseModel:
         held = check_held(held, self.layout.num_experts)
         if held == self.held:
             return
+        self.revision += 1
         swapped: dict[nn.Parameter, nn.Parameter] = {}
         for experts in self._experts.values():
             old = [getattr(experts, projection) for projection in PROJECTIONS]

@@ -15,7 +15,6 @@ from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
-from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
@@ -24,18 +23,18 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.kernels import load_kernel
-from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, layout_of
+from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
-from spes_swarm.peer.capacity import choose_device, plan_experts
-from spes_swarm.peer.host_memory import shared_vectors
+from spes_swarm.peer.memory.capacity import choose_device
+from spes_swarm.peer.memory.host_memory import shared_vectors
+from spes_swarm.peer.memory.peer_plan import plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings
+from spes_swarm.peer.step_settings import StepSettings, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
@@ -43,6 +42,7 @@ from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
@@ -70,6 +70,7 @@ class SessionContext:
     data: PeerData
     stop: threading.Event
     status: TrainingStatus
+    ranks: RankGroup | None  # None: this process is the only rank
     started: float  # monotonic time
 
 
@@ -82,6 +83,8 @@ class Joining:
     def __init__(self, context: SessionContext) -> None:
         self._context = context
         self._peer = context.peer
+        self._ranks = context.ranks
+        self._num_ranks = 1 if context.ranks is None else context.ranks.placement.world_size
         self._console = context.console
         self._tokens_per_step = 0
         self._maddrs: list[str] = []
@@ -117,6 +120,9 @@ class Joining:
     def _prepare_machine(self) -> None:
         # Only after the network process was forked: looking for a CUDA device may initialise the driver.
         self._device = choose_device(self._peer.device)
+        if self._ranks is not None:
+            self._device = self._ranks.own_device(self._device)
+            self._ranks.connect(self._context.stop)
         self._step = StepSettings.of(self._peer, self._device)
         load_kernel(self._peer.kernel)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
@@ -156,7 +162,10 @@ class Joining:
 
     def _open_data(self) -> None:
         run, context = self._run, self._context
-        self._room = plan_experts(run, self._peer, self._device)
+        self._batch_size = run.training.batch_size_of(self._peer.batch_size)
+        if self._ranks is not None:
+            self._ranks.placement.check_batch(self._batch_size)
+        self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
         # By default each identity has its own data order, the same in every session.
@@ -228,7 +237,6 @@ class Joining:
         # The network process has mapped both by now; the mappings outlive the descriptors.
         self._reference.close()
         self._contribution.close()
-        self._batch_size = self._run.training.batch_size_of(peer.batch_size)
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
         # From here on this peer answers others: a script that starts a swarm need not wait for its first step.
@@ -247,11 +255,11 @@ class Joining:
 
     def _claim_experts(self) -> None:
         """Claims leases on the wanted experts; "auto" means the run's `experts_per_peer`, as far as memory allows."""
-        run, wanted, room, checkpoint = self._run, self._wanted, self._room, self._checkpoint
+        run, wanted, room, checkpoint = self._run, self._wanted, self._fits.experts, self._checkpoint
         fixed = isinstance(wanted, tuple)
         if wanted == "auto" and room < run.experts_per_peer:
             self._console.say(f"training {room} instead of {run.experts_per_peer} experts: more do not fit in memory")
-        choice: int | tuple[int, ...] = wanted if isinstance(wanted, tuple) else room
+        choice = wanted if isinstance(wanted, tuple) else room
         if checkpoint is not None and checkpoint.meta.held and wanted in ("auto", len(checkpoint.meta.held)):
             choice = tuple(checkpoint.meta.held)
             room = max(room, len(choice))
@@ -277,8 +285,9 @@ class Joining:
                 evaluation=self._evaluation,
                 device=self._device,
                 batch_size=self._batch_size,
-                micro_batch_size=self._step.micro_batch_size,
+                micro_batch_size=self._fits.micro_batch_size,
                 precision=self._step.precision,
+                ranks=self._ranks,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
                 checkpoint_minutes=peer.checkpoint_minutes,
@@ -295,22 +304,16 @@ class Joining:
         self._tell_how_to_join()
 
     def _sparse_model(self) -> SparseModel:
-        """Returns the model that is trained, without its weights.
-
-        No device ever holds the whole of it in fp32.
-        """
-        model = self._run.model
-        self._console.say(f"building {model.type} on {self._device}")
-        empty = build_empty_model(model.type, model.settings)
-        sparse = SparseModel(empty, self._held, self._peer.kernel, self._step.foreign_experts)
-        checkpoint_activations(sparse.module, self._peer.activation_checkpointing)
-        sparse.module.to(self._device)
-        return sparse
+        """Returns the model that is trained, without its weights; all ranks build it."""
+        self._console.say(f"building {self._run.model.type} on {self._device}")
+        replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
+        if self._ranks is not None:
+            self._ranks.give(replica)
+        return replica.build(self._device)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""
-        wanted = self._peer.wait_for_peers
-        if wanted <= 1:
+        if (wanted := self._peer.wait_for_peers) <= 1:
             return
         self._announce("waiting")
         shown = 0
@@ -340,19 +343,20 @@ class Joining:
             await_training(lambda: self._ask(Commands.view, COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:
-        held, context = self._held, self._context
+        held, metrics = list(self._held), self._context.metrics
         self.joined = True
-        context.metrics.write("lease", gained=list(held), lost=[])
-        context.metrics.write(
+        metrics.write("lease", gained=held, lost=[])
+        metrics.write(
             "join",
             run_id=self.manifest.run_id,
             maddrs=self._maddrs,
-            experts=list(held),
+            experts=held,
             round=self._table.round,
-            seconds=time.monotonic() - context.started,
+            seconds=time.monotonic() - self._context.started,
+            ranks=self._num_ranks,
         )
-        first = self._table.round
-        self._console.say(f"training experts {experts_text(held)} from round {first}; Ctrl-C leaves the swarm")
+        text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
+        self._console.say(text)
 
     # What the steps share.
 
@@ -452,19 +456,15 @@ class Joining:
         )
 
     def _publishing(self) -> Publishing | None:
-        if self._peer.publish_to is None:
-            return None
-        return Publishing(
-            self._context.network,
-            self._context.metrics,
-            output_dir=self._context.directory.path,
+        context = self._context
+        return Publishing.wanted_by(
+            self._peer,
+            context.network,
+            context.metrics,
+            output_dir=context.directory.path,
             run_id=self.manifest.run_id,
-            peer_id=self._context.identity.peer_id,
-            target=self._peer.publish_to,
-            every=self._peer.publish_every,
-            keep=self._peer.publish_keep,
+            peer_id=context.identity.peer_id,
             say=self._console.say,
-            upload_mbps=self._peer.publish_mbps or DURING_ROUNDS_SHARE * (self._peer.upload_mbps or ASSUMED_MBPS),
         )
 
     def _remember_peers(self) -> None:

@@ -22,6 +22,7 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.location import parse_location, parse_model
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import check_tracker
+from spes_swarm.training.ranks.placement import Placement
 
 # Device files of the drivers that torch exposes as "cuda": NVIDIA's (also on Jetson and WSL) and ROCm.
 _CUDA_DEVICE_FILES = ("nvidia*", "nvhost-*", "nvmap", "dxg", "kfd")
@@ -53,7 +54,7 @@ def check_machine(peer: PeerConfig) -> None:
     _check_publications(peer)
 
 
-def check_request(peer: PeerConfig, run: RunConfig | None) -> None:
+def check_request(peer: PeerConfig, run: RunConfig | None, placement: Placement | None) -> None:
     """Applies all checks to a request; see `Session` for the arguments.
 
     Raises:
@@ -63,15 +64,16 @@ def check_request(peer: PeerConfig, run: RunConfig | None) -> None:
     if run is not None:
         parse_experts(peer.experts, run.model.num_experts)
     check_machine(peer)
-    check_run(peer, None if run is None else run.to_dict())
+    check_run(peer, None if run is None else run.to_dict(), placement)
 
 
-def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None) -> None:
+def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Placement | None) -> None:
     """Rejects a request that contradicts the run of the output directory, or cannot found a run.
 
     Args:
         peer: how this peer takes part.
         founded: settings of the run if this peer founds one, as those of a RunConfig; None: there are none.
+        placement: of this process if it is one of several ranks.
 
     Raises:
         UserError: the request does not fit the directory, or the directory's manifest is corrupt.
@@ -97,7 +99,9 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None) -> None:
                 raise ConfigError("founding a run needs a configuration with a `run` section")
             run = founded
     if run is not None:
-        read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
+        batch_size = read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
+        if placement is not None:
+            placement.check_batch(batch_size)
 
 
 def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:

@@ -30,6 +30,8 @@ from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import open_metrics
 from spes_swarm.training.out_of_memory import as_user_error
+from spes_swarm.training.ranks.group import RankGroup
+from spes_swarm.training.ranks.placement import Placement
 from spes_swarm.training.setup import TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
@@ -57,6 +59,7 @@ class Session:
             None accepts any.
         quiet: print nothing.
         signals: the handlers, if the program has installed them already; None: see `run`.
+        placement: of this process, which is rank 0 of several; None: it is the only rank.
 
     Raises:
         UserError: a setting is impossible, does not fit the output directory, or cannot work on this machine. Nothing
@@ -70,8 +73,10 @@ class Session:
         *,
         quiet: bool = False,
         signals: StopSignals | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        check_request(peer, run)
+        check_request(peer, run, placement)
+        self._placement = placement
         self._peer = peer
         self._run = run
         self._console = PeerConsole(quiet=quiet)
@@ -111,6 +116,7 @@ class Session:
         Raises:
             UserError: an error that the user can fix.
             NetworkProcessError: the network process failed. The last checkpoint is intact.
+            RankError: another rank of this peer has ended. A checkpoint has been saved if training had begun.
             LeftEarlyError: the peer was stopped while joining, or the run is over.
             OSError: a limit of the machine, such as file descriptors.
             ValueError: `handle_signals` in another thread than the main one.
@@ -145,6 +151,9 @@ class Session:
         metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
         stack.callback(metrics.close)
         status = TrainingStatus()
+        ranks = None
+        if self._placement is not None:
+            ranks = stack.enter_context(RankGroup(self._placement))
         network = NetworkClient(identity.path, self._listener(metrics, status))
         context = SessionContext(
             peer=peer,
@@ -157,6 +166,7 @@ class Session:
             data=PeerData(peer, directory, self._console.say, self._signals.requested),
             stop=self._signals.requested,
             status=status,
+            ranks=ranks,
             started=started,
         )
         joining = Joining(context)

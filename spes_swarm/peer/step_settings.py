@@ -1,13 +1,17 @@
-"""How a peer computes its steps on a device, where the user leaves it to us."""
+"""How a peer computes its steps on a device, where the user leaves it to us, and the model on all of its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
+from spes_swarm.training.gradients import loss_weights
+from spes_swarm.training.ranks.orders import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +35,23 @@ class StepSettings:
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
             micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
         )
+
+
+def replica_of(
+    run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int
+) -> Replica:
+    """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it."""
+    settings = StepSettings.of(peer, device)
+    return Replica(
+        model_type=run.model.type,
+        settings=dict(run.model.settings),
+        held=tuple(held),
+        kernel=peer.kernel,
+        foreign_experts=settings.foreign_experts,
+        activation_checkpointing=peer.activation_checkpointing,
+        precision=settings.precision,
+        micro_batch_size=micro_batch_size,
+        num_threads=peer.num_threads,
+        losses=loss_weights(run.training),
+        device_type=device.type,
+    )

@@ -18,9 +18,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
 from spes_swarm.storage.checkpoint_writing import Written
@@ -55,6 +57,21 @@ class Publishing:
     _has_failed: bool = field(default=False, init=False)
     _retry_at: float = field(default=0.0, init=False)
     _retry_s: float = field(default=_MIN_RETRY_S, init=False)
+
+    @classmethod
+    def wanted_by(cls, peer: PeerConfig, network: Port, metrics: Metrics, **others: Any) -> Self | None:
+        """Returns what the settings of a peer ask for, None if nothing; `others` are the remaining fields."""
+        if peer.publish_to is None:
+            return None
+        return cls(
+            network,
+            metrics,
+            target=peer.publish_to,
+            every=peer.publish_every,
+            keep=peer.publish_keep,
+            upload_mbps=peer.publish_mbps or DURING_ROUNDS_SHARE * (peer.upload_mbps or ASSUMED_MBPS),
+            **others,
+        )
 
     def __post_init__(self) -> None:
         self._digest = target_digest(self.run_id, self.target)

@@ -3,8 +3,8 @@
 A step's batch is the run's business and a peer's memory is its own: the batch is split into micro-batches whose
 gradients add up to those of the whole. Every mean over targets is weighted by how many of the batch's targets a
 micro-batch has, and every mean over tokens by how many of its tokens, so cross-entropy and both z-losses do not depend
-on the split. The load balance is a product of two
-means and does: it is that of each micro-batch, averaged, as in the code of SPES and of megablocks.
+on the split. The load balance is a product of two means and does: it is that of each micro-batch, averaged, as in the
+code of SPES and of megablocks.
 
 Shapes: B sequences, S tokens.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,21 @@ def loss_weights(training: TrainingConfig) -> LossWeights:
     )
 
 
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Returns the context in which losses are computed; matrix products are in `precision`, "fp32" or "bf16"."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+class GradientSource(Protocol):
+    """Where a trainer's gradients come from: this process alone, or all ranks of the peer."""
+
+    def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
+        """See Gradients."""
+
+    def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
+        """See Gradients."""
+
+
 class Gradients:
     """Computes the gradients of batches; halves its micro-batches for good whenever one does not fit."""
 
@@ -57,21 +73,23 @@ class Gradients:
         self._warn = warn
         self.micro_batch_size = micro_batch_size
 
-    def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
+    def compute(self, batch_BS: npt.NDArray[np.int64], progress: float, share: slice = slice(None)) -> float:
         """Sets the gradients of all trained parameters; returns the mean cross-entropy in nats.
 
         Args:
             batch_BS: token ids; the complement `~id` of a token that is no target. Without targets the result is 0.
             progress: fraction of the whole training that is done, 0 to 1.
+            share: which sequences to compute. Gradients and cross-entropy are the part of these in those of the batch:
+                over all shares, they add up.
 
         Raises:
             MemoryError, RuntimeError: not even one sequence fits; see `is_out_of_memory`.
         """
         self._model.module.train()
         while True:
-            size = min(self.micro_batch_size, len(batch_BS))
+            size = min(self.micro_batch_size, len(batch_BS[share]))
             try:
-                return self._add_up(batch_BS, size, progress)
+                return self._add_up(batch_BS, share, size, progress)
             except (MemoryError, RuntimeError) as exc:
                 if size == 1 or not is_out_of_memory(exc):
                     raise
@@ -80,12 +98,13 @@ class Gradients:
             self.micro_batch_size = size // 2
             self._warn("memory", f"{size} sequences at a time do not fit into memory: trying {size // 2}")
 
-    def _add_up(self, batch_BS: npt.NDArray[np.int64], size: int, progress: float) -> float:
+    def _add_up(self, batch_BS: npt.NDArray[np.int64], computed: slice, size: int, progress: float) -> float:
         self._model.module.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self._device)
         num_targets = max(1, _num_targets(batch_BS))
-        for start in range(0, len(batch_BS), size):
-            part_BS = batch_BS[start : start + size]
+        computed_BS = batch_BS[computed]
+        for start in range(0, len(computed_BS), size):
+            part_BS = computed_BS[start : start + size]
             share = BatchShare(targets=_num_targets(part_BS) / num_targets, tokens=len(part_BS) / len(batch_BS))
             micro_BS = torch.from_numpy(part_BS).to(self._device)
             with self._autocast():
@@ -95,6 +114,10 @@ class Gradients:
             losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += losses.cross_entropy * share.targets
         return float(total)
+
+    def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
+        """Returns the routed copies of the batch's tokens per expert (E,), over all layers."""
+        return self._model.pop_routed_tokens()
 
     def _forget(self) -> None:
         """Drops what the failed attempt has left: gradients, counts, and the allocator's pieces of the wrong size."""

@@ -1,4 +1,4 @@
-"""Handles failed allocations: the peer leaves the swarm in order and reports which settings to change."""
+"""Handles failed allocations and lost ranks: the peer leaves the swarm in order and reports the reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from spes_swarm.base.errors import CapacityError
+from spes_swarm.base.errors import CapacityError, RankError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,7 +31,7 @@ def as_user_error(when: str) -> Iterator[None]:
 
 
 class StepMemory:
-    """Ends training, as if the user had asked for it, when a step does not fit into memory.
+    """Ends training, as if the user had asked for it, when a step does not fit into memory or a rank is lost.
 
     The last round and the checkpoint take less memory than a step. The weights are those before the step, or partly
     updated if an allocation of the optimiser failed.
@@ -41,29 +41,30 @@ class StepMemory:
         self._when = when
         self._warn = warn
         self._stop = stop
-        self._error: CapacityError | None = None
+        self._error: CapacityError | RankError | None = None
 
     @contextmanager
     def guard(self, optimiser: torch.optim.Optimizer) -> Iterator[None]:
-        """Wraps a step: records a failed allocation and frees the gradients; other errors propagate."""
+        """Wraps a step: records a failed allocation or a lost rank and frees the gradients; other errors propagate."""
         known = set(optimiser.state)
         try:
             with as_user_error(self._when):
                 yield
-        except CapacityError as exc:
-            self._error = CapacityError(str(exc))  # a new one: the traceback of `exc` keeps the step's activations
+        except (CapacityError, RankError) as exc:
+            self._error = type(exc)(str(exc))  # a new one: the traceback of `exc` keeps the step's activations
             optimiser.zero_grad(set_to_none=True)
             # Optimisers allocate a parameter's state tensor by tensor, and would treat a partial state as complete.
             for parameter in optimiser.state.keys() - known:
                 del optimiser.state[parameter]
-            self._warn("memory", str(exc))
+            self._warn("memory" if isinstance(exc, CapacityError) else "rank", str(exc))
             self._stop()
 
-    def raise_if_exhausted(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the recorded error; called after the peer has left the swarm.
 
         Raises:
             CapacityError: a step did not fit into memory.
+            RankError: another rank of this peer has ended.
         """
         if self._error is not None:
             raise self._error

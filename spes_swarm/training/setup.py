@@ -21,6 +21,7 @@ from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Port
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics_file import Metrics
+from spes_swarm.training.ranks.group import RankGroup
 
 
 @dataclass
@@ -61,6 +62,7 @@ class TrainerSetup:
     batch_size: int  # sequences per local step
     micro_batch_size: int | None = None  # most sequences at a time; None: the whole batch
     precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
+    ranks: RankGroup | None = None  # ready to compute gradients of this model; None: this process is the only one
     metrics: Metrics
     checkpoints: Path
     checkpoint_minutes: float

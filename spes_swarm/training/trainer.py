@@ -26,13 +26,14 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.storage.checkpoint import Checkpoint
 from spes_swarm.training.divergence import DivergenceGuard
-from spes_swarm.training.gradients import Gradients, loss_weights
+from spes_swarm.training.gradients import Gradients, GradientSource, autocast, loss_weights
 from spes_swarm.training.handover import Handover
 from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
 from spes_swarm.training.optimiser_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
+from spes_swarm.training.ranks.shared_gradients import SharedGradients
 from spes_swarm.training.round_due import Pace
 from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.saving import CheckpointSaver
@@ -60,13 +61,16 @@ class Trainer:
             eps=training.adam_eps,
             fused=True,
         )
-        self._gradients = Gradients(
+        own = Gradients(
             setup.model,
             loss_weights(training),
             setup.micro_batch_size or setup.batch_size,
             device=setup.device,
             autocast=self._autocast,
             warn=self._warn,
+        )
+        self._gradients: GradientSource = (
+            own if setup.ranks is None else SharedGradients(setup.ranks, setup.model, own, setup.device)
         )
         self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
         self._handover = Handover(
@@ -141,6 +145,7 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
             DivergenceError: the loss is still NaN or infinite after several restarts.
             NetworkProcessError: the network process ended.
+            RankError: another rank of this peer has ended; the peer has left the swarm in order.
         """
         setup = self._setup
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
@@ -183,7 +188,7 @@ class Trainer:
             if self.run_is_over:
                 setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
             setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
-        self._step_memory.raise_if_exhausted()
+        self._step_memory.raise_if_failed()
 
     def _finished(self) -> bool:
         done = self._setup.max_rounds is not None and self._rounds_done >= self._setup.max_rounds
@@ -239,7 +244,7 @@ class Trainer:
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
         self._saver.before_step()
-        routed_E = self._model.pop_routed_tokens()
+        routed_E = self._gradients.pop_routed_tokens()
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
             self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
@@ -290,7 +295,7 @@ class Trainer:
         self._setup.status.faults += 1
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return torch.autocast(self._setup.device.type, torch.bfloat16, enabled=self._setup.precision == "bf16")
+        return autocast(self._setup.device, self._setup.precision)
 
     def _due(self) -> bool:
         """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""

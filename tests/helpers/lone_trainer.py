@@ -66,7 +66,7 @@ class StubNetwork:
     held: tuple[int, ...]
     others: int = 0
     called_round: int = 0
-    answers: list[Callable[[StubNetwork], CaughtUp]] = field(default_factory=list)
+    answers: list[Callable[[StubNetwork], RoundReport | CaughtUp]] = field(default_factory=list)
     presences: list[str] = field(default_factory=list)
     on_traffic: Callable[[], None] = lambda: None
 
@@ -97,8 +97,10 @@ class StubNetwork:
         return TokenCounts(1 << 40, (1000.0,) * self.others)
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        if self.answers:
-            return self.answers.pop(0)(self)
+        return self.answers.pop(0)(self) if self.answers else self.commit()
+
+    def commit(self) -> RoundReport:
+        """Commits what the trainer has contributed."""
         number = self.reference.round + 1
         trained = (0, *(1 + expert for expert in self.held))
         for index in trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts, check_supported
 from spes_swarm.model.kernels import load_kernel
 
@@ -46,6 +48,11 @@ def sparse(experts: Any, held: tuple[int, ...], **kwargs: Any) -> SparseExperts:
     return SparseExperts(experts.gate_up_proj, experts.down_proj, experts.act_fn, held, load_kernel("torch"), **kwargs)
 
 
+def routing_on_a_gpu(slots: Tensor, num_slots: int, num_held: int) -> Routing:
+    """Returns the routing as on a GPU, which computes many experts in one pass."""
+    return replace(Routing.of(slots, num_slots, num_held), counts=None)
+
+
 def routed_batch(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, DIM, generator=generator)
@@ -57,7 +64,8 @@ ALL_SUBSETS = [held for size in range(NUM_EXPERTS + 1) for held in combinations(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
-def test_every_held_subset_computes_what_transformers_computes(num_tokens: int) -> None:
+@pytest.mark.parametrize("route", [Routing.of, routing_on_a_gpu])
+def test_every_held_subset_computes_what_transformers_computes(num_tokens: int, route: Any) -> None:
     original = original_experts()
     x, index, weights = routed_batch(num_tokens)
     x_ref, weights_ref = x.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -67,6 +75,7 @@ def test_every_held_subset_computes_what_transformers_computes(num_tokens: int) 
     # Same fp32 products, added in another order: sums of 12 to 24 terms, with values up to a few hundred.
     for held in ALL_SUBSETS:
         module = sparse(original, held)
+        module.route = route
         x_own, weights_own = x.clone().requires_grad_(), weights.clone().requires_grad_()
         y = module(x_own, index, weights_own)
         assert_near(y, y_ref, atol=1e-4)
@@ -81,8 +90,11 @@ def test_every_held_subset_computes_what_transformers_computes(num_tokens: int) 
 
 
 @pytest.mark.parametrize("held", [(), (0, 4), (0, 1, 2, 3, 4)])
-def test_no_tokens_give_no_rows(held: tuple[int, ...]) -> None:
-    assert sparse(original_experts(), held)(*routed_batch(0)).shape == (0, DIM)
+@pytest.mark.parametrize("route", [Routing.of, routing_on_a_gpu])
+def test_no_tokens_give_no_rows(held: tuple[int, ...], route: Any) -> None:
+    module = sparse(original_experts(), held)
+    module.route = route
+    assert module(*routed_batch(0)).shape == (0, DIM)
 
 
 def test_float64_agrees_to_twelve_digits() -> None:

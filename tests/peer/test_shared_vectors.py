@@ -10,8 +10,8 @@ import pytest
 
 from spes_swarm.base.arrays import attach_from
 from spes_swarm.base.errors import CapacityError
-from spes_swarm.peer import host_memory
-from spes_swarm.peer.host_memory import shared_vectors
+from spes_swarm.peer.memory import host_memory
+from spes_swarm.peer.memory.host_memory import shared_vectors
 
 N = 1 << 18
 BOTH = 8 * N

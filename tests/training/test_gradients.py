@@ -166,6 +166,20 @@ def test_parts_with_unequal_numbers_of_targets_give_the_gradients_of_the_whole(s
     assert_same(gradients_of(parts), gradients_of(whole))
 
 
+def test_shares_with_unequal_numbers_of_targets_add_up() -> None:
+    """As those of the ranks of a peer: each divides by the targets of the whole batch."""
+    whole, compute, _ = make(7)
+    loss = compute.compute(with_context(7), 0.5)
+    total, losses = {name: torch.zeros_like(g) for name, g in gradients_of(whole).items()}, 0.0
+    for share in (slice(0, 2), slice(2, 3), slice(3, None)):
+        rank, compute_share, _ = make(2)
+        losses += compute_share.compute(with_context(7), 0.5, share)
+        for name, gradient in gradients_of(rank).items():
+            total[name] += gradient
+    assert losses == pytest.approx(loss, rel=1e-6)
+    assert_same(total, gradients_of(whole))
+
+
 def test_targets_alone_count_as_with_the_labels_of_transformers() -> None:
     samples_BS = with_context(5)
     ours, compute, _ = make(2, LossWeights(load_balance=0.0, router_z=0.0, logit_z=0.0))

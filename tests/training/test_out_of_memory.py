@@ -42,7 +42,7 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     memory = StepMemory(
         "on cpu in a step", lambda kind, text: told.append(f"{kind}: {text}"), lambda: told.append("stop")
     )
-    memory.raise_if_exhausted()
+    memory.raise_if_failed()
     with memory.guard(torch.optim.SGD([weight])):
         bytearray(TOO_MUCH)
     line = (
@@ -52,7 +52,7 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     assert told == [f"memory: {line}", "stop"]
     assert all(parameter.grad is None for parameter in (weight,))
     with pytest.raises(CapacityError, match=line):
-        memory.raise_if_exhausted()
+        memory.raise_if_failed()
 
 
 def test_a_parameter_whose_state_was_half_allocated_begins_with_none() -> None:

@@ -5,10 +5,11 @@ A peer needs, where N is the number of weights and T the number trained here (sh
 - on the device: 16 bytes per trained weight (weight, gradient, two AdamW moments), and the other experts in the form
   in which they are stored, 0.56 to 4 bytes per weight;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size. The model of a GPU is put together on the host, without gradients and moments.
+  its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
+  put together on the host, without gradients and moments.
 
-This is a lower bound: activations come on top (step_memory.py counts them). So `auto` leaves part of the memory free,
-and only what cannot possibly fit is rejected.
+Activations come on top (step_memory.py counts them). What Python, torch and CUDA take themselves does not count. So
+`auto` leaves part of the memory free, and only what cannot possibly fit is rejected.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.model.frozen_stack import bytes_per_weight
+from spes_swarm.model.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.peer.host_memory import belongs_on_disk, free_host_bytes
+from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
@@ -34,7 +35,7 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes per trained weight
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
-_SMALLER_FORMS = ("bf16", "int8", "int4")  # of others' experts, largest first
+_SMALLEST_FORM = FORMS[-1]  # of others' experts
 
 
 def free_bytes(device: torch.device) -> int:
@@ -87,6 +88,7 @@ class Workload:
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": self.result_bytes,
+            "checkpoint": on_device["optimiser"],
         }
         if self.device.type != "cpu":
             # It is gone before the first round.
@@ -121,11 +123,11 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
     if fits(num_experts, fraction=1.0):
         return num_experts
     on_device, on_host = workload.needed(num_experts)
-    smallest = workload.needed(1, _SMALLER_FORMS[-1])
+    smallest = workload.needed(1, _SMALLEST_FORM)
     if workload.device.type != "cpu" and on_device > free_on_device:
-        where, needed, free, least = f"the memory of {workload.device}", on_device, free_on_device, smallest[0]
+        where, needed, free, least = memory_of(workload.device), on_device, free_on_device, smallest[0]
     else:
-        where, needed, free, least = "this machine's memory", on_host, free_on_host, smallest[1]
+        where, needed, free, least = memory_of(torch.device("cpu")), on_host, free_on_host, smallest[1]
     raise CapacityError(
         f"training {num_experts} expert{'s' if num_experts > 1 else ''} needs "
         f"{gigabytes(needed)} of {where}, but only {gigabytes(free)} is free: "
@@ -134,7 +136,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
                 _what_would_fit(fits, num_experts, workload.foreign_experts),
                 _what_would_fit(partial(fits, fraction=1.0), num_experts, workload.foreign_experts),
             ),
-            f"one expert, with the others in {_SMALLER_FORMS[-1]}, still needs {gigabytes(least)}; use a machine with "
+            f"one expert, with the others in {_SMALLEST_FORM}, still needs {gigabytes(least)}; use a machine with "
             "more memory, or found a run with a smaller model",
         )
     )
@@ -144,8 +146,7 @@ def _what_would_fit(fits: Callable[..., bool], num_experts: int, form: str) -> I
     """Yields settings that would fit, best first."""
     if fewer := _largest(num_experts - 1, fits):
         yield f"--experts {fewer} would fit"
-    position = _SMALLER_FORMS.index(form) + 1 if form in _SMALLER_FORMS else 0
-    for smaller in _SMALLER_FORMS[position:]:
+    for smaller in smaller_forms(form):
         if number := _largest(num_experts, partial(fits, form=smaller)):
             yield f"--experts {number} --foreign-experts {smaller} would fit"
 
@@ -159,13 +160,23 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
+def smaller_forms(form: str) -> tuple[str, ...]:
+    """Returns the forms of others' experts that take fewer bytes, largest first."""
+    return FORMS[FORMS.index(form) + 1 :]
+
+
+def memory_of(device: torch.device) -> str:
+    """Returns the words for a device's memory."""
+    return f"the memory of {device}" if device.type == "cuda" else "this machine's memory"
+
+
 def gigabytes(num_bytes: int) -> str:
     """Returns a size in GB, or in MB below one."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
-    """Returns how many experts this peer will train, before anything large is opened or built.
+    """Returns how many experts this peer will train, activations aside, before anything large is opened or built.
 
     Raises:
         ConfigError: the model lacks the wanted experts, or the batch is too large.

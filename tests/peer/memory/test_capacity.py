@@ -16,9 +16,9 @@ from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer import capacity, host_memory
-from spes_swarm.peer.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
-from spes_swarm.peer.host_memory import cgroup_free_bytes, free_host_bytes
+from spes_swarm.peer.memory import capacity, host_memory
+from spes_swarm.peer.memory.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
+from spes_swarm.peer.memory.host_memory import cgroup_free_bytes, free_host_bytes
 from spes_swarm.protocol.consensus.layout import Layout
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import small_layout
@@ -39,8 +39,8 @@ def with_free(patch: pytest.MonkeyPatch, *, host: int, device: int | None = None
 
 
 def cpu_bytes(num_experts: int, shared: int, expert: int, trained: int, results: int = 0) -> int:
-    """Weights and reference (8 bytes a weight); gradient, two moments and contribution (16 for each trained one)."""
-    return 8 * (shared + num_experts * expert) + 16 * (shared + trained * expert) + results
+    """Weights and reference (8 bytes a weight); gradient, two moments, their copy and contribution (24 if trained)."""
+    return 8 * (shared + num_experts * expert) + 24 * (shared + trained * expert) + results
 
 
 @given(
@@ -79,7 +79,7 @@ def test_as_many_experts_as_the_bytes_allow(
 
 
 M = 10**6
-# 82 M weights. On the CPU: 656 MB for them and the reference, 160 MB more for the shared ones, 144 MB for each trained
+# 82 M weights. On the CPU: 656 MB for them and the reference, 240 MB more for the shared ones, 216 MB for each trained
 # expert. With a GPU, there 160 + 144 MB for each trained expert and 36 for each other one.
 LARGE = small_layout(num_experts=8, shared=10 * M, expert=9 * M)
 
@@ -94,12 +94,12 @@ def refusal(load: Workload, wanted: int | tuple[int, ...]) -> str:
 @pytest.mark.parametrize(
     ("free", "wanted", "what_would_fit"),
     [
-        (1.90, 8, "--experts 3 would fit"),  # 816 + 3 * 144 MB are less than 70 % of it
-        (1.30, 4, "--experts 1 --foreign-experts bf16 would fit"),  # 816 + 144 - 7 * 18 MB are less than 70 %
-        (1.15, 4, "--experts 1 --foreign-experts int8 would fit"),  # 816 + 144 - 7 * 26.4
-        (1.07, 4, "--experts 1 --foreign-experts int4 would fit"),  # 816 + 144 - 7 * 30.9
-        (0.75, 4, "--experts 1 --foreign-experts int4 would fit"),  # with nothing left
-        (0.70, 4, "one expert, with the others in int4, still needs 743.4 MB; use a machine with more memory"),
+        (2.25, 8, "--experts 3 would fit"),  # 896 + 3 * 216 MB are less than 70 % of it
+        (1.50, 4, "--experts 1 --foreign-experts bf16 would fit"),  # 896 + 216 - 7 * 18 MB are less than 70 %
+        (1.36, 4, "--experts 1 --foreign-experts int8 would fit"),  # 896 + 216 - 7 * 26.4
+        (1.29, 4, "--experts 1 --foreign-experts int4 would fit"),  # 896 + 216 - 7 * 30.9
+        (0.90, 4, "--experts 1 --foreign-experts int4 would fit"),  # with nothing left
+        (0.85, 4, "one expert, with the others in int4, still needs 895.4 MB; use a machine with more memory"),
     ],
 )
 def test_a_refusal_says_what_would_fit(
@@ -108,7 +108,7 @@ def test_a_refusal_says_what_would_fit(
     with_free(monkeypatch, host=int(free * GB))
     load = workload(LARGE)
     line = refusal(load, wanted)
-    needed = 816 + 144 * wanted
+    needed = 896 + 216 * wanted
     shown = f"{needed / 1000:.1f} GB" if needed >= 1000 else f"{needed:.1f} MB"
     have = f"{free:.1f} GB" if free >= 1 else f"{free * 1000:.1f} MB"
     assert line.startswith(
@@ -118,7 +118,7 @@ def test_a_refusal_says_what_would_fit(
 
 
 def test_what_just_fits_is_tried_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_free(monkeypatch, host=1_392 * M)
+    with_free(monkeypatch, host=1_760 * M)
     assert experts_that_fit(workload(LARGE), 4, 8) == 4
     assert experts_that_fit(workload(LARGE), "auto", 8) == 1
 
@@ -132,8 +132,8 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
     with_free(monkeypatch, host=10 * GB, device=500 * M)
     assert "needs 880.0 MB of the memory of cuda:0, but only 500.0 MB is free" in refusal(load, 4)
     with_free(monkeypatch, host=655 * M, device=10 * GB)
-    # The reference, the contribution (19 M weights), and the model on its way to the device.
-    assert "needs 732.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1)
+    # The reference, the contribution (19 M weights), their moments, and the model on its way to the device.
+    assert "needs 884.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1)
 
 
 def test_every_class_is_counted_where_it_is() -> None:
@@ -145,9 +145,14 @@ def test_every_class_is_counted_where_it_is() -> None:
         "gradients": 112 * M,
         "optimiser": 224 * M,
     }
-    assert load.host_bytes(2) == {"reference": 328 * M, "contribution": 112 * M, "round": 112 * M + 57_375_000}
+    assert load.host_bytes(2) == {
+        "reference": 328 * M,
+        "contribution": 112 * M,
+        "round": 112 * M + 57_375_000,
+        "checkpoint": 224 * M,
+    }
     on_disk = dataclasses.replace(load, on_disk=True, device=CPU)
-    assert on_disk.host_bytes(2) == {"reference": 0, "contribution": 0, "round": 7}
+    assert on_disk.host_bytes(2) == {"reference": 0, "contribution": 0, "round": 7, "checkpoint": 224 * M}
 
 
 def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:

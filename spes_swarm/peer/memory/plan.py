@@ -11,8 +11,8 @@ from spes_swarm.base.errors import CapacityError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.frozen_stack import FORMS
-from spes_swarm.peer.capacity import Workload, gigabytes
-from spes_swarm.peer.step_memory import StepShape, step_memory
+from spes_swarm.peer.memory.capacity import Workload, gigabytes
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 
@@ -70,6 +70,7 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
     """
     on_gpu = machine.device == "gpu"
     missing = ""
+    estimates: dict[tuple[str, str], StepEstimate] = {}
     for form, checkpointing in _CHOICES if on_gpu else _CPU_CHOICES:
         for storage in ("memory", "disk"):
             work = _workload(run, on_gpu, form, storage)
@@ -86,15 +87,14 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
                 foreign_experts=form,
                 precision="bf16" if on_gpu else "fp32",
                 activation_checkpointing=checkpointing,
+                on_gpu=on_gpu,
             )
-            room -= sum(static.values())
-            one = step_memory(run, shape, 1).temporary
-            if one > room:
-                missing = f"{gigabytes(sum(static.values()) + one)} of {machine.device} memory"
-                continue
-            size = _largest_micro_batch(run, shape, one, room)
-            temporary = one if size == 1 else step_memory(run, shape, size).temporary
-            return _plan(run, work, machine, peers, experts, shape, storage, size, temporary)
+            # A step is the same wherever the reference is.
+            estimate = estimates.setdefault((form, checkpointing), StepEstimate(run, shape, work.layout))
+            size = estimate.largest_micro_batch(room - sum(static.values()), run.training.batch_size)
+            if size > 0:
+                return _plan(run, work, machine, peers, experts, shape, storage, size, estimate.temporary(size))
+            missing = f"{gigabytes(sum(static.values()) + estimate.temporary(1))} of {machine.device} memory"
     raise CapacityError(
         f"training {experts} expert{'s' if experts > 1 else ''} needs at least {missing}, even with others' experts in "
         "int4 and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
@@ -105,18 +105,6 @@ def _workload(run: RunConfig, on_gpu: bool, form: str, storage: str) -> Workload
     assert form in FORMS
     peer = PeerConfig(foreign_experts=form, reference_storage=storage)
     return Workload.of(run, peer, torch.device("cuda" if on_gpu else "cpu"))
-
-
-def _largest_micro_batch(run: RunConfig, shape: StepShape, one: int, room: int) -> int:
-    """Returns the most sequences at a time, a power of two, for which there is room; memory grows in proportion."""
-    largest = run.training.batch_size
-    if largest == 1:
-        return 1
-    each = max(1, step_memory(run, shape, 2).temporary - one)
-    size = 1
-    while 2 * size <= largest and one + (2 * size - 1) * each <= room:
-        size *= 2
-    return size
 
 
 def _plan(

@@ -11,8 +11,12 @@ Tensor suffixes: T tokens, K experts per token, S = T * K, E experts, B sequence
 
 from __future__ import annotations
 
+import re
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.output_head import assume_output_head
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
 
 
@@ -40,6 +45,7 @@ class StepShape:
     foreign_experts: str  # one of `frozen_stack.FORMS`
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
+    on_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +76,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         assume_output_head(model)
         for module in model.modules():
             if isinstance(module, SparseExperts):
-                module.kernel, module.route = _ShapesOnly(), _even_routing
+                module.kernel, module.route = _ShapesOnly(), partial(_even_routing, shape.on_gpu)
         model.train()
         allocations.restart()
         weights = allocations.live
@@ -90,6 +96,71 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     return StepMemory(
         weights=weights, gradients=trained, optimiser=2 * trained, temporary=max(0, peak - weights - trained)
     )
+
+
+class StepEstimate:
+    """The memory of steps of any number of sequences, without what weights, gradients and AdamW take.
+
+    A step of a deep model on tensors without numbers takes seconds. Where all layers are alike, steps of models with
+    one and with two of them give a lower bound: the peak grows by as much with each further layer, or by more once it
+    has moved to another place.
+    """
+
+    def __init__(self, run: RunConfig, shape: StepShape, layout: Layout) -> None:
+        self._run = run
+        self._shape = shape
+        self._num_alike = layers_if_alike(run.model.settings, layout)
+        trained = layout.blocks[SHARED_BLOCK].size + shape.num_held * layout.expert_block(0).size
+        self._gradients = torch.float32.itemsize * trained
+        self._known: dict[int, int] = {}
+
+    def temporary(self, micro_batch_size: int) -> int:
+        """Returns the bytes of activations, logits, and what is computed from them."""
+        if micro_batch_size not in self._known:
+            self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size).temporary
+        return self._known[micro_batch_size]
+
+    def _at_least(self, micro_batch_size: int) -> int:
+        if self._num_alike is None:
+            return self.temporary(micro_batch_size)
+        shallow = (with_layers(self._run, count) for count in (1, 2))
+        one, two = (step_memory(run, self._shape, micro_batch_size).temporary for run in shallow)
+        return one + (self._num_alike - 1) * (two - one)
+
+    def largest_micro_batch(self, room: float, most: int) -> int:
+        """Returns the most sequences at a time that fit into `room` bytes: `most`, or a power of two; 0 if none do."""
+        if (one := self._at_least(1)) > room:
+            return 0
+        if most == 1:
+            return int(self.temporary(1) <= room)
+        each = max(1, self._at_least(2) - one)
+        # A whole batch finds no gradients of an earlier micro-batch.
+        spared = {self._run.training.batch_size: self._gradients}
+        sizes = sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True)
+        likely = (size for size in sizes if one + (size - 1) * each - spared.get(size, 0) <= room)
+        return next((size for size in likely if self.temporary(size) <= room), 0)
+
+
+def with_layers(run: RunConfig, count: int) -> RunConfig:
+    """Returns the run with a model of `count` layers."""
+    settings = {**run.model.settings, "num_hidden_layers": count}
+    return replace(run, model=replace(run.model, settings=settings))
+
+
+def layers_if_alike(settings: Mapping[str, Any], layout: Layout) -> int | None:
+    """Returns the number of layers if all have the same tensors and no setting tells them apart, else None."""
+    depth = settings.get("num_hidden_layers")
+    if not isinstance(depth, int) or any(
+        isinstance(value, list) and len(value) == depth for value in settings.values()
+    ):
+        return None
+    tensors: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+    for block in layout.blocks[:2]:  # the shared tensors, and one expert's
+        for slot in block.slots:
+            if (match := re.search(r"\blayers\.(\d+)\.(.+)", slot.name)) is not None:
+                tensors.setdefault(int(match[1]), set()).add((match[2], slot.shape))
+    first = tensors.get(0)
+    return depth if len(tensors) == depth and all(each == first for each in tensors.values()) else None
 
 
 class Allocations(TorchDispatchMode):
@@ -142,9 +213,11 @@ class _ShapesOnly:
         return x_TD.new_empty((len(groups.ends_G), grad_y_TF.shape[1], x_TD.shape[1]))
 
 
-def _even_routing(slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
+def _even_routing(on_gpu: bool, slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
     """Returns a routing in which every slot has the same number of rows."""
     T, K = slots_TK.shape
     token_S = slots_TK.new_empty((T * K,))
     ends_E = slots_TK.new_empty((num_slots,), dtype=torch.int32)
-    return Routing(token_S, torch.empty_like(slots_TK), ends_E, T * K * num_held // num_slots)
+    ends = [T * K * slot // num_slots for slot in range(num_slots + 1)]
+    counts = None if on_gpu else tuple(end - start for start, end in pairwise(ends))
+    return Routing(token_S, torch.empty_like(slots_TK), ends_E, ends[num_held], counts)

@@ -11,29 +11,14 @@ import torch
 
 from spes_swarm import plan as command
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.config.file import load_config
-from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
-from spes_swarm.peer.step_memory import Allocations, StepShape, step_memory
+from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory
 from spes_swarm.training.gradients import Gradients, loss_weights
 from tests.helpers.model_state import bytes_per_class
-from tests.helpers.repository import ROOT
+from tests.helpers.small_2b import eighth_of_2b
 
 torch.set_num_threads(1)
-
-
-def eighth_of_2b() -> RunConfig:
-    """The paper's 2B with an eighth of its widths and layers, and sequences of 128."""
-    run = load_config(ROOT / "configs" / "spes-2b.yaml").run
-    assert run is not None
-    values = run.to_dict()
-    settings = values["model"]["settings"]
-    for key in ("hidden_size", "intermediate_size", "vocab_size"):
-        settings[key] = settings[key] // 8 // 8 * 8
-    settings |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "eos_token_id": None}
-    values["training"] |= {"sequence_length": 128, "batch_size": 4}
-    return RunConfig.from_dict(values, "test")
 
 
 @pytest.mark.slow
@@ -45,7 +30,9 @@ def test_every_class_is_that_of_a_step_that_is_taken(
     form: str, checkpointing: str, micro_batch: int, held: int
 ) -> None:
     run = eighth_of_2b()
-    shape = StepShape(num_held=held, foreign_experts=form, precision="fp32", activation_checkpointing=checkpointing)
+    shape = StepShape(
+        num_held=held, foreign_experts=form, precision="fp32", activation_checkpointing=checkpointing, on_gpu=False
+    )
     planned = step_memory(run, shape, micro_batch)
     batch = np.random.default_rng(0).integers(0, run.model.vocab_size, (4, 128))
     with Allocations() as allocations:

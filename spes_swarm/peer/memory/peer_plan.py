@@ -1,0 +1,106 @@
+"""How many experts this peer trains and how many sequences it computes at a time, counted before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from spes_swarm.base.errors import CapacityError
+from spes_swarm.base.wording import plural
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
+from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_forms
+from spes_swarm.peer.memory.host_memory import free_host_bytes
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
+from spes_swarm.peer.step_settings import StepSettings
+
+# Of the free memory, for whole micro-batches. A GPU's allocator reports what it cannot find, and the micro-batch is
+# halved; on a CPU the C library keeps freed memory, and the kernel kills the process.
+_USABLE_FRACTION = {"cuda": 0.95, "cpu": 0.7}
+# A step keeps fewer numbers than this for each token, layer and feature of the model.
+_MOST_ACTIVATIONS = 100
+_NEGLIGIBLE_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerPlan:
+    """What fits on this machine."""
+
+    experts: int  # to train
+    micro_batch_size: int  # sequences
+
+
+def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
+    """Returns what this peer will train, activations included; "auto" experts may be fewer for their sake.
+
+    Each of `num_ranks` processes computes its share of a batch. On a CPU they share the memory; of several GPUs the
+    first has the most to hold.
+
+    Raises:
+        ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The
+            message says what would fit.
+    """
+    experts = plan_experts(run, peer, device)
+    batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
+    most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
+    free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
+    if _is_negligible(run, most, free):
+        return PeerPlan(experts=experts, micro_batch_size=most)
+    run = replace(run, training=replace(run.training, batch_size=batch_size))
+    work = Workload.of(run, peer, device)
+    estimate = _estimate(run, peer, work, experts)
+    smallest = experts if peer.experts != "auto" else 1
+    while experts > smallest and estimate.temporary(1) > free - _static(work, experts):
+        experts -= 1
+    static = _static(work, experts)
+    size = estimate.largest_micro_batch(_USABLE_FRACTION[device.type] * free - static, most)
+    if size == 0 and static + estimate.temporary(1) > free:
+        raise CapacityError(
+            f"training {plural(experts, 'expert')} needs {gigabytes(static + estimate.temporary(1))} of "
+            f"{memory_of(device)}, activations of one sequence included, but only {gigabytes(free)} is free: "
+            + next(
+                _what_would_fit(run, peer, work, experts, free),
+                "nothing that these settings leave open makes it fit; use a machine with more memory, or found a run "
+                "with a smaller model or shorter sequences",
+            )
+        )
+    return PeerPlan(experts=experts, micro_batch_size=max(1, size))
+
+
+def _static(work: Workload, experts: int, form: str | None = None) -> int:
+    on_device, on_host = work.needed(experts, form)
+    return on_device if work.device.type == "cuda" else on_host
+
+
+def _estimate(run: RunConfig, peer: PeerConfig, work: Workload, experts: int) -> StepEstimate:
+    shape = StepShape(
+        num_held=experts,
+        foreign_experts=work.foreign_experts,
+        precision=StepSettings.of(peer, work.device).precision,
+        activation_checkpointing=peer.activation_checkpointing,
+        on_gpu=work.device.type == "cuda",
+    )
+    return StepEstimate(run, shape, work.layout)
+
+
+def _what_would_fit(run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int) -> Iterator[str]:
+    """Yields settings that would fit, best first; the others' experts' form hardly changes the activations."""
+    layers = replace(peer, activation_checkpointing="layers")
+    temporary = _estimate(run, layers, work, experts).temporary(1)
+    flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
+    for number in range(experts, 0, -1):
+        for form in (None, *smaller_forms(work.foreign_experts)):
+            if _static(work, number, form) + temporary <= free:
+                fewer = f"--experts {number} " if number < experts else ""
+                yield f"{flag}{fewer}{f'--foreign-experts {form} ' if form else ''}would fit"
+
+
+def _is_negligible(run: RunConfig, sequences: int, free: int) -> bool:
+    """Returns True if the activations of that many sequences surely take a small part of the free memory."""
+    hidden, layers = (run.model.settings.get(key) for key in ("hidden_size", "num_hidden_layers"))
+    if not isinstance(hidden, int) or not isinstance(layers, int):
+        return False
+    tokens = sequences * run.training.sequence_length
+    return 4 * tokens * hidden * layers * _MOST_ACTIVATIONS < _NEGLIGIBLE_SHARE * free

@@ -1,0 +1,87 @@
+"""A rank other than 0: it computes gradients as it is told, and talks to nobody but rank 0.
+
+It has no network process and writes no files. Signals are rank 0's business: torchrun sends them to all ranks, and
+this one must go on until rank 0 has left the swarm.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import partial
+
+import numpy as np
+import torch
+
+from spes_swarm.base.errors import RankError
+from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.training.gradients import Gradients, autocast
+from spes_swarm.training.out_of_memory import is_out_of_memory
+from spes_swarm.training.ranks.group import RankGroup
+from spes_swarm.training.ranks.orders import Replica, Step, Stop
+from spes_swarm.training.ranks.placement import Placement
+from spes_swarm.training.ranks.shared_gradients import compute_share, exchange_weights
+
+
+def follow(placement: Placement) -> int:
+    """Follows rank 0 until the peer has left the swarm; returns the exit code. Needs the main thread."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # until the ranks are connected, nobody waits for this one
+    try:
+        group = RankGroup(placement)
+        group.connect()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        obey(group)
+    except RankError as exc:
+        print(f"join: rank {placement.rank} ends: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def obey(group: RankGroup) -> None:
+    """Carries out orders until told to stop.
+
+    Raises:
+        RankError: another rank of this peer has ended.
+    """
+    replica = group.next_order()
+    if isinstance(replica, Stop):
+        group.close()
+        return
+    assert isinstance(replica, Replica)
+    device = group.own_device(torch.device(replica.device_type))
+    if replica.num_threads is not None:
+        torch.set_num_threads(replica.num_threads)
+    load_kernel(replica.kernel)
+    model = replica.build(device)
+    own = Gradients(
+        model,
+        replica.losses,
+        replica.micro_batch_size,
+        device=device,
+        autocast=partial(autocast, device, replica.precision),
+        warn=lambda kind, text: print(f"rank {group.placement.rank}: {text}"),
+    )
+    while isinstance(step := group.next_order(), Step):
+        take_part(group, model, own, step, device)
+    group.close()
+
+
+def take_part(group: RankGroup, model: SparseModel, own: Gradients, step: Step, device: torch.device) -> None:
+    """Computes this rank's share of a step.
+
+    Raises:
+        RankError: another rank of this peer has ended.
+    """
+    model.hold(step.held)
+    exchange_weights(group, model, step)
+    batch_BS = torch.empty(step.batch_shape, dtype=torch.int64, device=device)
+    group.broadcast([batch_BS])
+    try:
+        compute_share(group, model, own, batch_BS.cpu().numpy().astype(np.int64, copy=False), step.progress)
+    except (MemoryError, RuntimeError) as exc:
+        if not is_out_of_memory(exc):
+            raise
+        # Rank 0 knows; it leaves the swarm, and then gives the order to stop.

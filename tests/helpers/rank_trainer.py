@@ -1,0 +1,102 @@
+"""A trainer of the tiny run that changes its experts on the way, alone or as rank 0 of several.
+
+`python -m tests.helpers.rank_trainer DIRECTORY ROUNDS` is rank 0 of those that the environment names. It prints a line
+after each round, then the outcome as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spes_swarm.base.errors import RankError
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.port.messages import CaughtUp, RoundReport
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
+from spes_swarm.training.gradients import loss_weights
+from spes_swarm.training.ranks.group import RankGroup
+from spes_swarm.training.ranks.orders import Replica
+from spes_swarm.training.ranks.placement import Placement
+from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, run_config
+
+ROUNDS = 5
+INNER_STEPS = 3
+MERGES = {"alpha": 0.1, "steps": 400, "interval": 6}  # in every other round
+OTHERS = (2, 4)  # the experts held from the second round on
+
+
+def replica(run: Any, held: tuple[int, ...] = HELD) -> Replica:
+    """The model of a lone trainer."""
+    return Replica(
+        model_type=run.model.type,
+        settings=run.model.settings,
+        held=held,
+        kernel="torch",
+        foreign_experts="fp32",
+        activation_checkpointing="none",
+        precision="fp32",
+        micro_batch_size=1,
+        num_threads=1,
+        losses=loss_weights(run.training),
+        device_type="cpu",
+    )
+
+
+def train(
+    directory: Path,
+    ranks: RankGroup | None = None,
+    rounds: int = ROUNDS,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Trains for some rounds; returns what must not depend on the number of ranks, and the losses."""
+    run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES)
+    lone = LoneTrainer(directory, run, max_rounds=rounds, micro_batch_size=1, ranks=ranks, on_round=on_round)
+    if ranks is not None:
+        ranks.give(replica(run))
+    lone.network.answers = [StubNetwork.commit, _change_experts]
+    lone.trainer.run()
+    lone.close()
+    events = {kind: lone.events(kind) for kind in ("round", "step")}
+    return {
+        "digests": [event["digest"] for event in events["round"]],
+        "merged": [event["round"] for event in events["round"] if event["merge_alpha"]],
+        "held": list(lone.model.held),
+        "tokens": [event["tokens"] for event in events["step"]],
+        "routed": moved_tokens(lone.model),
+        "losses": [event["loss"] for event in events["step"]],
+    }
+
+
+def moved_tokens(model: SparseModel) -> list[int]:
+    """Routed tokens that nobody has asked for: after a step there are none."""
+    return [int(count) for count in model.pop_routed_tokens()]
+
+
+def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
+    report = network.commit()
+    network.held = OTHERS
+    (gained,), (lost,) = set(OTHERS) - set(HELD), set(HELD) - set(OTHERS)
+    return dataclasses.replace(report, experts=ExpertChange(OTHERS, {gained: ()}, {lost: ()}))
+
+
+def main() -> None:
+    """Trains as rank 0."""
+    placement = Placement.from_environment(os.environ)
+    assert placement is not None
+    ranks = RankGroup(placement)
+    ranks.connect()
+    try:
+        with ranks:
+            outcome = train(Path(sys.argv[1]), ranks, int(sys.argv[2]), lambda: print("committed", flush=True))
+            print(json.dumps(outcome), flush=True)
+    except RankError as exc:
+        sys.exit(f"rank 0: {exc}")
+
+
+if __name__ == "__main__":
+    main()

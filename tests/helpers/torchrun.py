@@ -1,0 +1,39 @@
+"""Peers of several ranks: torchrun on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
+from tests.helpers.repository import ROOT
+
+NUM_RANKS = 2
+
+
+def launch_ranks(arguments: Sequence[str], log: Path) -> PeerProcess:
+    """Like local_peer.launch_join, with two ranks."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    torchrun += ["--shutdown-timeout", "600"]  # for a last round on a busy machine; by default 30 s
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *torchrun, "-m", "spes_swarm.join", *arguments],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def rank_process(peer: LocalPeer, rank: int) -> psutil.Process:
+    """The process of one rank."""
+    (found,) = (
+        process for process in psutil.Process(peer.process.pid).children() if process.environ().get("RANK") == str(rank)
+    )
+    return found

@@ -1,0 +1,138 @@
+"""How many experts and sequences fit, activations included, before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spes_swarm.base.errors import CapacityError
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.peer.memory import capacity, host_memory, peer_plan
+from spes_swarm.peer.memory.capacity import Workload
+from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape, layers_if_alike, step_memory, with_layers
+from spes_swarm.protocol.consensus.layout import Layout
+from tests.helpers.small_2b import eighth_of_2b
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def four_layers() -> RunConfig:
+    """An eighth of 2B with four layers; its vocabulary is small, so that most activations are those of layers."""
+    run = with_layers(eighth_of_2b(), 4)
+    settings = {**run.model.settings, "vocab_size": 512, "num_experts": 4}
+    return replace(run, model=replace(run.model, settings=settings), training=replace(run.training, batch_size=8))
+
+
+FOUR_LAYERS = four_layers()
+QWEN_SETTINGS = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "vocab_size": 32,
+}
+
+
+def shape(checkpointing: str = "none", *, on_gpu: bool = False) -> StepShape:
+    return StepShape(
+        num_held=1,
+        foreign_experts="bf16",
+        precision="bf16" if on_gpu else "fp32",
+        activation_checkpointing=checkpointing,
+        on_gpu=on_gpu,
+    )
+
+
+def layout(run: RunConfig) -> Layout:
+    return layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
+
+
+def with_free(patch: pytest.MonkeyPatch, free: int) -> None:
+    """A machine with that much free memory on the device and on the host; only the reading is replaced."""
+    for module in (capacity, host_memory, peer_plan):
+        patch.setattr(module, "free_host_bytes", lambda: free)
+    for module in (capacity, peer_plan):
+        patch.setattr(module, "free_bytes", lambda _: free)
+
+
+def test_only_layers_that_are_alike_stand_for_each_other() -> None:
+    settings, four = FOUR_LAYERS.model.settings, layout(FOUR_LAYERS)
+    assert layers_if_alike(settings, four) == 4
+    assert layers_if_alike({**settings, "layer_types": ["full_attention"] * 4}, four) is None
+    assert layers_if_alike({**settings, "num_hidden_layers": 3}, four) is None
+    odd = build_model("qwen3_moe", QWEN_SETTINGS | {"mlp_only_layers": [0]}, 0, "cpu", on_meta=True)
+    assert layers_if_alike({"num_hidden_layers": 3}, layout_of(odd)) is None
+
+
+def test_the_largest_micro_batch_is_the_largest_that_fits() -> None:
+    estimate = StepEstimate(FOUR_LAYERS, shape(), layout(FOUR_LAYERS))
+    assert estimate.largest_micro_batch(estimate.temporary(1) - 1, 4) == 0
+    for size in (1, 2, 4, 8):
+        assert estimate.largest_micro_batch(estimate.temporary(size), 8) == size
+    assert estimate.largest_micro_batch(estimate.temporary(4), 3) == 3
+    assert estimate.largest_micro_batch(1e18, 1) == 1
+
+
+def needed(device: torch.device, peer: PeerConfig, sequences: int) -> tuple[int, int]:
+    """Returns the bytes without and with activations, of one expert."""
+    work = Workload.of(FOUR_LAYERS, peer, device)
+    static = work.needed(1)[0 if device.type == "cuda" else 1]
+    one = replace(shape(on_gpu=device.type == "cuda"), foreign_experts=work.foreign_experts)
+    return static, static + step_memory(FOUR_LAYERS, one, sequences).temporary
+
+
+@pytest.mark.parametrize(("device", "share"), [(CPU, 0.7), (CUDA, 0.95)])
+def test_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch, device: torch.device, share: float) -> None:
+    peer = PeerConfig(experts="1")
+    with_free(monkeypatch, int(1.01 * needed(device, peer, 4)[1] / share))
+    assert plan_peer(FOUR_LAYERS, peer, device) == PeerPlan(experts=1, micro_batch_size=4)
+    assert plan_peer(FOUR_LAYERS, replace(peer, micro_batch_size="3"), device).micro_batch_size == 3
+    with_free(monkeypatch, int(1.01 * needed(device, peer, 2)[1] / share))
+    assert plan_peer(FOUR_LAYERS, peer, device).micro_batch_size == 2
+    assert plan_peer(FOUR_LAYERS, replace(peer, micro_batch_size="4"), device).micro_batch_size == 2
+    with_free(monkeypatch, int(1.01 * needed(device, peer, 1)[1]))  # nothing to spare
+    assert plan_peer(FOUR_LAYERS, peer, device).micro_batch_size == 1
+
+
+def test_a_step_that_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = PeerConfig(experts="1")
+    static, together = needed(CUDA, peer, 1)
+    with_free(monkeypatch, (static + together) // 2)
+    with pytest.raises(CapacityError) as raised:
+        plan_peer(FOUR_LAYERS, peer, CUDA)
+    line = str(raised.value)
+    assert "\n" not in line
+    assert line.startswith(f"training 1 expert needs {together / 1e6:.1f} MB of the memory of cuda:0, activations of ")
+    assert line.endswith("MB is free: --activation-checkpointing layers would fit")
+    # What it proposes does fit.
+    assert plan_peer(FOUR_LAYERS, replace(peer, activation_checkpointing="layers"), CUDA).micro_batch_size >= 1
+    layers = replace(shape("layers", on_gpu=True), foreign_experts="bf16")
+    with_free(monkeypatch, static + step_memory(FOUR_LAYERS, layers, 1).temporary - 1)
+    with pytest.raises(CapacityError, match=r"--activation-checkpointing layers --foreign-experts int8 would fit$"):
+        plan_peer(FOUR_LAYERS, peer, CUDA)
+    long = replace(FOUR_LAYERS, training=replace(FOUR_LAYERS.training, sequence_length=2048))
+    with pytest.raises(CapacityError, match=r"a smaller model or shorter sequences$"):
+        plan_peer(long, peer, CUDA)
+
+
+def test_automatic_experts_make_room_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(FOUR_LAYERS, experts_per_peer=4, training=replace(FOUR_LAYERS.training, sequence_length=1024))
+    work = Workload.of(run, PeerConfig(), CUDA)
+    two = StepShape(num_held=4, foreign_experts="bf16", precision="bf16", activation_checkpointing="none", on_gpu=True)
+    with_free(monkeypatch, work.needed(2)[0] + step_memory(run, two, 1).temporary + 1000)
+    assert plan_peer(run, PeerConfig(), CUDA) == PeerPlan(experts=2, micro_batch_size=1)
+
+
+def test_a_small_model_takes_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepEstimate, "temporary", lambda *_: pytest.fail("a step was estimated"))
+    with_free(monkeypatch, 10**12)
+    assert plan_peer(FOUR_LAYERS, PeerConfig(experts="1"), CPU) == PeerPlan(experts=1, micro_batch_size=8)

@@ -1,0 +1,218 @@
+"""Several ranks as one peer: who computes what, what rank 0 tells the others, and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spes_swarm.base.errors import ConfigError, RankError
+from spes_swarm.model.losses import LossWeights
+from spes_swarm.model.sparse_model import SparseModel, build_model
+from spes_swarm.training.gradients import Gradients
+from spes_swarm.training.ranks.buckets import buckets, transfer
+from spes_swarm.training.ranks.group import RankGroup
+from spes_swarm.training.ranks.orders import Step, Stop, decode_order, encode_order
+from spes_swarm.training.ranks.placement import Placement
+from spes_swarm.training.ranks.shared_gradients import compute_share
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.rank_trainer import replica
+from tests.helpers.repository import ROOT
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def test_one_process_is_not_a_rank() -> None:
+    assert Placement.from_environment({}) is None
+    assert Placement.from_environment({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+def test_torchrun_says_which_rank_this_is() -> None:
+    assert Placement.from_environment(TORCHRUN) == Placement(rank=1, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun --standalone --nproc-per-node 2"),
+        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK is not set.*unset WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        (
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "only some of the 4 ranks.*scripts/slurm.sh",
+        ),
+        (
+            {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            "only some of the 4 ranks.*scripts/slurm.sh",
+        ),
+    ],
+)
+def test_environments_that_torchrun_on_one_machine_does_not_make(changes: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Placement.from_environment({**TORCHRUN, **changes})
+
+
+@given(st.integers(2, 16), st.integers(1, 16))
+def test_the_shares_of_all_ranks_are_the_batch_in_order(world_size: int, each: int) -> None:
+    batch = list(range(world_size * each))
+    placements = [Placement(rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [batch[placement.share(len(batch))] for placement in placements]
+    assert [sequence for share in shares for sequence in share] == batch
+    assert {len(share) for share in shares} == {each}
+
+
+def test_a_batch_that_cannot_be_divided_evenly_is_refused() -> None:
+    placement = Placement(rank=0, world_size=4)
+    placement.check_batch(8)
+    for batch_size in (2, 10):
+        with pytest.raises(ConfigError, match=f"a batch of {batch_size} cannot be divided.*a multiple of 4"):
+            placement.check_batch(batch_size)
+
+
+def test_orders_arrive_as_they_were_given() -> None:
+    step = Step(held=(1, 5), all_weights=True, batch_shape=(4, 64), progress=0.1 + 0.2)
+    for order in (replica(run_config(), held=(0, 7)), step, Stop()):
+        assert decode_order(encode_order(order)) == order
+        json.loads(encode_order(order))  # not a pickle
+
+
+def test_a_replica_is_the_model_of_the_run() -> None:
+    run = run_config()
+    built = replica(run, held=(0, 7)).build(torch.device("cpu"))
+    expected = SparseModel(build_model(run.model.type, run.model.settings, 0, "cpu"), (0, 7))
+    assert built.held == expected.held
+    assert shapes_of(built) == shapes_of(expected)
+
+
+def shapes_of(model: SparseModel) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.trainable_parameters()}
+
+
+DTYPES = st.sampled_from([torch.float32, torch.uint8, torch.bfloat16])
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), DTYPES), max_size=12), st.integers(1, 80))
+def test_buckets_hold_all_tensors_in_order(kinds: list[tuple[int, torch.dtype]], max_bytes: int) -> None:
+    tensors = [torch.full((size,), number, dtype=dtype) for number, (size, dtype) in enumerate(kinds)]
+    found = list(buckets(tensors, max_bytes))
+    kept = [tensor for bucket in found for tensor in bucket]
+    assert [id(tensor) for tensor in kept] == [id(tensor) for tensor in tensors if tensor.numel()]
+    for bucket in found:
+        assert len({tensor.dtype for tensor in bucket}) == 1
+        assert len(bucket) == 1 or sum(tensor.nbytes for tensor in bucket) <= max_bytes
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_what_arrives_is_copied_back_where_it_is_wanted(received: bool) -> None:
+    strided = torch.arange(6.0).view(2, 3).t()
+    tensors = [torch.tensor(1.0), torch.arange(3.0), strided, torch.tensor([5], dtype=torch.int64)]
+    expected = [tensor.clone() + (10 if received else 0) for tensor in tensors[:3]]
+
+    def add(flat_N: Tensor) -> None:
+        flat_N.add_(10)
+
+    transfer(tensors, add, received=received)
+    for tensor, wanted in zip(tensors, expected, strict=False):
+        assert torch.equal(tensor, wanted)
+
+
+class Meeting(RankGroup):
+    """Rank 0 of two, the other of which reports what the test says."""
+
+    def __init__(self, failures: float) -> None:
+        super().__init__(Placement(rank=0, world_size=2))
+        self.failures = failures
+        self.added: list[Tensor] = []
+
+    def add_up_for_all(self, values: Tensor) -> None:
+        values[0] += self.failures
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        self.added = list(tensors)
+
+
+def own_gradients(micro_batch_size: int) -> tuple[SparseModel, Gradients]:
+    run = run_config()
+    model = SparseModel(build_model(run.model.type, run.model.settings, 0, "cpu"), (1, 4))
+    device = torch.device("cpu")
+    return model, Gradients(
+        model,
+        LossWeights(),
+        micro_batch_size,
+        device=device,
+        autocast=contextlib.nullcontext,
+        warn=lambda kind, text: None,
+    )
+
+
+BATCH_BS = np.arange(4 * 16, dtype=np.int64).reshape(4, 16)
+
+
+def test_a_rank_without_memory_ends_the_step_of_all_before_gradients_are_added_up() -> None:
+    group = Meeting(failures=1.0)
+    with pytest.raises(MemoryError, match="another rank"):
+        compute_share(group, *own_gradients(2), BATCH_BS, 0.0)
+    assert group.added == []
+
+
+def test_rank_0_without_memory_still_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = own_gradients(2)
+
+    def fail(*_: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(own, "compute", fail)
+    seen: list[float] = []
+    group = Meeting(failures=0.0)
+    monkeypatch.setattr(group, "add_up_for_all", lambda values: seen.append(float(values[0])))
+    with pytest.raises(torch.OutOfMemoryError):
+        compute_share(group, model, own, BATCH_BS, 0.0)
+    assert seen == [1.0]
+    assert group.added == []
+
+
+def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:
+    with RankGroup(Placement(rank=0, world_size=2)) as group, pytest.raises(RankError):
+        group.give(Stop())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"MASTER_PORT": ""}, "WORLD_SIZE is 2, but MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}, "a batch of 32 cannot be divided evenly among 3"),
+    ],
+)
+def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "spes_swarm.join", "--output-dir", tmp_path / "peer", "--batch-size", "32"],
+        cwd=ROOT,
+        env={**os.environ, **TORCHRUN, **changes},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"join: {why}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "peer").exists()
