@@ -90,10 +90,11 @@ def resident(field: str) -> int:
 def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> None:
     """Trains a few steps in this process."""
     run = run_of(size)
-    # As a peer does: a whole model in fp32 never exists. Any weights will do.
+    # As a peer does: a whole model in fp32 never exists. The weights are random, so that no expert gets most tokens.
+    rng = np.random.default_rng(0)
     model = SparseModel(build_empty_model(run.model.type, run.model.settings), range(held), foreign_form=foreign)
     for block in model.layout.blocks:
-        model.write_block(block.index, np.full(block.size, 0.01, dtype=np.float32))
+        model.write_block(block.index, 0.02 * rng.standard_normal(block.size, dtype=np.float32))
     checkpoint_activations(model.module, checkpointing)
     optimiser = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
     gradients = Gradients(

@@ -29,6 +29,9 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
+    compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
+    # Where AdamW's moments are: in fp32 on the device, in 8 bits on the device, or in host memory.
+    optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
     kernel: Text = "torch"  # expert kernel
@@ -62,6 +65,10 @@ class PeerConfig(Section):
         if self.client_mode and self.assume_reachable:
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
+            )
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ConfigError(
+                "compile: found true, expected false with activation_checkpointing selective; none and layers work"
             )
 
     @classmethod

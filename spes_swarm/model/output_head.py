@@ -93,15 +93,18 @@ class _LinearLoss(torch.autograd.Function):
         for rows in head.chunks():
             logits_CV = head.logits(rows)
             targets_C1 = targets_N[rows].clamp_min(0).unsqueeze(1)
-            share_C, lse_C = share_N[rows], torch.logsumexp(logits_CV, dim=-1)
-            nats += ((lse_C - logits_CV.gather(1, targets_C1).squeeze(1)) * share_C).sum()
-            squares += (lse_C.square() * share_C).sum()
+            target_logits_C1, largest_C1 = logits_CV.gather(1, targets_C1), logits_CV.amax(dim=-1, keepdim=True)
+            # In place: torch.logsumexp makes another tensor of this size.
+            exp_CV = logits_CV.sub_(largest_C1).exp_()
+            sum_C1 = exp_CV.sum(dim=-1, keepdim=True)
+            lse_C1, share_C1 = largest_C1 + sum_C1.log(), share_N[rows].unsqueeze(1)
+            nats += ((lse_C1 - target_logits_C1) * share_C1).sum()
+            squares += (lse_C1.square() * share_C1).sum()
             if grad_NX is None and grad_VD is None:
                 continue
             # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
-            grad_CV = logits_CV.sub_(lse_C.unsqueeze(1)).exp_()
-            grad_CV *= (share_C * (1.0 + 2.0 * z_weight * lse_C)).unsqueeze(1)
-            grad_CV.scatter_add_(1, targets_C1, -share_C.unsqueeze(1))
+            grad_CV = exp_CV.mul_(share_C1 * (1.0 + 2.0 * z_weight * lse_C1) / sum_C1)
+            grad_CV.scatter_add_(1, targets_C1, -share_C1)
             head.differentiate(rows, grad_CV, grad_NX, grad_VD)
         ctx.gradients = grad_NX, grad_VD
         ctx.mark_non_differentiable(nats, squares)

@@ -308,8 +308,10 @@ def _swap_parameters(
             continue
         state = optimiser.state.pop(old)
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == old.shape:
-                moved = value.new_zeros(new.shape)
+            # A step count has no rows. Others have one per expert: moments, and the scales of rounded ones.
+            if isinstance(value, Tensor) and value.dim() > 0:
+                shape = (len(held_after), *value.shape[1:])
+                moved = torch.zeros(shape, dtype=value.dtype, device=value.device, pin_memory=value.is_pinned())
                 for row_before, row_after in kept:
                     moved[row_after].copy_(value[row_before])
                 state[key] = moved

@@ -23,7 +23,6 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
@@ -34,7 +33,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
@@ -124,7 +123,7 @@ class Joining:
             self._device = self._ranks.own_device(self._device)
             self._ranks.connect(self._context.stop)
         self._step = StepSettings.of(self._peer, self._device)
-        load_kernel(self._peer.kernel)  # fails early; the model is built much later
+        check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
 
@@ -288,6 +287,7 @@ class Joining:
                 micro_batch_size=self._fits.micro_batch_size,
                 precision=self._step.precision,
                 ranks=self._ranks,
+                optimizer_states=peer.optimizer_states,
                 metrics=context.metrics,
                 checkpoints=context.directory.checkpoints,
                 checkpoint_minutes=peer.checkpoint_minutes,
@@ -305,7 +305,8 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
-        self._console.say(f"building {self._run.model.type} on {self._device}")
+        slow = "; the first steps compile it and are slow" if self._peer.compile else ""
+        self._console.say(f"building {self._run.model.type} on {self._device}{slow}")
         replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
         if self._ranks is not None:
             self._ranks.give(replica)
@@ -331,15 +332,14 @@ class Joining:
         self._leave_if_over(self._table.round)
 
     def _load_weights(self) -> None:
-        if self._checkpoint is not None:
-            self.trainer.restore(self._checkpoint, self._table)
-        else:
+        if self._checkpoint is None:
             self.trainer.load_reference(self._table)
+        else:
+            self.trainer.restore(self._checkpoint, self._table)
 
     def _await_training(self) -> None:
-        if self._peer.wait_for_peers > 1:
+        if (others := self._peer.wait_for_peers - 1) > 0:
             self._announce("training")
-            others = self._peer.wait_for_peers - 1
             await_training(lambda: self._ask(Commands.view, COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:

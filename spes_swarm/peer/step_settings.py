@@ -10,6 +10,8 @@ import torch
 
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.compilation import check_compiler
+from spes_swarm.model.kernels import load_kernel
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.ranks.orders import Replica
 
@@ -37,6 +39,17 @@ class StepSettings:
         )
 
 
+def check_tools(peer: PeerConfig, device: torch.device) -> None:
+    """Fails early if something is missing that building or running the model needs.
+
+    Raises:
+        ConfigError: the expert kernel is unknown or does not load, or there is no working compiler.
+    """
+    load_kernel(peer.kernel)
+    if peer.compile:
+        check_compiler(device)
+
+
 def replica_of(
     run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int
 ) -> Replica:
@@ -49,6 +62,7 @@ def replica_of(
         kernel=peer.kernel,
         foreign_experts=settings.foreign_experts,
         activation_checkpointing=peer.activation_checkpointing,
+        compile=peer.compile,
         precision=settings.precision,
         micro_batch_size=micro_batch_size,
         num_threads=peer.num_threads,

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
-import torch
 
 from spes_swarm.base.arrays import FloatArray, SharedVector
 from spes_swarm.model.sparse_model import SparseModel
@@ -14,7 +13,8 @@ from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
 from spes_swarm.storage.metrics_file import Metrics
-from spes_swarm.training.expert_moments import WarmUp, read_moments, write_moments
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.expert_moments import WarmUp, read_moments, write_moments
 
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -23,7 +23,7 @@ class Handover:
     """Gives the moments of experts to the peers that adopt them, and receives those of adopted experts."""
 
     def __init__(
-        self, network: Port, model: SparseModel, optimiser: torch.optim.AdamW, metrics: Metrics, warmup_steps: int
+        self, network: Port, model: SparseModel, optimiser: PeerAdamW, metrics: Metrics, warmup_steps: int
     ) -> None:
         self._network = network
         self._model = model

@@ -26,7 +26,10 @@ def as_user_error(when: str) -> Iterator[None]:
         if not is_out_of_memory(exc):
             raise
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
-        advice = "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers"
+        advice = (
+            "choose fewer --experts, --foreign-experts int8, --optimizer-states int8 "
+            "or --activation-checkpointing layers"
+        )
         raise CapacityError(f"out of memory {when}: {reason}; {advice}") from exc
 
 

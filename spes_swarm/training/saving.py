@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
-
 from spes_swarm.base.errors import CheckpointError
 from spes_swarm.port.commands import Commands
 from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
-from spes_swarm.training.optimiser_state import optimiser_arrays
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.saved_state import optimiser_arrays
 from spes_swarm.training.setup import TrainerSetup
 
 _COMMAND_TIMEOUT_S = 60.0
@@ -49,7 +48,7 @@ class CheckpointSaver:
     goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.
     """
 
-    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: torch.optim.AdamW, work: LocalWork) -> None:
+    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: PeerAdamW, work: LocalWork) -> None:
         self._setup = setup
         self._live = live
         self._optimiser = optimiser

@@ -31,7 +31,8 @@ from spes_swarm.training.handover import Handover
 from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
-from spes_swarm.training.optimiser_state import load_optimiser_arrays
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
 from spes_swarm.training.round_due import Pace
@@ -54,12 +55,12 @@ class Trainer:
         self._model = setup.model
         self._network = setup.network
         self._round_config = setup.run.round
-        self._optimiser = torch.optim.AdamW(
+        self._optimiser = PeerAdamW(
             setup.model.param_groups(training.weight_decay, training.decay_norm_and_bias),
             lr=training.learning_rate,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,
-            fused=True,
+            form=setup.optimizer_states,
         )
         own = Gradients(
             setup.model,

@@ -39,6 +39,7 @@ def replica(run: Any, held: tuple[int, ...] = HELD) -> Replica:
         kernel="torch",
         foreign_experts="fp32",
         activation_checkpointing="none",
+        compile=False,
         precision="fp32",
         micro_batch_size=1,
         num_threads=1,

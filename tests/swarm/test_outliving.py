@@ -28,7 +28,9 @@ def is_about(expert: int, event: dict[str, Any]) -> bool:
 
 def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path) -> None:
     with swarm(tmp_path, **SPREAD) as running:
-        *stay, leaver = running.start_all(3)
+        together = ("--wait-for-peers", 3)
+        stay = [running.found(*together), running.join(*together)]
+        leaver = running.join(*together, "--optimizer-states", "int8")  # others receive fp32 all the same
         leaver.wait_for_round(3)
         assert leaver.terminate() == 0
         last = max(leaver.rounds())

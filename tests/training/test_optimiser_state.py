@@ -7,14 +7,15 @@ import copy
 import torch
 from torch import nn
 
-from spes_swarm.training.optimiser_state import load_optimiser_arrays, optimiser_arrays
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=0.1)
+def adamw(model: nn.Module) -> PeerAdamW:
+    return PeerAdamW([{"params": list(model.parameters())}], lr=0.1, betas=(0.9, 0.95), eps=1e-8)
 
 
-def train_step(model: nn.Module, optimiser: torch.optim.AdamW) -> None:
+def train_step(model: nn.Module, optimiser: PeerAdamW) -> None:
     optimiser.zero_grad()
     torch.autograd.backward(model(torch.arange(6.0).view(2, 3)).square().sum())
     optimiser.step()

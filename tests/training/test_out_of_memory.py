@@ -18,6 +18,7 @@ from tests.helpers.repository import ROOT
 from tests.helpers.swarm import swarm
 
 TOO_MUCH = 1 << 60
+ADVICE = "choose fewer --experts, --foreign-experts int8, --optimizer-states int8 or --activation-checkpointing layers"
 
 
 def test_failed_allocations_of_all_kinds_are_recognised() -> None:
@@ -45,10 +46,7 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     memory.raise_if_failed()
     with memory.guard(torch.optim.SGD([weight])):
         bytearray(TOO_MUCH)
-    line = (
-        "out of memory on cpu in a step: MemoryError; "
-        "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers"
-    )
+    line = f"out of memory on cpu in a step: MemoryError; {ADVICE}"
     assert told == [f"memory: {line}", "stop"]
     assert all(parameter.grad is None for parameter in (weight,))
     with pytest.raises(CapacityError, match=line):
@@ -89,7 +87,7 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
             assert last.startswith(
                 "join: out of memory on cpu in a step: CUDA out of memory. Tried to allocate 2.00 GiB."
             )
-            assert "choose fewer --experts, --foreign-experts int8 or --activation-checkpointing layers" in last
+            assert ADVICE in last
             assert "Traceback" not in peer.text()
             details = [event["detail"] for event in peer.events("fault") if event["kind"] == "memory"]
             assert details[0] == "2 sequences at a time do not fit into memory: trying 1"

@@ -15,7 +15,8 @@ from spes_swarm.base.errors import CheckpointError
 from spes_swarm.storage.checkpoint import Checkpoint, checkpoints_in, load_newest
 from spes_swarm.storage.checkpoint_files import ReferenceFile
 from spes_swarm.storage.checkpoint_writing import save_checkpoint
-from spes_swarm.training.optimiser_state import optimiser_arrays
+from spes_swarm.training.optimiser.moment_storage import FORMS
+from spes_swarm.training.optimiser.saved_state import optimiser_arrays
 from tests.helpers.lone_trainer import LoneTrainer
 
 Make = Callable[..., LoneTrainer]
@@ -108,13 +109,14 @@ def test_a_checkpoint_holds_the_moment_it_was_taken_however_far_training_is_when
     assert (live_bytes > 4 * peer.model.layout.blocks[0].size) == (more_steps > 0)
 
 
-def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(make: Make) -> None:
-    peer = make()
+@pytest.mark.parametrize("states", FORMS)
+def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(make: Make, states: str) -> None:
+    peer = make(optimizer_states=states)
     one_round(peer)
     peer.trainer._saver._finish()
     checkpoint = newest(peer)
     one_round(peer)
-    again = make()
+    again = make(optimizer_states=states)
     reference_N = again.network.reference.values_N
     checkpoint.reference(again.model.layout, reference_N)
     again.network.reference.finish(1, [(block, version) for block, version in enumerate(checkpoint.meta.versions)])

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.compilation import compile_layers
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 
@@ -23,6 +24,7 @@ class Replica:
     kernel: str
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
     activation_checkpointing: str
+    compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
     micro_batch_size: int  # most sequences at a time
     num_threads: int | None  # None: torch decides
@@ -33,11 +35,13 @@ class Replica:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
 
         Raises:
-            ConfigError: as `build_model` and `SparseModel`.
+            ConfigError: as `build_model` and `SparseModel`, or the architecture does not support one of the settings.
         """
         empty = build_empty_model(self.model_type, self.settings)
         sparse = SparseModel(empty, self.held, self.kernel, self.foreign_experts)
         checkpoint_activations(sparse.module, self.activation_checkpointing)
+        if self.compile:
+            compile_layers(sparse.module)
         sparse.module.to(device)
         return sparse
 

@@ -5,6 +5,7 @@ Shapes: N elements of one expert's block; stacks of held experts have the held e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.protocol.consensus.layout import TensorSlot
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from spes_swarm.protocol.ownership.moment_rules import largest_ratio
+from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.moment_storage import MOMENTS
 
 
 def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Parameter, int]]:
@@ -26,45 +28,44 @@ def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Para
         yield slot, parameters[slot.name], row
 
 
-def read_moments(optimiser: torch.optim.AdamW, model: SparseModel, expert: int, out_2N: FloatArray) -> int:
+def read_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, out_2N: FloatArray) -> int:
     """Copies a held expert's first and second moments into `out_2N`; returns the optimiser's step.
 
-    Before the first step they are zero.
+    Before the first step they are zero. Moments in 8 bits are made possible first (see `moment_rules`): rounding can
+    make a first moment too large for its second moment, and other peers would refuse them all.
     """
-    block = model.layout.expert_block(expert)
     step = 0
-    for half, key in enumerate(_MOMENTS):
+    for half, moment in enumerate(MOMENTS):
         for slot, parameter, row in _rows(model, expert):
-            start = half * block.size + slot.start - block.start
-            state = optimiser.state.get(parameter)
-            if not state:
-                out_2N[start : start + slot.size] = 0.0
-                continue
-            out_2N[start : start + slot.size] = state[key][row].detach().float().cpu().numpy().reshape(-1)
-            step = max(step, int(state["step"]))
+            out_N = torch.from_numpy(_of_slot(model, expert, slot, half, out_2N))
+            optimiser.read_moment(parameter, moment, out_N, row)
+            step = max(step, optimiser.num_steps(parameter))
+    ratio = largest_ratio(*optimiser.betas)
+    if optimiser.form == "int8" and math.isfinite(ratio):
+        first_N, second_N = np.split(out_2N, 2)  # views
+        largest_N = ratio * np.sqrt(second_N)
+        np.clip(first_N, -largest_N, largest_N, out=first_N)
     return step
 
 
-def write_moments(
-    optimiser: torch.optim.AdamW, model: SparseModel, expert: int, moments_2N: FloatArray, step: int
-) -> None:
+def write_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, moments_2N: FloatArray, step: int) -> None:
     """Sets the moments of a held expert.
 
     AdamW has one step count per stack. It becomes at least `step`: with a smaller one, bias correction would inflate
     the moments. If the optimiser has not taken a step yet, the other rows start at zero.
     """
-    block = model.layout.expert_block(expert)
     for slot, parameter, row in _rows(model, expert):
-        state = optimiser.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, device=parameter.device)
-            for key in _MOMENTS:
-                state[key] = torch.zeros_like(parameter)
-        state["step"].fill_(max(float(state["step"]), float(step)))
-        for half, key in enumerate(_MOMENTS):
-            start = half * block.size + slot.start - block.start
-            values = torch.from_numpy(np.ascontiguousarray(moments_2N[start : start + slot.size]))
-            state[key][row].copy_(values.view(slot.shape))
+        optimiser.set_num_steps(parameter, max(optimiser.num_steps(parameter), step))
+        for half, moment in enumerate(MOMENTS):
+            values_N = np.ascontiguousarray(_of_slot(model, expert, slot, half, moments_2N))
+            optimiser.write_moment(parameter, moment, torch.from_numpy(values_N), row)
+
+
+def _of_slot(model: SparseModel, expert: int, slot: TensorSlot, half: int, moments_2N: FloatArray) -> FloatArray:
+    """Returns the part of an expert's moments that belongs to a tensor; `half` is 0 for first ones, 1 for second."""
+    block = model.layout.expert_block(expert)
+    start = half * block.size + slot.start - block.start
+    return moments_2N[start : start + slot.size]
 
 
 class WarmUp:
