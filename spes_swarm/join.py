@@ -1,7 +1,7 @@
 """`python -m spes_swarm.join`: joins a run, or founds one.
 
-Without --initial-peers it founds a run from --config (default: the quickstart), or continues the run that --output-dir
-belongs to, and prints the command with which others join.
+Without --initial-peers it founds a run from --config (default: the quickstart) or from an existing model
+(--initial-weights), or continues the run that --output-dir belongs to, and prints the command with which others join.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     run = parser.add_argument_group("the run")
     run.add_argument("--config", type=Path, help="YAML file; its `run` section founds a run (default: quickstart)")
-    run.add_argument("--initial-weights", metavar="DIR", help="found the run from this model, e.g. an upcycled one")
+    run.add_argument(
+        "--initial-weights", metavar="MODEL", help="found the run from this model: a directory, or USER/REPO[@REVISION]"
+    )
     run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers in the run")
     run.add_argument("--run-id", help="refuse to join any other run")
     run.add_argument("--wait-for-peers", type=int, metavar="N", help="wait until N peers are ready, including this one")
@@ -68,7 +70,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
     peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
     peer.add_argument("--name", help="public nickname")
-    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, or text (default: as last time)")
+    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, text or chats (default: as before)")
     peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")

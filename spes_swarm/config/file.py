@@ -13,6 +13,9 @@ from spes_swarm.base.strict_yaml import load_yaml
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 
+# In place of a model section that is still to be written.
+_LATER = {"model": {"type": "from the initial weights"}}
+
 
 class ConfigFile(NamedTuple):
     """The content of a configuration file."""
@@ -29,6 +32,11 @@ class RawConfigFile:
     run: Mapping[str, Any] | None  # keys and values are those of a RunConfig
     peer: PeerConfig
 
+    @property
+    def lacks_model(self) -> bool:
+        """Whether there is a `run:` section without a model, which the initial weights supply."""
+        return self.run is not None and "model" not in self.run
+
     def build_run(self) -> RunConfig | None:
         """Builds the `run:` section; imports transformers.
 
@@ -41,6 +49,11 @@ class RawConfigFile:
 def default_config_path() -> Path:
     """The quickstart configuration inside the package."""
     return Path(__file__).parent.parent / "default_config" / "quickstart.yaml"
+
+
+def continued_config_path() -> Path:
+    """The configuration inside the package for training an existing model; it has no `model` section."""
+    return default_config_path().with_name("continued.yaml")
 
 
 def load_config(path: str | Path | None = None) -> ConfigFile:
@@ -56,8 +69,10 @@ def load_config(path: str | Path | None = None) -> ConfigFile:
     return ConfigFile(run=raw.build_run(), peer=raw.peer)
 
 
-def read_config_file(path: str | Path) -> RawConfigFile:
+def read_config_file(path: str | Path, initial_weights: str | None = None) -> RawConfigFile:
     """Reads a configuration file and checks everything but its model, without transformers.
+
+    With initial weights, here or in its `peer` section, the `run` section may lack the `model`.
 
     Raises:
         ConfigError: as `load_config`, except for errors in the model.
@@ -73,7 +88,9 @@ def read_config_file(path: str | Path) -> RawConfigFile:
         if key not in sections:
             raise ConfigError(f"{source}: {key}: unknown key{nearest_key(sections, str(key))}")
     run = content.get("run")
-    peer = content.get("peer")
+    own = content.get("peer")
+    peer = PeerConfig() if own is None else PeerConfig.from_dict(own, source)
     if run is not None:
-        check_section(RunConfig, run, f"{source}: ", "run")
-    return RawConfigFile(source, run, PeerConfig() if peer is None else PeerConfig.from_dict(peer, source))
+        model_follows = (initial_weights or peer.initial_weights) is not None and isinstance(run, dict)
+        check_section(RunConfig, _LATER | run if model_follows else run, f"{source}: ", "run")
+    return RawConfigFile(source, run, peer)

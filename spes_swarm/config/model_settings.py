@@ -52,7 +52,7 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
             starts with the key: `type` or `settings.KEY`.
     """
     config_class = _config_class(model_type)
-    known = (_setting_names(config_class) | _EXTRA) - _FORBIDDEN
+    known = setting_names(model_type)
     for key in settings:
         if key in _FORBIDDEN:
             raise ConfigError(f"settings.{key}: not allowed in a swarm's configuration")
@@ -61,6 +61,15 @@ def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTra
     check_numbers(settings)  # transformers builds lists of such lengths, and a module for each entry
     with refusals(f"settings: transformers refuses them for {model_type}"):
         return config_class(**json.loads(json.dumps(dict(settings))))  # a copy: transformers keeps its arguments
+
+
+def setting_names(model_type: str) -> set[str]:
+    """Returns the settings that a configuration of this type may have.
+
+    Raises:
+        ConfigError: the type is unknown; the message starts with `type`.
+    """
+    return (_setting_names(_config_class(model_type)) | _EXTRA) - _FORBIDDEN
 
 
 def check_mixture(model_type: str) -> None:

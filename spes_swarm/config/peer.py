@@ -53,7 +53,7 @@ class PeerConfig(Section):
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
     upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
-    initial_weights: Text | None = None  # model directory that a new run starts from; None = random
+    initial_weights: Text | None = None  # model of a new run: directory or USER/REPO[@REVISION]; None = random weights
     publish_to: Text | None = None  # USER/REPO on the Hub, or file:DIRECTORY; None = this peer does not publish
     publish_every: Count = 100  # rounds between publications
     publish_mbps: Positive | None = None  # limit on publishing in Mbit/s; None = a tenth of upload_mbps, or 10 Mbit/s

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.base.wording import plural
+from spes_swarm.data.chat import ChatTemplate, is_chat, write_chat_shard
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import FILE_LIST, listed_token_files
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
@@ -61,10 +62,10 @@ def open_corpus(
     """Opens the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
-    text: a file, directory or glob that `readers.find_documents` accepts. Tokenised text is kept in `cache_dir`, by
-    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
-    a long one of these is read, and if some never end a document. `pause` is called before each of these, and may raise
-    to abort.
+    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by their first
+    record (chat.py). Tokenised text is kept in `cache_dir`, by default `default_cache_dir()`, and so are descriptions
+    of token files without a header. `say` gets a message before a long one of these is read, if some never end a
+    document, and about conversations. `pause` is called before each of these, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -76,7 +77,14 @@ def open_corpus(
     else:
         path = user_path(source)
         name, files = path.name if path.exists() else "glob", find_documents([path])
-    return _tokenised(name, files, tokenizer, cache_dir, document_format or DocumentFormat())
+    cache = cache_dir or default_cache_dir()
+    if source != STDLIB and is_chat(files):
+        template = ChatTemplate(tokenizer)
+        entry = cache / f"{name}-{_fingerprint(files, tokenizer, f'chat {template.source}')[:24]}"
+        return _tokenised(entry, tokenizer, lambda to: write_chat_shard(files, to, tokenizer, template, say))
+    chosen = document_format or DocumentFormat()
+    entry = cache / f"{name}-{_fingerprint(files, tokenizer, str(chosen))[:24]}"
+    return _tokenised(entry, tokenizer, lambda to: write_shards(files, to, tokenizer, document_format=chosen))
 
 
 def check_source(source: str) -> None:
@@ -182,11 +190,9 @@ def _opened(
     return files
 
 
-def _tokenised(
-    name: str, files: Sequence[Path], tokenizer: Tokenizer, cache_dir: Path | None, document_format: DocumentFormat
-) -> list[TokenFile]:
-    cache = cache_dir if cache_dir is not None else default_cache_dir()
-    entry = cache / f"{name}-{_fingerprint(files, tokenizer, document_format)[:24]}"
+def _tokenised(entry: Path, tokenizer: Tokenizer, write: Callable[[Path], object]) -> list[TokenFile]:
+    """Opens a cache entry; if it does not exist, `write` fills a directory that becomes it."""
+    cache = entry.parent
     if cached := _cached(entry, tokenizer):
         return cached
     with os_errors_as(DataError, f"cache directory {cache} cannot be used", "set XDG_CACHE_HOME"):
@@ -198,7 +204,7 @@ def _tokenised(
             partial = cache / (f"{entry.name}.partial" if is_locked else f"{entry.name}.{os.getpid()}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
             try:
-                write_shards(files, partial, tokenizer, document_format=document_format)
+                write(partial)
                 shutil.rmtree(entry, ignore_errors=True)  # a damaged entry
                 with contextlib.suppress(FileExistsError):
                     partial.rename(entry)
@@ -215,8 +221,8 @@ def _cached(entry: Path, tokenizer: Tokenizer) -> list[TokenFile]:
         return []
 
 
-def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, document_format: DocumentFormat) -> str:
-    hasher = blake3(f"{_CACHE_VERSION} {tokenizer.digest} {document_format}\n".encode())
+def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer, how: str) -> str:
+    hasher = blake3(f"{_CACHE_VERSION} {tokenizer.digest} {how}\n".encode())
     for path in files:
         with os_errors_as(DataError, f"{path} cannot be read"):
             status = path.stat()

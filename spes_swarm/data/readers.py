@@ -120,6 +120,28 @@ def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Brok
     return documents, broken
 
 
+def read_lines(path: Path, broken: Broken) -> Iterator[Any]:
+    """Yields the records of a JSON Lines file, none of a file of another format, and counts broken lines.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
+    if _format(path) != "json":
+        return
+    for piece in read_pieces(path):
+        broken.update(piece.broken)
+        for line in cast(bytes, piece.records).split(b"\n"):
+            if not line.strip():
+                continue
+            for text in _text(line, broken):
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError):
+                    broken["bad_json"] += 1
+                else:
+                    yield record
+
+
 def _documents(piece: Piece, text_field: str, broken: Broken) -> Iterator[str]:
     if piece.kind == "values":
         for value in piece.records:

@@ -67,7 +67,7 @@ class TokenStream:
         return corpus_digest(self.files[0].sidecar.tokenizer_digest, shards)
 
     def read(self, start: int, out_S: NDArray[np.int64]) -> None:
-        """Copies the S tokens from `start` on into `out_S`, across files if needed.
+        """Copies the S tokens from `start` on into `out_S`, across files if needed; negative: `~id`, no target.
 
         Raises:
             DataError: an id is not below the vocabulary size: the file is corrupt.
@@ -255,7 +255,7 @@ class Sampler:
         self._enter(0, 0)
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """Returns the next windows in this peer's order, int64 (B, S).
+        """Returns the next windows in this peer's order, int64 (B, S); negative: `~id`, a token that is no target.
 
         Raises:
             DataError: a token file is corrupt; the cursor has not moved.

@@ -1,6 +1,7 @@
 """Token files: a `.npy` array of token ids and a JSON sidecar that describes them.
 
-`X.npy` holds one 1-D little-endian uint16 or uint32 array; `X.npy.json` names the tokenizer (with its digest), counts
+`X.npy` holds one 1-D little-endian uint16 or uint32 array, or an int32 array in which tokens that are no targets are
+stored as their complement `~id` (chat.py); `X.npy.json` names the tokenizer (with its digest), counts
 tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
 only when complete, the sidecar first: an `X.npy` that exists is complete. Readers map the file and never unpickle.
 Files of others, which have neither header nor sidecar: headerless.py.
@@ -31,7 +32,7 @@ TokenArray = NDArray[Any]
 
 MAGIC = b"\x93NUMPY"  # how every .npy file starts
 _HEADER_BYTES = 128  # fixed, so that the final length can be filled in after streaming
-_DTYPES = {"<u2": "uint16", "<u4": "uint32"}
+_DTYPES = {"<u2": "uint16", "<u4": "uint32", "<i4": "int32"}
 _REMAKE = "recreate it with python -m spes_swarm.tokenize"
 _SCAN_TOKENS = 1 << 22
 
@@ -46,7 +47,7 @@ class Sidecar:
     tokenizer_digest: str  # hex BLAKE3, see Tokenizer.digest
     vocab_size: int
     end_of_text: int
-    dtype: str  # "uint16" or "uint32"
+    dtype: str  # "uint16" or "uint32"; "int32" if some tokens are no targets
     num_tokens: int
     num_documents: int
     max_token: int
@@ -62,18 +63,18 @@ class TokenWriter:
     """Streams tokens into a file that appears only on `commit`.
 
     A killed process leaves at most a `.X.npy.PID.partial`, which readers ignore. The dtype is uint16 if all ids fit,
-    otherwise uint32.
+    otherwise uint32, and int32 with `has_context`: some tokens may be no targets.
 
     Raises:
         DataError: the directory cannot be written.
     """
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: Path, tokenizer: Tokenizer, *, has_context: bool = False) -> None:
         self.path = path
         self.num_tokens = 0
         self.num_documents = 0
         self._tokenizer = tokenizer
-        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._dtype = np.dtype("<i4") if has_context else token_dtype(tokenizer.vocab_size)
         self._hasher = blake3()
         self._max_token = -1
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -83,13 +84,14 @@ class TokenWriter:
         self._file.write(b"\0" * _HEADER_BYTES)
 
     def append(self, tokens: TokenArray, num_documents: int) -> None:
-        """Adds ids, 1-D of an integer dtype, that complete `num_documents` documents.
+        """Adds ids, 1-D of an integer dtype, that complete `num_documents` documents; complements with `has_context`.
 
         Raises:
             DataError: an id is negative or not below the vocabulary size, or the disk is full.
         """
         if len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
+            ids = token_ids(tokens) if self._dtype.kind == "i" else tokens
+            low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self._tokenizer.vocab_size:
                 raise DataError(
                     f"tokenizer {self._tokenizer.name!r} produced the id {low if low < 0 else high}, outside its "
@@ -153,7 +155,7 @@ class TokenFile:
 
     path: Path
     sidecar: Sidecar
-    tokens: TokenArray  # (num_tokens,), uint16 or uint32
+    tokens: TokenArray  # (num_tokens,), uint16, uint32 or int32
     has_header: bool = True  # False: the sidecar was derived from the content, see headerless.py
 
     @classmethod
@@ -211,11 +213,16 @@ class TokenFile:
         Raises:
             DataError: an id is not below the vocabulary size.
         """
-        if len(tokens) and int(tokens.max()) >= self.sidecar.vocab_size:
+        if len(tokens) and (largest := int(token_ids(tokens).max())) >= self.sidecar.vocab_size:
             raise DataError(
-                f"{self.path} is corrupt: token id {int(tokens.max())} in a vocabulary of {self.sidecar.vocab_size}; "
+                f"{self.path} is corrupt: token id {largest} in a vocabulary of {self.sidecar.vocab_size}; "
                 f"copy it again or {_REMAKE}"
             )
+
+
+def token_ids(tokens: TokenArray) -> TokenArray:
+    """Returns the ids of tokens, some of which may be stored as complements."""
+    return np.where(tokens < 0, ~tokens, tokens) if tokens.dtype.kind == "i" else tokens
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -236,7 +243,7 @@ def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     NumPy's own reader is not used: it warns about, converts or maps files that can never be token files.
 
     Raises:
-        ValueError: not a 1-D array of uint16 or uint32.
+        ValueError: not a 1-D array of a dtype for tokens.
     """
     prefix = file.read(8)
     if len(prefix) < 8 or prefix[:6] != MAGIC:

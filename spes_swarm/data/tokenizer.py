@@ -74,7 +74,7 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Pickles without `transformers`, so worker processes start fast. It owns `backend`, and disables its truncation and
-    padding. `save` writes `files`, or two default files.
+    padding. `save` writes `files` (name -> content), or two default files.
 
     Raises:
         DataError: `end_of_text` is not in the vocabulary.
@@ -96,11 +96,15 @@ class FastTokenizer:
         self.end_of_text: int = token_id
         self._backend = backend
         self._end_of_text_name = end_of_text
-        self._files = dict(files) if files is not None else _plain_files(backend, end_of_text)
+        self.files = dict(files) if files is not None else _plain_files(backend, end_of_text)
         self._produced = _produced(backend, vocabulary) | {token_id}
 
     def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
-        return _unpickle_fast, (self.name, self._backend.to_str(), self._end_of_text_name, self._files)
+        return _unpickle_fast, (self.name, self._backend.to_str(), self._end_of_text_name, self.files)
+
+    def serialised(self) -> str:
+        """Returns the content of a tokenizer.json, which does not say that special tokens in text are text."""
+        return str(self._backend.to_str())
 
     def produces(self, token_id: int) -> bool:
         """See `Tokenizer`."""
@@ -123,7 +127,7 @@ class FastTokenizer:
         """See `Tokenizer`."""
         with os_errors_as(DataError, f"{directory} cannot be written", "choose another directory"):
             directory.mkdir(parents=True, exist_ok=True)
-            for name, content in self._files.items():
+            for name, content in self.files.items():
                 (directory / name).write_bytes(content)
 
 

@@ -1,9 +1,9 @@
 """Loads a model directory in the plain `transformers` layout as the initial reference of a run.
 
 Tensors are read one at a time, so a directory of any size needs only the memory of its largest tensor besides the
-reference. Experts may be stacked, as `transformers` holds them (`mlp.experts.gate_up_proj`), or separate, as it saves
-them: `mlp.experts.3.up_proj.weight` (OLMoE, Qwen3-MoE, FlexOlmo and others) or `block_sparse_moe.experts.3.w3.weight`
-(Mixtral). Only safetensors are read: pickled weights can run code.
+reference. Experts may be stacked, as `transformers` holds them (`mlp.experts.gate_up_proj`), or in the form in which it
+saves them (saved_tensors.py): one by one in most architectures. Only safetensors are read: pickled weights can run
+code.
 
 Tensor suffixes: N elements of the flat reference, E experts, F expert ffn dim, D model dim.
 """
@@ -14,9 +14,9 @@ import dataclasses
 import json
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +25,12 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
-from spes_swarm.config.model_settings import config_from_settings
+from spes_swarm.config.model_settings import config_from_settings, setting_names
+from spes_swarm.model.saved_tensors import Piece, SavedTensor, saved_tensors
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout, TensorSlot
 
 SINGLE_FILE = "model.safetensors"
@@ -36,6 +38,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 # (name, the parameter that it repeats) in models that tie them; some tools save both.
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_PICKLED = (".bin", ".pt", ".pth")
 _ROWS_COMPARED = 1024
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Name of a matrix of a single expert, and which of its three matrices it is.
@@ -147,24 +150,36 @@ def read_config(directory: Path) -> dict[str, Any]:
 def model_section(directory: Path) -> dict[str, Any]:
     """Returns the `run.model` section (`type` and `settings`) that describes the model in a directory.
 
+    Keys that transformers does not use for this type are left out: published configurations contain some.
+
     Raises:
         CheckpointError: config.json is missing or unreadable.
-        ConfigError: it contains settings that a swarm does not accept, e.g. code or quantisation.
+        ConfigError: it contains settings that a swarm does not accept, e.g. quantisation.
     """
     content = read_config(directory)
     model_type = content["model_type"]
-    settings = {_setting_name(model_type, key): value for key, value in content.items() if key not in _BOOKKEEPING}
     try:
+        known = setting_names(model_type) | {"quantization_config"}
+        named = {_setting_name(model_type, key): value for key, value in content.items() if key not in _BOOKKEEPING}
+        settings = {key: value for key, value in named.items() if key in known}
         config_from_settings(model_type, settings)
     except ConfigError as exc:
         raise ConfigError(f"{directory / CONFIG_FILE}: {exc}") from exc
     return {"type": model_type, "settings": settings}
 
 
-def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatArray) -> str:
+def load_initial_reference(
+    directory: Path, layout: Layout, reference_N: FloatArray, model: PreTrainedModel | None = None
+) -> str:
     """Fills the flat reference (N,), float32, with the weights in a model directory, e.g. an export or upcycled model.
 
     All names, shapes and dtypes are checked before the first value is written.
+
+    Args:
+        directory: the model.
+        layout: that of the run's model.
+        reference_N: receives the values.
+        model: the run's model on the meta device; without it, only the forms of most architectures are understood.
 
     Returns:
         Hex BLAKE3 of the values as little-endian fp32 in the order of the layout: the same for the same weights,
@@ -176,16 +191,16 @@ def load_initial_reference(directory: Path, layout: Layout, reference_N: FloatAr
     """
     if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
         raise ValueError(f"expected float32 ({layout.num_elements},), got {reference_N.dtype} {reference_N.shape}")
+    blocks = [reference_N[block.start : block.stop] for block in layout.blocks]
     with WeightDirectory(directory) as weights:
-        places = _assign(weights, layout, directory)
+        places = _Assignment(layout, directory, model).of(weights)
         check_tied(weights, all(slot.name != TIED[0] for slot in layout.blocks[SHARED_BLOCK].slots), directory)
         for name, place in places.items():
             tensor = weights.read(name)
             if not torch.isfinite(tensor).all():
                 raise CheckpointError(f"{directory}: {name} has NaN or infinite values")
-            for slot, values_N in zip(place.slots, tensor.reshape(len(place.slots), -1), strict=True):
-                start = slot.start + place.offset
-                torch.from_numpy(reference_N[start : start + place.size]).copy_(values_N)
+            for piece, values in zip(place.pieces, tensor.view(len(place.pieces), -1), strict=True):
+                torch.from_numpy(piece.view(blocks[piece.block])).copy_(values.view(piece.shape))
     return blake3(reference_N.astype("<f4", copy=False).view(np.uint8).data, max_threads=blake3.AUTO).hexdigest()
 
 
@@ -196,77 +211,104 @@ def _setting_name(model_type: str, key: str) -> str:
     """Returns the argument that sets a key of config.json: some types save an argument under another name."""
     from transformers import CONFIG_MAPPING  # takes seconds to import
 
-    if model_type not in CONFIG_MAPPING:
-        return key  # `config_from_settings` reports this
     config_class = CONFIG_MAPPING[model_type]
     if key in {item.name for item in dataclasses.fields(config_class)}:
         return key
     return next((alias for alias, name in config_class.attribute_map.items() if name == key), key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor in a file belongs: one slot of the layout, or one for each expert of a stacked tensor."""
+class _Assignment:
+    """Assigns the tensors in the files to pieces of the reference, which together cover it exactly once."""
 
-    shape: tuple[int, ...]  # expected in the file
-    slots: tuple[TensorSlot, ...]
-    offset: int = 0  # of its first element within each slot
+    def __init__(self, layout: Layout, directory: Path, model: PreTrainedModel | None) -> None:
+        self._directory = directory
+        self._num_experts = layout.num_experts
+        self._slots = {(slot.name, slot.expert): (block, slot) for block in layout.blocks for slot in block.slots}
+        self._starts = [slot.start for block in layout.blocks for slot in block.slots]
+        self._in_order = [slot for block in layout.blocks for slot in block.slots]
+        self._block_starts = [block.start for block in layout.blocks]
+        self._saved = saved_tensors(model, layout) if model is not None else {}
+        # What published files contain although this architecture has no such parameter in transformers.
+        self._ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
-    @property
-    def size(self) -> int:
-        """Elements per slot."""
-        return math.prod(self.shape) // len(self.slots)
+    def of(self, weights: WeightDirectory) -> dict[str, SavedTensor]:
+        """Returns where each tensor belongs."""
+        uncovered = {slot: slot.size for slot in self._in_order}
+        places: dict[str, SavedTensor] = {}
+        for name in weights.names:
+            place = self._place(name)
+            if place is None:
+                self._check_without_place(name, weights)
+                continue
+            if (shape := weights.shape(name)) != place.shape:
+                raise CheckpointError(
+                    f"{self._directory}: {name} has the shape {shape}, but the run's model has {place.shape}"
+                )
+            weights.check_float(name)
+            for piece in place.pieces:
+                slot = self._slot_of(piece)
+                uncovered[slot] -= piece.size
+                if uncovered[slot] < 0:
+                    raise CheckpointError(f"{self._directory}: {name} appears twice, stacked and per expert")
+            places[name] = place
+        for slot, size in uncovered.items():
+            if size:
+                which = slot.name if slot.expert is None else f"{slot.name} (expert {slot.expert})"
+                part = " in part" if size < slot.size else ""
+                raise CheckpointError(f"{self._directory}: {which} is missing{part}")
+        return places
 
+    def _slot_of(self, piece: Piece) -> TensorSlot:
+        return self._in_order[bisect_right(self._starts, self._block_starts[piece.block] + piece.start) - 1]
 
-_Slots = dict[tuple[str, int | None], TensorSlot]
+    def _place(self, name: str) -> SavedTensor | None:
+        """Returns where a tensor of this name belongs; None if the model has no such parameter."""
+        saved = self._saved.get(name)
+        if saved is not None and saved.pieces:
+            return saved
+        canonical = name.replace(".block_sparse_moe.", ".mlp.")
+        if (canonical, 0) in self._slots:
+            pieces = tuple(self._piece(canonical, expert) for expert in range(self._num_experts))
+            return SavedTensor(name, (len(pieces), *pieces[0].shape), pieces)
+        piece = self._single(canonical)
+        return None if piece is None else SavedTensor(name, piece.shape, (piece,))
 
+    def _single(self, canonical: str) -> Piece | None:
+        if (canonical, None) in self._slots:
+            return self._piece(canonical, None)
+        match = _EXPERT_TENSOR.fullmatch(canonical)
+        if match is None:
+            return None
+        is_down, expert = match["matrix"] in _DOWN, int(match["expert"])
+        stack = f"{match['experts']}.{'down_proj' if is_down else 'gate_up_proj'}"
+        if (stack, expert) not in self._slots:
+            return None
+        return self._piece(stack, expert, half=None if is_down else int(match["matrix"] in _UP))
 
-def _assign(weights: WeightDirectory, layout: Layout, directory: Path) -> dict[str, _Place]:
-    """Returns the place of each tensor in the files; together they cover the reference exactly once."""
-    slots: _Slots = {(slot.name, slot.expert): slot for block in layout.blocks for slot in block.slots}
-    uncovered = {slot: slot.size for slot in slots.values()}
-    places: dict[str, _Place] = {}
-    for name in weights.names:
-        place = _place(name, slots, layout.num_experts)
-        if place is None:
-            if name == TIED[0] and (TIED[1], None) in slots:
-                continue  # this model ties them; `check_tied` compares
-            raise CheckpointError(f"{directory}: {name} is not a parameter of the run's model")
-        if weights.shape(name) != place.shape:
+    def _piece(self, name: str, expert: int | None, half: int | None = None) -> Piece:
+        """Returns a whole slot; with `half`, its first (0) or second (1) half of rows: gate rows, then up rows."""
+        block, slot = self._slots[name, expert]
+        shape, start = slot.shape, slot.start - block.start
+        if half is not None:
+            shape = (shape[0] // 2, *shape[1:])
+            start += half * slot.size // 2
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return Piece(block.index, start, shape, strides)
+
+    def _check_without_place(self, name: str, weights: WeightDirectory) -> None:
+        """Checks a tensor that is no parameter of the model."""
+        if name == TIED[0] and (TIED[1], None) in self._slots:
+            return  # this model ties them; `check_tied` compares
+        if any(re.search(pattern, name) for pattern in self._ignored):
+            return
+        saved = self._saved.get(name)
+        if saved is None:
+            raise CheckpointError(f"{self._directory}: {name} is not a parameter of the run's model")
+        if weights.read(name).any():
             raise CheckpointError(
-                f"{directory}: {name} has the shape {weights.shape(name)}, but the run's model has {place.shape}"
+                f"{self._directory}: {name} is a buffer with values other than zero, which the peers of a run do not "
+                "exchange; this model cannot be continued"
             )
-        weights.check_float(name)
-        for slot in place.slots:
-            uncovered[slot] -= place.size
-            if uncovered[slot] < 0:
-                raise CheckpointError(f"{directory}: {name} appears twice, stacked and per expert")
-        places[name] = place
-    for slot, size in uncovered.items():
-        if size:
-            which = slot.name if slot.expert is None else f"{slot.name} (expert {slot.expert})"
-            raise CheckpointError(f"{directory}: {which} is missing" + (" in part" if size < slot.size else ""))
-    return places
-
-
-def _place(name: str, slots: _Slots, num_experts: int) -> _Place | None:
-    """Returns where a tensor of this name belongs; None if the model has no such parameter."""
-    canonical = name.replace(".block_sparse_moe.", ".mlp.")
-    if shared := slots.get((canonical, None)):
-        return _Place(shared.shape, (shared,))
-    if (canonical, 0) in slots:
-        stack = tuple(slots[canonical, expert] for expert in range(num_experts))
-        return _Place((num_experts, *stack[0].shape), stack)
-    match = _EXPERT_TENSOR.fullmatch(canonical)
-    if match is None:
-        return None
-    matrix, expert = match["matrix"], int(match["expert"])
-    if slot := slots.get((f"{match['experts']}.down_proj", expert)) if matrix in _DOWN else None:
-        return _Place(slot.shape, (slot,))
-    if slot := slots.get((f"{match['experts']}.gate_up_proj", expert)) if matrix not in _DOWN else None:
-        double_F, D = slot.shape  # gate rows first, then up rows
-        return _Place((double_F // 2, D), (slot,), offset=slot.size // 2 if matrix in _UP else 0)
-    return None
 
 
 def check_tied(weights: WeightDirectory, is_tied: bool, directory: Path) -> None:
@@ -282,23 +324,42 @@ def check_tied(weights: WeightDirectory, is_tied: bool, directory: Path) -> None
 def _weight_files(directory: Path) -> list[Path]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
-    if (index := directory / INDEX_FILE).is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise CheckpointError(f"{index} is not an index of safetensors") from exc
-        # An index may be untrusted: it may only name files beside it.
-        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
-            raise CheckpointError(f"{index} is not an index of safetensors")
-        return [directory / name for name in sorted(names)]
-    if (directory / SINGLE_FILE).is_file():
+    check_has_weights([path.name for path in directory.iterdir()], str(directory))
+    if not (index := directory / INDEX_FILE).is_file():
         return [directory / SINGLE_FILE]
-    if any(path.suffix in (".bin", ".pt", ".pth") for path in directory.iterdir()):
+    return [directory / name for name in indexed_files(index)]
+
+
+def indexed_files(index: Path) -> list[str]:
+    """Returns the names of the files that an index of safetensors lists, in order.
+
+    Raises:
+        CheckpointError: it is not such an index.
+    """
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{index} is not an index of safetensors") from exc
+    # An index may be untrusted: it may only name files beside it.
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is not an index of safetensors")
+    return sorted(names)
+
+
+def check_has_weights(names: Collection[str], where: str) -> None:
+    """Refuses a model without safetensors, given the names of its files.
+
+    Raises:
+        CheckpointError: there are none; the message starts with `where`.
+    """
+    if INDEX_FILE in names or SINGLE_FILE in names:
+        return
+    if any(Path(name).suffix in _PICKLED for name in names):
         raise CheckpointError(
-            f"{directory} has pickled weights only, which are never loaded because they can run code: convert them "
+            f"{where} has pickled weights only, which are never loaded because they can run code: convert them "
             "to safetensors first"
         )
-    raise CheckpointError(f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise CheckpointError(f"{where} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
 @contextmanager

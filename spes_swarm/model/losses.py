@@ -44,9 +44,9 @@ class LossParts:
     """The loss and its parts; the parts are not multiplied by their weights."""
 
     total: Tensor
-    """Scalar to differentiate: cross_entropy + the weighted auxiliary losses."""
+    """Scalar to differentiate: cross_entropy + the weighted auxiliary losses, each times its share of the batch."""
     cross_entropy: Tensor
-    """Detached scalar: mean over predicted tokens, in nats."""
+    """Detached scalar: mean over targets, in nats; 0 without any."""
     load_balance: Tensor
     """Detached scalar: 1 if the load of every layer is even, E if one expert gets all tokens."""
     router_z: Tensor
@@ -55,19 +55,37 @@ class LossParts:
     """Detached scalar: mean squared log-sum-exp of the logits."""
 
 
-def next_tokens(input_ids_BS: Tensor) -> Tensor:
-    """Returns the targets (B, S): the token after each, and `IGNORED_TARGET` at the last position, which has none.
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BatchShare:
+    """What share of a step's batch some samples are: means over them, times these, add up to means over the batch."""
 
-    It is masked rather than sliced off, because slicing would copy the hidden states. SPES's own code divides its loss
-    by B * S instead of the B * (S - 1) predictions.
+    targets: float = 1.0
+    """Of its targets."""
+    tokens: float = 1.0
+    """Of its tokens."""
+
+
+WHOLE_BATCH = BatchShare()
+
+
+def token_ids(samples_BS: Tensor) -> Tensor:
+    """Returns the token ids (B, S) of samples, in which a token that is no target is the complement of its id."""
+    return torch.where(samples_BS < 0, ~samples_BS, samples_BS)
+
+
+def next_tokens(samples_BS: Tensor) -> Tensor:
+    """Returns the targets (B, S): the token after each, and `IGNORED_TARGET` where that is no target or there is none.
+
+    The last position is masked rather than sliced off, because slicing would copy the hidden states. SPES's own code
+    divides its loss by B * S instead of the B * (S - 1) predictions.
 
     Raises:
         ValueError: sequences are shorter than two tokens.
     """
-    if input_ids_BS.shape[1] < 2:
+    if samples_BS.shape[1] < 2:
         raise ValueError("a sequence needs at least two tokens to predict one")
-    targets_BS = torch.full_like(input_ids_BS, IGNORED_TARGET)
-    targets_BS[:, :-1] = input_ids_BS[:, 1:]
+    targets_BS = torch.full_like(samples_BS, IGNORED_TARGET)
+    targets_BS[:, :-1] = samples_BS[:, 1:].masked_fill(samples_BS[:, 1:] < 0, IGNORED_TARGET)
     return targets_BS
 
 
@@ -123,28 +141,34 @@ def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
 
 
 def language_model_loss(
-    model: nn.Module, input_ids_BS: Tensor, weights: LossWeights, held: Sequence[int], progress: float
+    model: nn.Module,
+    samples_BS: Tensor,
+    weights: LossWeights,
+    held: Sequence[int],
+    progress: float,
+    share: BatchShare = WHOLE_BATCH,
 ) -> LossParts:
     """Runs the model on packed sequences and returns SPES's training loss.
 
-    Documents are packed without an attention mask, so every position but the last has a target. The loss itself does
-    not synchronise with the device.
+    Documents are packed without an attention mask. The loss itself does not synchronise with the device.
 
     Args:
         model: a transformers causal language model (`SparseModel.module` or an untouched one).
-        input_ids_BS: token ids, int64.
+        samples_BS: token ids, int64; the complement `~id` of a token that is no target.
         weights: factors of the auxiliary losses.
         held: experts trained here; used only with `weights.decayed_balance`.
         progress: fraction of the whole training that is done, 0 to 1.
+        share: of the batch, if these samples are a part of it.
 
     Raises:
         ConfigError: the model does not report router logits.
         ValueError: sequences are shorter than two tokens.
     """
     wants_router = weights.load_balance != 0.0 or weights.router_z != 0.0
-    targets_N = next_tokens(input_ids_BS).reshape(-1)
-    output, rows_NX, weight_VD = _last_layer(model, input_ids_BS, output_router_logits=wants_router)
+    targets_N = next_tokens(samples_BS).reshape(-1)
+    output, rows_NX, weight_VD = _last_layer(model, token_ids(samples_BS), output_router_logits=wants_router)
     total, cross_entropy, logit_z = linear_loss(rows_NX, weight_VD, targets_N, weights.logit_z)
+    total = total * share.targets
     load_balance = router_z = torch.zeros_like(cross_entropy)
     if wants_router:
         router_logits = getattr(output, "router_logits", None)
@@ -154,7 +178,7 @@ def language_model_loss(
         factor = balance_factor(weights, progress)
         load_balance = load_balance_loss(router_logits, config.num_experts_per_tok, held, factor)
         router_z = router_z_loss(router_logits)
-        total = total + weights.load_balance * load_balance + weights.router_z * router_z
+        total = total + share.tokens * (weights.load_balance * load_balance + weights.router_z * router_z)
     return LossParts(
         total=total,
         cross_entropy=cross_entropy,
@@ -165,19 +189,20 @@ def language_model_loss(
 
 
 @torch.no_grad()
-def cross_entropy_of_sequences(model: nn.Module, input_ids_BS: Tensor) -> Tensor:
+def cross_entropy_of_sequences(model: nn.Module, samples_BS: Tensor) -> Tensor:
     """Returns the mean next-token cross-entropy (B,) of each sequence in nats, without gradients, in evaluation mode.
 
-    The model's mode is restored afterwards. Evaluation does not count routed tokens.
+    It is NaN for a sequence without a target. The model's mode is restored afterwards. Evaluation does not count routed
+    tokens.
 
     Raises:
         ValueError: sequences are shorter than two tokens.
     """
-    targets_BS = next_tokens(input_ids_BS)
+    targets_BS = next_tokens(samples_BS)
     was_training = model.training
     model.eval()
     try:
-        _, rows_NX, weight_VD = _last_layer(model, input_ids_BS)
+        _, rows_NX, weight_VD = _last_layer(model, token_ids(samples_BS))
     finally:
         model.train(was_training)
     nats_BS = linear_nats(rows_NX, weight_VD, targets_BS.reshape(-1)).view(targets_BS.shape)

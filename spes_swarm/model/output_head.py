@@ -65,7 +65,8 @@ def _measured_head(model: Any) -> nn.Linear | None:
 def linear_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
     """Returns (loss, cross-entropy, logit z-loss), fp32 scalars of which only the first has gradients.
 
-    The loss is `cross_entropy + z_weight * logit_z`, each a mean over the targets that are not `IGNORED_TARGET`.
+    The loss is `cross_entropy + z_weight * logit_z`, each a mean over the targets that are not `IGNORED_TARGET`; 0 if
+    all are.
 
     Args:
         rows_NX: hidden states (N, D), or the logits (N, V) if there is no weight.
@@ -84,7 +85,7 @@ class _LinearLoss(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         head = _Head(rows_NX, weight_VD)
         valid_N = targets_N != IGNORED_TARGET
-        share_N = valid_N / valid_N.sum()
+        share_N = valid_N / valid_N.sum().clamp_min(1)
         grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
         grad_VD = torch.zeros_like(weight_VD) if weight_VD is not None and ctx.needs_input_grad[1] else None
         nats = torch.zeros((), device=rows_NX.device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spes_swarm.base.address import check_listen_address, check_peer_address
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.experts_wanted import parse_experts
-from spes_swarm.config.file import RawConfigFile, default_config_path, read_config_file
+from spes_swarm.config.file import RawConfigFile, continued_config_path, default_config_path, read_config_file
 from spes_swarm.config.model_size import MAX_EXPERTS
 from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.config.run import RunConfig
@@ -29,10 +30,27 @@ class DraftRequest:
         """Builds the run of a Session; imports transformers, which takes seconds.
 
         Raises:
-            ConfigError: its model cannot be built.
+            UserError: its model cannot be built, or the initial weights do not supply one.
         """
-        # The quickstart is only for founding: nothing is expected of a run that is joined or continued.
-        return self.file.build_run() if self.run_is_explicit or founds_run(self.peer) else None
+        # The packaged configurations are only for founding: nothing is expected of a run that is joined or continued.
+        if not self.run_is_explicit and not founds_run(self.peer):
+            return None
+        if not self.file.lacks_model:
+            return self.file.build_run()
+        assert self.file.run is not None
+        assert self.peer.initial_weights is not None  # else read_config_file has refused it
+        if not founds_run(self.peer):
+            return _with_known_model(self.file, self.peer)
+        from spes_swarm.peer.initial_model import InitialModel
+
+        model = InitialModel.find(self.peer.initial_weights)
+        return model.describe_run(self.file.run, self.file.source, adapt=not self.run_is_explicit)
+
+
+def _with_known_model(file: RawConfigFile, peer: PeerConfig) -> RunConfig | None:
+    """Completes a `run` section without a model from the manifest of the output directory, if it has one."""
+    stored = RunDirectory(Path(peer.output_dir)).raw_manifest()
+    return None if stored is None else RunConfig.from_dict({**stored.run, **(file.run or {})}, file.source)
 
 
 def founds_run(peer: PeerConfig) -> bool:
@@ -51,13 +69,26 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
     """
     flags = dict(vars(options))
     config_path = flags.pop("config", None)
-    file = read_config_file(config_path or default_config_path())
-    peer = override(file.peer, **flags)
+    draft = draft_request(config_path, flags.get("initial_weights"), lambda peer: override(peer, **flags))
+    peer = draft.peer
     for flag in ("publish_every", "publish_mbps", "publish_keep"):
         if flags.get(flag) is not None and peer.publish_to is None:
             raise ConfigError(f"--{flag.replace('_', '-')} requires --publish-to")
     check_peer(peer)
-    return DraftRequest(peer, file, config_path is not None)
+    return draft
+
+
+def draft_request(
+    config: Path | str | None, initial_weights: str | None, change: Callable[[PeerConfig], PeerConfig]
+) -> DraftRequest:
+    """Reads a configuration, by default one of the packaged ones, and changes its peer.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
+    default = default_config_path() if initial_weights is None else continued_config_path()
+    file = read_config_file(config or default, initial_weights)
+    return DraftRequest(change(file.peer), file, config is not None)
 
 
 def check_peer(peer: PeerConfig) -> None:

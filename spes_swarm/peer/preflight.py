@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.base.address import without_own
-from spes_swarm.base.errors import CheckpointError, ConfigError, DataError, UserError
+from spes_swarm.base.errors import ConfigError, DataError, UserError
 from spes_swarm.base.strict import read_section
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.peer import PeerConfig
@@ -19,7 +19,7 @@ from spes_swarm.config.run import RunConfig, TrainingConfig
 from spes_swarm.data.corpus import check_source
 from spes_swarm.peer.join_request import check_peer
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.location import parse_location, parse_model
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
 from spes_swarm.storage.trackers import check_tracker
 from spes_swarm.training.ranks.placement import Placement
@@ -47,8 +47,8 @@ def check_machine(peer: PeerConfig) -> None:
             check_source(known_data.source)
         except DataError as exc:
             raise DataError(f"the data of the last session: {exc}; give --data if they have moved") from exc
-    if peer.initial_weights is not None and not Path(peer.initial_weights).is_dir():
-        raise CheckpointError(f"{peer.initial_weights}: no such directory")
+    if peer.initial_weights is not None:
+        parse_model(peer.initial_weights)
     if peer.log is not None:
         check_tracker(peer.log)
     _check_publications(peer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.base.wording import plural
@@ -16,6 +17,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.memory.capacity import choose_device, plan_experts
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
@@ -123,25 +125,32 @@ class RunFinder:
         assert run is not None  # preflight.check_run has rejected that
         plan_experts(run, self.peer, choose_device(self.peer.device))  # before any slow step
         tokenizer = run_tokenizer(run)
+        if Path(run.tokenizer.name).is_absolute():
+            self.console.say(
+                f"other machines need the tokenizer at the same path, {run.tokenizer.name}; to spare them that, set "
+                "run.tokenizer.name in a --config to its name on the Hub"
+            )
         if run.tokenizer.digest is None:
             run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
         run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
-        layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True))
-        run = self._with_initial_weights(run, layout)
+        model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
+        layout = layout_of(model)
+        run = self._with_initial_weights(run, model, layout)
         self.console.say("founding a new run")
         return found_run(run, layout.digest, self.identity)
 
-    def _with_initial_weights(self, run: RunConfig, layout: Layout) -> RunConfig:
+    def _with_initial_weights(self, run: RunConfig, model: PreTrainedModel, layout: Layout) -> RunConfig:
         """Returns the configuration with the digest of the initial weights that the user has named."""
-        directory, expected = self.peer.initial_weights, run.model.initial_weights
-        if directory is None:
+        name, expected = self.peer.initial_weights, run.model.initial_weights
+        if name is None:
             if expected is not None:
                 raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights DIR")
             return run
         self.console.say("reading the initial weights")
-        digest = load_initial_reference(Path(directory), layout, np.empty(layout.num_elements, dtype=np.float32))
+        directory = InitialModel.find(name).weights(self.console.say)
+        digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), model)
         if expected not in (None, digest):
-            raise ConfigError(f"--initial-weights: {directory} does not have the weights that the configuration names")
+            raise ConfigError(f"--initial-weights: {name} does not have the weights that the configuration names")
         return dataclasses.replace(run, model=dataclasses.replace(run.model, initial_weights=digest))
 
 

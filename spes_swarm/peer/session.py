@@ -14,10 +14,10 @@ from typing import Any, Self
 from spes_swarm.base.address import without_own
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import plural
-from spes_swarm.config.file import load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.client import NetworkClient
+from spes_swarm.peer.join_request import draft_request
 from spes_swarm.peer.joining import Joining, SessionContext
 from spes_swarm.peer.panel import PeerConsole, interpreter
 from spes_swarm.peer.preflight import check_request
@@ -87,15 +87,18 @@ class Session:
         """Creates a session from a configuration file.
 
         Args:
-            path: YAML with the optional sections `run:` and `peer:`; None: the quickstart.
+            path: YAML with the optional sections `run:` and `peer:`; None: the quickstart, or with `initial_weights`
+                the packaged configuration for training an existing model.
             quiet: print nothing.
             changes: fields of `PeerConfig` that replace those of the file.
 
         Raises:
             UserError: as the constructor; also if the file cannot be read or has an invalid setting.
         """
-        config = load_config(path)
-        return cls(replace(config.peer, **changes), config.run, quiet=quiet)
+        draft = draft_request(path, changes.get("initial_weights"), lambda peer: replace(peer, **changes))
+        # Unlike `join`, this expects the given configuration of any run.
+        run = draft.build_run() if draft.file.lacks_model else draft.file.build_run()
+        return cls(draft.peer, run, quiet=quiet)
 
     def stop(self) -> None:
         """Makes `run` leave the swarm in order, after a last round; may be called from any thread."""

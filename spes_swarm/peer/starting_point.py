@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import (
@@ -33,6 +32,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
 from spes_swarm.protocol.consensus.layout import Block, Layout
@@ -185,16 +185,19 @@ class StartingPoint:
         self.console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
 
     def _fill_with_initial_weights(self, reference_N: FloatArray, layout: Layout) -> None:
-        model, directory = self.manifest.run.model, self.peer.initial_weights
+        model, name = self.manifest.run.model, self.peer.initial_weights
         wanted = model.initial_weights
         if wanted is None:
             seed = self.manifest.run.training.seed
             drawn = build_model(model.type, model.settings, seed, "cpu", init_cutoff=model.init_cutoff)
             flat_from_model(drawn, layout, out_N=reference_N)
-        elif directory is None:
-            raise ConfigError("the run started from a model directory: give it with --initial-weights")
-        elif load_initial_reference(Path(directory), layout, reference_N) != wanted:
-            raise ConfigError(f"{directory} does not have the weights that the run started from")
+        elif name is None:
+            raise ConfigError("the run started from an existing model: give it with --initial-weights")
+        else:
+            empty = build_model(model.type, model.settings, seed=0, device="cpu", on_meta=True)
+            directory = InitialModel.find(name).weights(self.console.say)
+            if load_initial_reference(directory, layout, reference_N, empty) != wanted:
+                raise ConfigError(f"{name} does not have the weights that the run started from")
         num_blocks = model.num_experts + 1
         self._filled = _Filled(
             round=0, versions=(0,) * num_blocks, lineage=Lineage({}), swarm_tokens=0, digest=None, origin=""

@@ -1,4 +1,4 @@
-"""How users name a repository: `USER/REPO` or `file:DIRECTORY`, optionally with a revision."""
+"""How users name a repository or a model: `USER/REPO`, `file:DIRECTORY` or a directory, optionally with a revision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported lazily
 
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import CheckpointError, ConfigError
 from spes_swarm.base.user_paths import user_path
 
 FILE_SCHEME = "file:"
@@ -48,3 +48,18 @@ def parse_location(text: str, *, with_revision: bool = False) -> Location:
         if rest.count("/") == 1:
             return Location(rest, None, revision)
     raise ConfigError(f"{text!r:.120} is neither USER/REPO nor file:DIRECTORY")
+
+
+def parse_model(text: str) -> Location:
+    """Parses the name of an existing model: a directory, or `USER/REPO[@REVISION]` on the Hub.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    path = user_path(text)
+    if path.is_dir():
+        return Location(None, path, None)
+    if not text.startswith((".", "/", "~", FILE_SCHEME)):
+        with suppress(ConfigError):
+            return parse_location(text, with_revision=True)
+    raise CheckpointError(f"{text}: no such directory")

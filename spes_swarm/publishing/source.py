@@ -28,20 +28,13 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import PublicationError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.model.saved_tensors import ITEM_BYTES, Piece, SavedTensor, pieces_by_block, saved_tensors
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
 from spes_swarm.publishing.directory import DirectoryFiles
 from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.plain import (
-    ITEM_BYTES,
-    Piece,
-    SavedTensor,
-    empty_model,
-    pieces_by_block,
-    saved_tensors,
-    split_blocks,
-)
+from spes_swarm.publishing.plain import empty_model, split_blocks
 from spes_swarm.publishing.publication import Publication, PublishedFile
 from spes_swarm.publishing.remote import RemoteFiles
 from spes_swarm.publishing.snapshot import digest_of_block

@@ -1,9 +1,10 @@
 """The gradients of one optimiser step, from as many sequences at a time as fit into memory.
 
 A step's batch is the run's business and a peer's memory is its own: the batch is split into micro-batches whose
-gradients add up to those of the whole. Every mean over predictions is weighted by how many of the batch's predictions
-a micro-batch has, so cross-entropy and both z-losses do not depend on the split. The load balance is a product of two
-means and does: it is that of each micro-batch, averaged, as in the code of SPES and of megablocks.
+gradients add up to those of the whole. Every mean over targets is weighted by how many of the batch's targets a
+micro-batch has, and every mean over tokens by how many of its tokens, so cross-entropy and both z-losses do not depend
+on the split. The load balance is a product of two means and does: it is that of each micro-batch, averaged, as in the
+code of SPES and of megablocks.
 
 Shapes: B sequences, S tokens.
 """
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from spes_swarm.config.run import TrainingConfig
-from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.model.losses import BatchShare, LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.out_of_memory import is_out_of_memory
 
@@ -76,7 +77,7 @@ class Gradients:
         """Sets the gradients of all trained parameters; returns the mean cross-entropy in nats.
 
         Args:
-            batch_BS: token ids.
+            batch_BS: token ids; the complement `~id` of a token that is no target. Without targets the result is 0.
             progress: fraction of the whole training that is done, 0 to 1.
             share: which sequences to compute. Gradients and cross-entropy are the part of these in those of the batch:
                 over all shares, they add up.
@@ -100,16 +101,18 @@ class Gradients:
     def _add_up(self, batch_BS: npt.NDArray[np.int64], computed: slice, size: int, progress: float) -> float:
         self._model.module.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self._device)
+        num_targets = max(1, _num_targets(batch_BS))
         computed_BS = batch_BS[computed]
         for start in range(0, len(computed_BS), size):
-            micro_BS = torch.from_numpy(computed_BS[start : start + size]).to(self._device)
-            share = len(micro_BS) / len(batch_BS)
+            part_BS = computed_BS[start : start + size]
+            share = BatchShare(targets=_num_targets(part_BS) / num_targets, tokens=len(part_BS) / len(batch_BS))
+            micro_BS = torch.from_numpy(part_BS).to(self._device)
             with self._autocast():
                 losses = language_model_loss(
-                    self._model.module, micro_BS, self._weights, self._model.held, progress=progress
+                    self._model.module, micro_BS, self._weights, self._model.held, progress, share
                 )
-            (losses.total * share).backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-            total += losses.cross_entropy * share
+            losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            total += losses.cross_entropy * share.targets
         return float(total)
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
@@ -122,3 +125,8 @@ class Gradients:
         self._model.pop_routed_tokens()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _num_targets(samples_BS: npt.NDArray[np.int64]) -> int:
+    """Returns how many tokens are predicted: those that are targets, except the first of each sequence."""
+    return int((samples_BS[:, 1:] >= 0).sum())

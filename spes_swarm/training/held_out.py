@@ -23,22 +23,32 @@ from spes_swarm.model.losses import cross_entropy_of_sequences
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """A measured loss, in nats per token."""
+    """A measured loss, in nats per target."""
 
-    mean: float  # over the sequences; all have the same length
+    mean: float  # over all targets; NaN if there are none
     stderr: float | None  # standard error of the mean; None for a single sequence
 
 
-def held_out_loss(losses: Sequence[float]) -> HeldOutLoss:
-    """Returns the mean loss over sequences, and its standard error as if they were drawn independently.
+def held_out_loss(losses: Sequence[float], targets: Sequence[int] | None = None) -> HeldOutLoss:
+    """Returns the mean loss over all targets, and its standard error as if the sequences were drawn independently.
 
     One sequence is drawn from each of several equal parts of the split, which can only make the true error smaller.
+    With unequal numbers of targets the mean is a ratio of sums, and its standard error that of the linearised ratio.
+
+    Args:
+        losses: mean of each sequence.
+        targets: number of targets of each; None: all have the same.
     """
-    mean = math.fsum(losses) / len(losses)
-    if len(losses) < 2:
+    counted = [(loss, 1 if targets is None else targets[i]) for i, loss in enumerate(losses)]
+    counted = [(loss, count) for loss, count in counted if count]
+    if not counted:
+        return HeldOutLoss(mean=math.nan, stderr=None)
+    total = sum(count for _, count in counted)
+    mean = math.fsum(loss * count for loss, count in counted) / total
+    if len(counted) < 2:
         return HeldOutLoss(mean=mean, stderr=None)
-    variance = math.fsum((loss - mean) ** 2 for loss in losses) / (len(losses) - 1)
-    return HeldOutLoss(mean=mean, stderr=math.sqrt(variance / len(losses)))
+    residuals = math.fsum(((loss - mean) * count * len(counted) / total) ** 2 for loss, count in counted)
+    return HeldOutLoss(mean=mean, stderr=math.sqrt(residuals / (len(counted) - 1) / len(counted)))
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,10 @@ class HeldOutText:
     def measure(self, module: torch.nn.Module) -> HeldOutLoss:
         """Measures the model in its current state; its training mode is restored."""
         losses: list[float] = []
+        targets: list[int] = []
         with self.autocast():
             for batch_BS in self.batches:
-                ids_BS = torch.from_numpy(batch_BS).to(self.device)
-                losses += cross_entropy_of_sequences(module, ids_BS).tolist()
-        return held_out_loss(losses)
+                samples_BS = torch.from_numpy(batch_BS).to(self.device)
+                losses += cross_entropy_of_sequences(module, samples_BS).tolist()
+                targets += (batch_BS[:, 1:] >= 0).sum(axis=1).tolist()
+        return held_out_loss(losses, targets)

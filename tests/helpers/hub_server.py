@@ -24,14 +24,22 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from spes_swarm.testing.local_peer import PATIENCE_S
+from spes_swarm.testing.local_peer import PATIENCE_S, PeerProcess
 from tests.helpers.repository import ROOT
 
 TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_stranger"
 USER = "user"
+_UPLOAD = """
+import sys
+from spes_swarm.publishing.client import hub_api, patiently
+api = hub_api()
+patiently(lambda: api.create_repo(sys.argv[1], exist_ok=True))
+patiently(lambda: api.upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]))
+"""
 
 
 class HubServer:
@@ -61,6 +69,12 @@ class HubServer:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
         environment |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self._directory / "home")}
         return environment | ({"HF_TOKEN": token} if token else {})
+
+    def upload(self, directory: Path, repo_id: str) -> str:
+        """Uploads a directory to a new repository, as anybody would; returns the commit."""
+        command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory)]
+        subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
+        return self.commits(repo_id)[0]
 
     def fail_next(self, kind: str, match: str = "", times: int = 1, **details: Any) -> None:
         """Makes requests fail whose `METHOD /path` contains `match`; see the top of this file."""
@@ -112,3 +126,19 @@ class HubServer:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
+
+
+def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProcess]:
+    """Starts `join` as a user of this Hub would: the library finds the Hub when it is imported."""
+
+    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "spes_swarm.join", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**hub.environment(), "OMP_NUM_THREADS": "1"},
+            )
+
+    return launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.testing.local_peer import LocalPeer
+from tests.helpers.moe_models import REFUSED, save_moe
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 from tests.helpers.slow_join import launch_slow
@@ -239,6 +241,13 @@ def test_a_pad_token_that_stands_in_the_data(tmp_path: Path, out: Path, has_weig
     weights = ["--initial-weights", tmp_path] if has_weights else []
     line = join("--config", config(tmp_path / "run.yaml", changes), *weights, out=out).line()
     assert line.startswith("run.model.settings.pad_token_id: found 259, which is a token of tokenizer")
+
+
+def test_an_existing_model_that_cannot_be_trained(tmp_path: Path, out: Path) -> None:
+    save_moe(tmp_path / "model", "gpt_oss")
+    line = join("--initial-weights", tmp_path / "model", out=out).line()
+    assert re.fullmatch(rf"{tmp_path / 'model'}: .*{REFUSED['gpt_oss'][1]}.*", line), line
+    assert not out.exists()
 
 
 def token_file(path: Path) -> Path:

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from spes_swarm import export
 from spes_swarm.base.arguments import shard_bytes
 from spes_swarm.base.errors import UserError
+from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model
-from spes_swarm.publishing.plain import empty_model, saved_tensors, split_blocks, write_export
+from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
 from spes_swarm.publishing.publication import read_export
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.model_state import plain_state_dict

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError, PeerProcess
-from tests.helpers.hub_server import TOKEN, HubServer
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
+from tests.helpers.hub_server import TOKEN, HubServer, launch_by_itself
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import TINY_RUN, merged
 
@@ -27,22 +25,6 @@ REPOSITORY = "user/model"
 def hub(tmp_path: Path) -> Iterator[HubServer]:
     with HubServer(tmp_path / "hub") as server:
         yield server
-
-
-def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProcess]:
-    """Starts `join` as a user of this Hub would: the library finds the Hub when it is imported."""
-
-    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "spes_swarm.join", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**hub.environment(), "OMP_NUM_THREADS": "1"},
-            )
-
-    return launch
 
 
 def start(hub: HubServer, directory: Path, *arguments: object) -> LocalPeer:

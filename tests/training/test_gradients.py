@@ -147,3 +147,53 @@ def test_other_errors_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "language_model_loss", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         make(2)[1].compute(batch(2), 0.5)
+
+
+def with_context(sequences: int) -> npt.NDArray[np.int64]:
+    """A batch in which few tokens are targets: many of some sequences, none of the second."""
+    ids_BS = batch(sequences)
+    is_target_BS = np.random.default_rng(1).random(ids_BS.shape) < np.linspace(0.1, 0.9, sequences)[:, None]
+    is_target_BS[1] = False
+    return np.where(is_target_BS, ids_BS, ~ids_BS)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_parts_with_unequal_numbers_of_targets_give_the_gradients_of_the_whole(size: int) -> None:
+    whole, compute, _ = make(7)
+    loss = compute.compute(with_context(7), 0.5)
+    parts, compute_parts, _ = make(size)
+    assert compute_parts.compute(with_context(7), 0.5) == pytest.approx(loss, rel=1e-6)
+    assert_same(gradients_of(parts), gradients_of(whole))
+
+
+def test_shares_with_unequal_numbers_of_targets_add_up() -> None:
+    """As those of the ranks of a peer: each divides by the targets of the whole batch."""
+    whole, compute, _ = make(7)
+    loss = compute.compute(with_context(7), 0.5)
+    total, losses = {name: torch.zeros_like(g) for name, g in gradients_of(whole).items()}, 0.0
+    for share in (slice(0, 2), slice(2, 3), slice(3, None)):
+        rank, compute_share, _ = make(2)
+        losses += compute_share.compute(with_context(7), 0.5, share)
+        for name, gradient in gradients_of(rank).items():
+            total[name] += gradient
+    assert losses == pytest.approx(loss, rel=1e-6)
+    assert_same(total, gradients_of(whole))
+
+
+def test_targets_alone_count_as_with_the_labels_of_transformers() -> None:
+    samples_BS = with_context(5)
+    ours, compute, _ = make(2, LossWeights(load_balance=0.0, router_z=0.0, logit_z=0.0))
+    loss = compute.compute(samples_BS, 0.5)
+    theirs, _, _ = make(2)
+    ids_BS = torch.from_numpy(np.where(samples_BS < 0, -1 - samples_BS, samples_BS))
+    labels_BS = torch.from_numpy(np.where(samples_BS < 0, -100, samples_BS))
+    expected = theirs.module(input_ids=ids_BS, labels=labels_BS).loss
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    assert_same(gradients_of(ours), gradients_of(theirs))
+
+
+def test_a_batch_without_a_target_has_no_loss() -> None:
+    model, compute, _ = make(2, LossWeights(load_balance=0.0, router_z=0.0, logit_z=0.125))
+    assert compute.compute(~batch(3), 0.5) == 0.0
+    assert all(not gradient.any() for gradient in gradients_of(model).values())

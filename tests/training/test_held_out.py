@@ -47,3 +47,24 @@ def test_the_interval_of_two_standard_errors_holds_the_truth_nineteen_times_of_t
         assert found.stderr is not None
         hits += abs(found.mean - split.mean()) < 1.96 * found.stderr
     assert 0.92 < hits / 400 < 0.98
+
+
+def test_every_target_counts_the_same_in_sequences_of_unequal_numbers() -> None:
+    """A mean of 2 over 3 targets and one of 6 over 1 target: 12 / 4; a sequence without any has no say."""
+    assert held_out_loss([2.0, math.nan, 6.0], [3, 0, 1]).mean == 3.0
+    assert held_out_loss([1.0, 2.0, 4.0], [7, 7, 7]) == held_out_loss([1.0, 2.0, 4.0])
+    assert math.isnan(held_out_loss([math.nan], [0]).mean)
+
+
+def test_the_interval_holds_the_truth_with_unequal_numbers_of_targets_too() -> None:
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, 40, 2000)
+    losses = rng.gamma(9.0, 0.15, 2000) + 0.02 * counts  # long answers are harder
+    truth = (losses * counts).sum() / counts.sum()
+    hits = 0
+    for _ in range(400):
+        chosen = rng.integers(0, 2000, 128)
+        found = held_out_loss(losses[chosen].tolist(), counts[chosen].tolist())
+        assert found.stderr is not None
+        hits += abs(found.mean - truth) < 1.96 * found.stderr
+    assert 0.92 < hits / 400 < 0.98

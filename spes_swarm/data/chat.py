@@ -1,0 +1,202 @@
+"""Chat conversations as training data: rendered with the tokenizer's chat template, with a loss on the answers only.
+
+A record is a line of JSON, `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"conversations": [{"from": ...,
+"value": ...}, ...]}`. An answer is what the template adds for an assistant's message to the prompt that it writes
+before one; that includes the marks that end the answer. Conversations follow each other in the stream like other
+documents, each ended by the end of text.
+
+A token that is no target is stored as its complement `~id`, a negative number: ids and targets travel in one array.
+
+Templates are untrusted: transformers renders them in a sandbox. So is text, and a template's marks are special tokens
+of the tokenizer: a conversation with one of them in a message is skipped. Kinds of skipped records: those of
+readers.py, `no_answer`, `special_token`, and `template` if that fails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from spes_swarm.base.errors import DataError
+from spes_swarm.base.wording import plural
+from spes_swarm.data.corpus_index import write_index
+from spes_swarm.data.readers import Broken, read_lines
+from spes_swarm.data.token_file import TokenFile, TokenWriter
+from spes_swarm.data.tokenizer import FastTokenizer, Tokenizer
+
+_ROLES = {"human": "user", "gpt": "assistant"}  # what the second form calls them
+_ANSWERING = "assistant"
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Text of a conversation, or of a part of it."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]  # (first character, one past the last) of each answer, in order
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Takes the template from the tokenizer's files.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+        assert isinstance(tokenizer, FastTokenizer)
+        config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
+        template = tokenizer.files.get("chat_template.jinja", b"").decode("utf-8") or config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        if not template:
+            raise DataError(
+                f"tokenizer {tokenizer.name!r} has no chat template, which chat conversations need: use the tokenizer "
+                "of a model that was trained on chats, or add a chat_template.jinja to its directory"
+            )
+        self.source: str = template
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
+        # An added token may be stored with its properties.
+        self._names = {key: value["content"] if isinstance(value, dict) else value for key, value in named.items()}
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.serialised())
+        added = self._backend.get_added_tokens_decoder().values()
+        self._special = [token.content for token in added if token.special]
+        self._end_of_text = tokenizer.end_of_text
+
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        """Returns the text of messages; with `prompt`, also what comes before an answer to them.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template  # takes seconds to import
+
+        texts, _ = render_jinja_template(
+            [list(messages)], chat_template=self.source, add_generation_prompt=prompt, **self._names
+        )
+        return str(texts[0])
+
+    def samples(self, messages: Sequence[Message]) -> Iterator[Rendered]:
+        """Yields the texts to train on, which together have every answer once.
+
+        That is one text if the template only ever appends. Some rewrite earlier turns, e.g. drop their reasoning: then
+        an answer whose prompt does not continue the text before begins another text.
+
+        Raises:
+            Exception: whatever the template raises.
+            ValueError: an answer does not continue its prompt.
+        """
+        text = ""
+        answers: list[tuple[int, int]] = []
+        for index, message in enumerate(messages):
+            if message["role"] != _ANSWERING:
+                continue
+            before, whole = self.render(messages[:index], prompt=True), self.render(messages[: index + 1])
+            if not whole.startswith(before):
+                raise ValueError("the template's prompt is not where the answer begins")
+            if not before.startswith(text):
+                yield Rendered(text, tuple(answers))
+                answers = []
+            text = whole
+            answers.append((len(before), len(whole)))
+        if answers:
+            yield Rendered(text, tuple(answers))
+
+    def has_special(self, messages: Sequence[Message]) -> bool:
+        """Returns True if the text of a message contains a special token of the tokenizer."""
+        return any(token in message["content"] for message in messages for token in self._special)
+
+    def encode(self, rendered: Rendered) -> NDArray[np.int64]:
+        """Returns the ids of a text and the end of text, 1-D; the complement of those that are not of an answer."""
+        encoded = self._backend.encode(rendered.text, add_special_tokens=False)
+        ids_N = np.asarray([*encoded.ids, self._end_of_text], dtype=np.int64)
+        starts_N = np.asarray([start for start, _ in encoded.offsets] + [len(rendered.text)])
+        is_target_N = np.zeros(len(ids_N), dtype=bool)
+        for first, after in rendered.answers:
+            is_target_N |= (starts_N >= first) & (starts_N < after)
+        return np.where(is_target_N, ids_N, ~ids_N)
+
+
+def is_chat(files: Sequence[Path]) -> bool:
+    """Returns True if the first record of the first file is a conversation.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    for record in read_lines(files[0], Counter()):
+        return _messages_of(record) is not None
+    return False
+
+
+def write_chat_shard(
+    files: Sequence[Path], output: Path, tokenizer: Tokenizer, template: ChatTemplate, say: Callable[[str], None]
+) -> None:
+    """Tokenises all conversations into one token file in `output`, and says how many were skipped and why.
+
+    Raises:
+        DataError: no usable conversation, or `output` cannot be written.
+    """
+    broken: Broken = Counter()
+    count = 0
+    writer = TokenWriter(output / "tokens-00000.npy", tokenizer, has_context=True)
+    try:
+        for path in files:
+            for record in read_lines(path, broken):
+                arrays = _tokenised(record, template, broken)
+                if arrays:
+                    writer.append(np.concatenate(arrays), len(arrays))
+                    count += 1
+        kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(broken.items()))
+        if not count:
+            raise DataError(f"no usable conversation in {plural(len(files), 'file')} ({kinds or 'no records'})")
+        say(f"{plural(count, 'conversation')} tokenised" + (f"; skipped: {kinds}" if kinds else ""))
+        write_index(output, [TokenFile.open(writer.commit())])
+    finally:
+        writer.abort()
+
+
+def _tokenised(record: Any, template: ChatTemplate, broken: Broken) -> list[NDArray[np.int64]]:
+    """Returns the samples of one record; if it cannot be used, none, and counts why."""
+    messages = _messages_of(record)
+    if messages is None:
+        broken["wrong_type" if not isinstance(record, Mapping) else "missing_field"] += 1
+    elif not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
+        broken["wrong_type"] += 1
+    elif not any(message["role"] == _ANSWERING for message in messages):
+        broken["no_answer"] += 1
+    elif template.has_special(messages):
+        broken["special_token"] += 1
+    else:
+        try:
+            return [template.encode(sample) for sample in template.samples(messages)]
+        except Exception:  # jinja2 has errors of its own, and a template may call what it likes
+            broken["template"] += 1
+    return []
+
+
+def _messages_of(record: Any) -> list[Message] | None:
+    """Returns the messages of a record in the first form; None if it is no conversation."""
+    if not isinstance(record, Mapping):
+        return None
+    for key in ("messages", "conversations"):
+        turns = record.get(key)
+        if isinstance(turns, list) and turns and all(isinstance(turn, Mapping) for turn in turns):
+            return [_message(turn) for turn in turns]
+    return None
+
+
+def _message(turn: Mapping[str, Any]) -> Message:
+    if "from" not in turn:
+        return dict(turn)
+    return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}

@@ -1,0 +1,88 @@
+"""A model on a Hub as the beginning of a run: what is fetched from there, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from spes_swarm.base.errors import CheckpointError, HubError
+from spes_swarm.config.file import continued_config_path, read_config_file
+from spes_swarm.config.run import RunConfig
+from spes_swarm.peer.initial_model import InitialModel
+from spes_swarm.publishing import client
+from tests.helpers.hub_server import HubServer
+from tests.helpers.moe_models import save_moe
+
+pytestmark = pytest.mark.slow
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer(tmp_path / "hub") as server:
+        for key, value in server.environment().items():
+            if key.startswith("HF_"):
+                monkeypatch.setenv(key, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield server
+
+
+def described(name: str) -> RunConfig:
+    file = read_config_file(continued_config_path(), name)
+    assert file.run is not None
+    return InitialModel.find(name).describe_run(file.run, "test", adapt=True)
+
+
+def fetched(directory: Path) -> set[str]:
+    """Names of the files in the library's cache."""
+    return {path.name for path in (directory / "cache").rglob("snapshots/*/*")}
+
+
+def test_the_weights_are_fetched_after_the_run_is_described(tmp_path: Path, hub: HubServer) -> None:
+    model = save_moe(tmp_path / "model", "mixtral", max_shard_size="100KB")
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"pickled")
+    (tmp_path / "model" / "modeling_evil.py").write_text("raise SystemExit", encoding="utf-8")
+    commit = hub.upload(tmp_path / "model", "user/described")
+    run = described("user/described")
+    assert (run.name, run.model.type, run.model.num_experts) == ("described", "mixtral", 4)
+    assert fetched(tmp_path) == {"config.json"}
+    hub.fail_next("cut", match=".safetensors", fraction=0.5)  # a connection that breaks is tried again
+    said: list[str] = []
+    directory = InitialModel.find(f"user/described@{commit}").weights(said.append)
+    names = {path.name for path in (tmp_path / "model").glob("model[-.]*")}
+    assert fetched(tmp_path) == names | {"config.json"}
+    stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    torch.testing.assert_close(stored["lm_head.weight"], model.state_dict()["lm_head.weight"], rtol=0, atol=0)
+    assert said[0] == f"fetching {len(names) - 1} weight files of user/described@{commit}, commit {commit[:7]}"
+
+
+def test_pickled_weights_are_refused_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:
+    save_moe(tmp_path / "model", "olmoe")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    hub.upload(tmp_path / "model", "user/pickled")
+    with pytest.raises(CheckpointError, match="user/pickled has pickled weights only, which are never loaded"):
+        described("user/pickled")
+    assert fetched(tmp_path) == set()
+
+
+def test_an_unknown_repository(hub: HubServer) -> None:
+    with pytest.raises(HubError, match=r"user/unknown: there is no such repository.*; nor is .* a directory here"):
+        described("user/unknown")
+
+
+def test_an_unknown_revision(tmp_path: Path, hub: HubServer) -> None:
+    save_moe(tmp_path / "model", "olmoe")
+    hub.upload(tmp_path / "model", "user/revisions")
+    with pytest.raises(HubError, match="user/revisions has no such revision"):
+        described("user/revisions@v7")
+
+
+def test_a_path_is_never_looked_up_on_the_hub() -> None:
+    with pytest.raises(CheckpointError, match=r"^\./user/model: no such directory$"):
+        InitialModel.find("./user/model")
