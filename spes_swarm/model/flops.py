@@ -46,8 +46,8 @@ class StepFlops:
 class ModelFlops:
     """Operations of a model's forward pass, by what their number depends on.
 
-    Checked against counted operations for OLMoE, Qwen3-MoE and Mixtral (`tests/model/test_flops.py`). A layer without
-    softmax attention over the whole sequence, as in hybrid models, has fewer than this says.
+    Exact for the architectures of `tests/model/test_flops.py`. Where heads of queries and values differ in size, or
+    layers have something else than softmax attention over the whole sequence, attention's share is an estimate.
     """
 
     dense_per_token: int  # matrices that every token meets, in the layers

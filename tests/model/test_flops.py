@@ -34,6 +34,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 6, "intermediate_size": 16, "num_experts_per_tok": 1},
 }
+_SHARED_EXPERT = {"num_experts": 6, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 12}
+MORE_SETTINGS: dict[str, dict[str, Any]] = {
+    "flex_olmo": {"num_experts": 6, "intermediate_size": 16, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_SHARED_EXPERT, "intermediate_size": 20, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 6, "intermediate_size": 16, "num_experts_per_tok": 2},
+}
 COMMON: dict[str, Any] = {
     "vocab_size": 50,
     "hidden_size": 24,
@@ -96,7 +102,7 @@ def counted_step(
     model_type: str, held: tuple[int, ...], checkpointing: str, kernel: str = "torch", **more: Any
 ) -> tuple[SparseModel, int, int]:
     """Returns a model, the counted operations of a step, and the rows of the held experts."""
-    settings = COMMON | SETTINGS[model_type] | more
+    settings = COMMON | (SETTINGS | MORE_SETTINGS)[model_type] | more
     model = SparseModel(build_model(model_type, settings, seed=0, device="cpu"), held, kernel)
     checkpoint_activations(model.module, checkpointing)
     gradients = Gradients(
@@ -117,6 +123,12 @@ def test_operations_are_those_of_a_real_step(model_type: str, checkpointing: str
     assert held_rows > 0
     flops = ModelFlops.of(model, LENGTH).step(BATCH * LENGTH, held_rows, checkpointing)
     assert flops.hardware == counted
+
+
+@pytest.mark.parametrize("model_type", sorted(MORE_SETTINGS))
+def test_other_architectures_are_counted(model_type: str) -> None:
+    model, counted, held_rows = counted_step(model_type, (1, 4), "none")
+    assert ModelFlops.of(model, LENGTH).step(BATCH * LENGTH, held_rows).hardware == counted
 
 
 @pytest.mark.parametrize("model_type", sorted(SETTINGS))
