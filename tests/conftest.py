@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from collections import Counter
@@ -15,6 +16,12 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 # CI runs the same examples each time; elsewhere each run explores new ones.
 settings.register_profile("reproducible", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("explore")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs a CUDA device on machines without one; torch is loaded only if something does."""
+    if item.get_closest_marker("cuda") is not None and not importlib.import_module("torch").cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

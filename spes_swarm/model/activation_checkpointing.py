@@ -17,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from spes_swarm.base.errors import ConfigError
 
 _aten = torch.ops.aten
-# What `selective` keeps: the operations that cost most to repeat.
+# What `selective` keeps: the operations that cost most to repeat. `mm.out` is not among them, because the kernel `loop`
+# writes one group after the other into the same tensor, and torch refuses a kept tensor that has been written to.
 _KEPT = frozenset(
     {
         _aten.mm.default,

@@ -80,6 +80,7 @@ class LivePanel:
         table.add_row(
             "tokens/s", Text(f"{status.tokens_per_second:,.0f}"), "my experts", Text(experts_text(status.held))
         )
+        table.add_row("TFLOP/s", Text(f"{status.teraflops:,.3g}"), "MFU", Text(mfu_text(status.mfu)))
         table.add_row(
             "last round",
             Text(f"{status.round_seconds:.1f} s, {status.round_megabytes:.2f} MB"),
@@ -97,6 +98,11 @@ class LivePanel:
 def experts_text(experts: tuple[int, ...]) -> str:
     """Formats experts as ranges: 0-3, 7."""
     return ranges(sorted(experts), ", ", "none")
+
+
+def mfu_text(mfu: float | None) -> str:
+    """Formats the share of the device's peak: 41.3 %; "-" if that is unknown, as on a CPU."""
+    return "-" if mfu is None else f"{mfu:.1%}".replace("%", " %")
 
 
 def round_line(status: TrainingStatus) -> str:

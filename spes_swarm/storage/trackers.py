@@ -22,7 +22,7 @@ from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 from spes_swarm.storage.metrics_file import Metrics
 
 PROJECT: Final = "spes_swarm"
-_STEP_FIGURES: Final = ("loss", "tokens_per_second", "lr")
+_STEP_FIGURES: Final = ("loss", "tokens_per_second", "teraflops", "mfu", "lr")
 _ROUND_FIGURES: Final = (
     *metrics_of(RoundMetrics),
     "peers",

@@ -36,6 +36,8 @@ class TrainingStatus:
     eval_loss_stderr: float | None = None
     eval_round: int | None = None  # round after which it was measured
     tokens_per_second: float = 0.0
+    teraflops: float = 0.0  # 1e12 operations per second that the steps had to compute
+    mfu: float | None = None  # their share of the device's peak, 0 to 1; None: unknown
     peers: int = 1
     held: tuple[int, ...] = ()
     round_seconds: float = 0.0

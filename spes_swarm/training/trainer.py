@@ -20,6 +20,8 @@ import torch
 
 from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
+from spes_swarm.model.flops import ModelFlops
+from spes_swarm.model.throughput import Throughput, peak_flops
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
@@ -43,7 +45,6 @@ from spes_swarm.training.setup import TrainerSetup
 _RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2
 _FINISH_PUBLISHING_S = 600.0  # when `max_rounds` are done or the run is over; otherwise publishing stops at once
-_SPEED_WINDOW = 0.9  # weight of the past in the moving average of tokens per second
 
 
 class Trainer:
@@ -86,7 +87,9 @@ class Trainer:
         self._divergence = DivergenceGuard()
         self._total_tokens = 0
         self._losses: RoundLosses | None = None
-        self._tokens_per_second = 0.0
+        self._flops = ModelFlops.of(setup.model, training.sequence_length)
+        num_ranks = 1 if setup.ranks is None else setup.ranks.placement.world_size
+        self._throughput = Throughput(peak_flops(setup.device, setup.precision), num_ranks)
         self._loss: float | None = None
         self._retry_at = 0.0
         self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
@@ -258,16 +261,17 @@ class Trainer:
         self._work.add_step(self._tokens_per_step, routed_E, self._loss)
         self.step += 1
         self._total_tokens += self._tokens_per_step
-        speed = self._tokens_per_step / max(time.monotonic() - started, 1e-6)
-        past = self._tokens_per_second
-        self._tokens_per_second = _SPEED_WINDOW * past + (1 - _SPEED_WINDOW) * speed if past else speed
+        flops = self._flops.step(self._tokens_per_step, int(routed_E[list(self._model.held)].sum()))
+        self._throughput.add(self._tokens_per_step, flops.model, time.monotonic() - started)
         self._setup.metrics.write(
             "step",
             round=self.round,
             step=self.step,
             loss=self._loss,
             tokens=self._tokens_per_step,
-            tokens_per_second=self._tokens_per_second,
+            tokens_per_second=self._throughput.tokens_per_second,
+            teraflops=self._throughput.teraflops,
+            mfu=self._throughput.mfu,
             lr=rate,
         )
         self._announce("training")
@@ -304,7 +308,7 @@ class Trainer:
             return False
         if self._network.called_round > self.round:
             return True
-        due = self._pace.due(self._work.tokens, self._tokens_per_second)
+        due = self._pace.due(self._work.tokens, self._throughput.tokens_per_second)
         self._setup.status.progress = self._pace.progress
         return due
 
@@ -452,7 +456,8 @@ class Trainer:
     def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state
         status.phase, status.round, status.step, status.loss = phase, self.round, self.step, self._loss
-        status.tokens_per_second, status.held = self._tokens_per_second, self._model.held
+        speed, status.held = self._throughput, self._model.held
+        status.tokens_per_second, status.teraflops, status.mfu = speed.tokens_per_second, speed.teraflops, speed.mfu
         self._network.submit(
             Commands.set_presence,
             presence=Presence(
@@ -461,7 +466,7 @@ class Trainer:
                 step=self.step,
                 tokens=self._work.tokens,
                 tokens_per_step=self._tokens_per_step,
-                tokens_per_second=self._tokens_per_second,
+                tokens_per_second=self._throughput.tokens_per_second,
                 loss=_finite(self._loss),
                 experts=self._model.held,
                 total_tokens=self._total_tokens,

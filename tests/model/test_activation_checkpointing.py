@@ -34,10 +34,10 @@ COMMON: dict[str, Any] = {
 WEIGHTS = LossWeights(load_balance=0.5, router_z=0.25, logit_z=0.125)
 
 
-def step(model_type: str, kind: str) -> tuple[dict[str, Tensor], int, list[int]]:
+def step(model_type: str, kind: str, kernel: str = "torch") -> tuple[dict[str, Tensor], int, list[int]]:
     """Returns the gradients of a step, the bytes that autograd keeps for it, and the tokens that each expert got."""
     model = build_model(model_type, COMMON | SETTINGS[model_type], seed=0, device="cpu")
-    sparse = SparseModel(model, (1, 4))
+    sparse = SparseModel(model, (1, 4), kernel)
     checkpoint_activations(sparse.module, kind)
     sparse.module.train()
     ids = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -65,6 +65,13 @@ def test_gradients_are_those_of_the_plain_step(model_type: str, kind: str) -> No
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
     assert tokens == plain_tokens
     assert size < plain_size
+
+
+def test_selective_takes_products_that_are_written_group_by_group() -> None:
+    plain, _, _ = step("olmoe", "none", "loop")
+    ours, _, _ = step("olmoe", "selective", "loop")
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_an_architecture_without_it_is_refused() -> None:

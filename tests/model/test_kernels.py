@@ -106,7 +106,7 @@ def test_the_loop_and_grouped_mm_agree_on_a_misaligned_start() -> None:
     torch.testing.assert_close(kernel.product(x, w, groups), kernel.product(x.clone(), w, groups), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("kernel", ["torch", "loop"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 0, 5, 9], [0, 0, 0, 4], [7, 1, 1, 0]])

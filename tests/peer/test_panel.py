@@ -23,13 +23,22 @@ def test_the_line_of_a_round_has_the_eval_loss_only_if_it_was_measured_then() ->
     assert round_line(TrainingStatus(round=1)).startswith("round 1: 1 peer, loss -, 0 tokens/s, ")
 
 
-def test_the_panel_says_of_which_round_the_eval_loss_is() -> None:
-    def shown(of: TrainingStatus) -> str:
-        output = io.StringIO()
-        console = Console(file=output, force_terminal=True, width=100, color_system=None)
-        with LivePanel(console, of, "title"):
-            pass
-        return output.getvalue()
+def shown(of: TrainingStatus) -> str:
+    """The panel as text, with single spaces."""
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100, color_system=None)
+    with LivePanel(console, of, "title"):
+        pass
+    return " ".join(output.getvalue().split())
 
+
+def test_the_panel_says_of_which_round_the_eval_loss_is() -> None:
     assert "2.219 ± 0.040 (round 20)" in shown(status(23))
     assert "(round" not in shown(TrainingStatus())
+
+
+def test_the_panel_shows_the_share_of_the_peak_where_it_is_known() -> None:
+    known = status(23)
+    known.teraflops, known.mfu = 412.34, 0.4167
+    assert "TFLOP/s 412 MFU 41.7 %" in shown(known)
+    assert "TFLOP/s 0 MFU - " in shown(TrainingStatus())

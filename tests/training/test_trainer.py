@@ -143,6 +143,24 @@ def test_the_loss_is_measured_every_so_many_rounds_and_at_both_ends(make: Make) 
 
 
 @pytest.mark.slow
+def test_a_step_says_how_much_it_computed(make: Make) -> None:
+    """At most 6 operations per active weight and token, and fewer because most experts' weights have no gradients."""
+    peer = make(max_rounds=1)
+    settings: dict[str, Any] = dict(peer.run.model.settings)
+    peer.trainer.run()
+    event = peer.events("step")[0]
+    per_token = event["teraflops"] * 1e12 / event["tokens_per_second"]
+    matrices = sum(
+        p.numel() for name, p in peer.model.module.named_parameters() if p.dim() == 2 and "embed" not in name
+    )
+    expert = 3 * settings["hidden_size"] * settings["intermediate_size"]
+    active = matrices + settings["num_hidden_layers"] * settings["num_experts_per_tok"] * expert
+    attention = 12 * settings["num_hidden_layers"] * settings["hidden_size"] * peer.run.training.sequence_length
+    assert 6 * matrices + attention < per_token < 6 * active + attention
+    assert event["mfu"] is None  # on a CPU
+    assert peer.setup.status.teraflops == pytest.approx(peer.events("step")[-1]["teraflops"])
+
+
 def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     """After beginning again a peer's weight in a round is what it has done since, and nothing is told of the rest."""
     peer = make()

@@ -1,0 +1,326 @@
+"""Checks and measures everything that needs a GPU, in one go of less than nine minutes.
+
+    bash scripts/gpu_check.sh               on a machine with a CUDA device
+    bash scripts/gpu_check.sh --quick       small sizes, on a CPU too: what the tests run
+
+- tests: those marked `cuda`.
+- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from float64.
+- bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
+- steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
+  peak of memory against the planned one.
+
+A check that fails is reported and the others go on; the exit code is 1 then. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from spes_swarm.peer.memory.step_memory import StepShape, step_memory
+from torch import Tensor
+
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.flops import ModelFlops
+from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
+from spes_swarm.model.sparse_model import SparseModel, build_empty_model
+from spes_swarm.model.throughput import peak_flops
+from spes_swarm.training.gradients import Gradients, loss_weights
+
+ROOT = Path(__file__).resolve().parent.parent
+LAST_START_S = 420.0  # a check that would begin later is left out
+WARM_UP, REPEATS = 2, 5
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """A peer's step."""
+
+    name: str
+    run: RunConfig
+    held: int
+    foreign: str
+    checkpointing: str
+    micro_batch: int
+    micro_batches: int = 2  # of a step
+
+
+def quickstart(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int) -> RunConfig:
+    """Returns the quickstart's run with a model of this size."""
+    run = load_config(default_config_path()).run
+    assert run is not None
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": sequence_length,
+    }
+    return replace(
+        run,
+        model=replace(run.model, settings=run.model.settings | sizes),
+        training=replace(run.training, sequence_length=sequence_length),
+    )
+
+
+def step_cases(quick: bool) -> Iterator[StepCase]:
+    """Yields the steps to measure."""
+    if quick:
+        small = quickstart(64, 96, 2, 4, 32)
+        yield StepCase(name="small", run=small, held=2, foreign="bf16", checkpointing="none", micro_batch=2)
+        yield StepCase(name="small, int8", run=small, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+        return
+    middle = quickstart(768, 1536, 10, 12, 1024)
+    yield StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
+    large = load_config(ROOT / "configs" / "spes-2b.yaml").run
+    assert large is not None
+    yield StepCase(name="2B", run=large, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """Returns the median seconds of an action."""
+    taken = []
+    for _ in range(WARM_UP + REPEATS):
+        wait_for(device)
+        started = time.perf_counter()
+        action()
+        wait_for(device)
+        taken.append(time.perf_counter() - started)
+    return float(np.median(taken[WARM_UP:]))
+
+
+def run_tests(device: torch.device, quick: bool) -> list[Row]:
+    """Runs the tests that need CUDA; without a device, they are skipped."""
+    if find_spec("pytest") is None:
+        raise ConfigError("pytest is not installed: pip install pytest hypothesis")
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "cuda", "tests/model"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    if done.returncode != 0:
+        raise RuntimeError(" / ".join(done.stdout.splitlines()[-3:]) or done.stderr[-200:])
+    return [{"tests": done.stdout.splitlines()[-1].strip("= ")}]
+
+
+def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
+    """Measures one linear layer of all experts with each kernel: product and both gradients."""
+    rows, features, experts = (64, 32, 4) if quick else (16384, 2048, 16)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    x, grad = (torch.randn((rows, features), generator=generator, device=device).to(dtype) for _ in range(2))
+    w = (torch.randn((experts, features, features), generator=generator, device=device) / math.sqrt(features)).to(dtype)
+    ends = (torch.arange(1, experts + 1, device=device) * (rows // experts)).to(torch.int32)
+    exact = LoopKernel().product(x.double(), w.double(), Groups(ends))
+    found: list[Row] = []
+    for name in KERNELS:
+        try:
+            kernel = load_kernel(name)
+        except ConfigError as exc:
+            found.append({"kernel": name, "missing": str(exc)})
+            continue
+
+        def layer(kernel: Any = kernel) -> Tensor:
+            groups = Groups(ends)
+            kernel.input_gradient(grad, w, groups)
+            kernel.weight_gradient(grad, x, groups)
+            product: Tensor = kernel.product(x, w, groups)
+            return product
+
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds = seconds_of(layer, device)
+        error = ((layer().double() - exact).norm() / exact.norm()).item()
+        if not error < 1e-2:
+            raise RuntimeError(f"kernel {name} is off by {error:.2%}")
+        found.append(
+            {
+                "kernel": name,
+                "ms": 1e3 * seconds,
+                "rows_per_second": rows / seconds,
+                "teraflops": 3 * 2 * rows * features**2 / seconds / 1e12,
+                "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+                "relative_error": error,
+            }
+        )
+    return found
+
+
+def new_model(case: StepCase, device: torch.device) -> SparseModel:
+    """Builds the model as a peer does, with random weights."""
+    model = SparseModel(
+        build_empty_model(case.run.model.type, case.run.model.settings), range(case.held), foreign_form=case.foreign
+    )
+    checkpoint_activations(model.module, case.checkpointing)
+    model.module.to(device)
+    rng = np.random.default_rng(0)
+    for block in model.layout.blocks:
+        model.write_block(block.index, rng.standard_normal(block.size, dtype=np.float32) * np.float32(0.02))
+    return model
+
+
+def gradients_of(case: StepCase, model: SparseModel, device: torch.device, precision: str) -> Gradients:
+    """Returns what computes the gradients of this case."""
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def refuse(kind: str, detail: str) -> None:
+        raise RuntimeError(detail)
+
+    weights = loss_weights(case.run.training)
+    return Gradients(model, weights, case.micro_batch, device=device, autocast=autocast, warn=refuse)
+
+
+def batch_of(case: StepCase) -> Any:
+    """Draws a batch (B, S) of random tokens."""
+    shape = case.micro_batch * case.micro_batches, case.run.training.sequence_length
+    return np.random.default_rng(1).integers(0, min(256, case.run.model.vocab_size), shape)
+
+
+def compare_precisions(device: torch.device, quick: bool) -> list[Row]:
+    """Compares loss and gradients of a small model under bf16 with those in fp32."""
+    case = next(step_cases(quick=True))
+    losses, norms, flats = {}, {}, {}
+    for precision in ("fp32", "bf16"):
+        model = new_model(case, device)
+        losses[precision] = gradients_of(case, model, device, precision).compute(batch_of(case), progress=0.0)
+        grads = [p.grad.flatten().double() for _, p in model.trainable_parameters() if p.grad is not None]
+        flats[precision] = torch.cat(grads)
+        norms[precision] = flats[precision].norm().item()
+    of_loss = losses["bf16"] / losses["fp32"] - 1
+    of_gradients = (flats["bf16"] - flats["fp32"]).norm().item() / norms["fp32"]
+    if not (abs(of_loss) < 0.01 and of_gradients < 0.2):
+        raise RuntimeError(f"bf16 differs from fp32: loss {of_loss:+.2%}, gradients {of_gradients:.1%}")
+    return [{"loss": losses["fp32"], "change_of_loss": of_loss, "change_of_gradients": of_gradients}]
+
+
+def measure_step(case: StepCase, device: torch.device) -> Row:
+    """Measures a peer's step."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    shape = StepShape(
+        num_held=case.held,
+        foreign_experts=case.foreign,
+        precision=precision,
+        activation_checkpointing=case.checkpointing,
+        on_gpu=device.type == "cuda",
+    )
+    batch_BS = batch_of(case)
+    planned = step_memory(
+        replace(case.run, training=replace(case.run.training, batch_size=len(batch_BS))), shape, case.micro_batch
+    ).peak
+    model = new_model(case, device)
+    gradients = gradients_of(case, model, device, precision)
+    optimiser = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def step() -> None:
+        gradients.compute(batch_BS, progress=0.5)
+        torch.nn.utils.clip_grad_norm_([p for _, p in model.trainable_parameters()], 1.0)
+        optimiser.step()
+
+    seconds = seconds_of(step, device)
+    held_rows = int(model.pop_routed_tokens()[: case.held].sum()) // (WARM_UP + REPEATS)
+    flops = ModelFlops.of(model, batch_BS.shape[1]).step(batch_BS.size, held_rows, case.checkpointing)
+    peak = peak_flops(device, precision)
+    measured = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {
+        "step": case.name,
+        "weights": model.layout.num_elements,
+        "held": case.held,
+        "precision": precision,
+        "foreign": case.foreign,
+        "checkpointing": case.checkpointing,
+        "tokens": batch_BS.size,
+        "ms": 1e3 * seconds,
+        "tokens_per_second": batch_BS.size / seconds,
+        "teraflops": flops.model / seconds / 1e12,
+        "mfu": None if peak is None else flops.model / seconds / peak,
+        "planned_bytes": planned,
+        "measured_bytes": measured,
+        "planned_by_measured": None if measured is None else planned / measured,
+    }
+
+
+def measure_steps(device: torch.device, quick: bool) -> list[Row]:
+    """Measures the steps, one model at a time."""
+    return [measure_step(case, device) for case in step_cases(quick)]
+
+
+CHECKS: dict[str, Callable[[torch.device, bool], list[Row]]] = {
+    "kernels": measure_kernels,
+    "bf16": compare_precisions,
+    "steps": measure_steps,
+    "tests": run_tests,
+}
+
+
+def carry_out(device: torch.device, options: argparse.Namespace) -> dict[str, Row]:
+    """Runs the checks and prints their rows as they come."""
+    started, results = time.monotonic(), dict[str, Row]()
+    for name in options.checks:
+        begun = time.monotonic()
+        try:
+            if begun - started > LAST_START_S:
+                raise RuntimeError("left out: no time is left")
+            result: Row = {"rows": CHECKS[name](device, options.quick)}
+        except Exception as exc:  # a check may fail in any way; the others still count
+            result = {"rows": [], "error": f"{type(exc).__name__}: {' '.join(str(exc).split())}"}
+        results[name] = result | {"seconds": time.monotonic() - begun}
+        print(f"{name}: {result.get('error', 'passed')} ({results[name]['seconds']:.1f} s)")
+        for row in result["rows"]:
+            print("  " + ", ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
+    return results
+
+
+def shown(value: object) -> str:
+    """Formats a value of a row."""
+    if value is None:
+        return "-"
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> int:
+    """Runs the checks; returns 1 if one of them failed."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes; works without a GPU")
+    parser.add_argument("--checks", nargs="+", default=list(CHECKS), choices=list(CHECKS))
+    parser.add_argument("--json", type=Path, default=Path("runs/gpu.json"))
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.quick:
+        print("gpu_check: torch finds no CUDA device on this machine; --quick runs on a CPU", file=sys.stderr)
+        return 2
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}")
+    results = carry_out(device, options)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    content = {"device": name, "torch": torch.__version__, "quick": options.quick, "checks": results}
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return 1 if any("error" in result for result in results.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

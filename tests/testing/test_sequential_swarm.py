@@ -1,0 +1,118 @@
+"""A swarm in one process: its rounds average, it repeats to the bit, and the form of others' experts matters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spes_swarm.config.run import RunConfig
+from spes_swarm.data.corpus import open_corpus
+from spes_swarm.data.sampler import TokenStream
+from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
+from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, new_identities
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.repository import ROOT
+
+HALVES = [range(4), range(4, 8)]
+
+
+@pytest.fixture(scope="module")
+def identities() -> list[Identity]:
+    return new_identities(2)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(4000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stream(text: Path) -> TokenStream:
+    torch.set_num_threads(1)
+    return TokenStream(open_corpus(str(text), load_tokenizer("bytes"), text.parent / "cache"))
+
+
+def run() -> RunConfig:
+    """Without anything that moves weights other than steps and averages."""
+    return run_config(round={"clip": 0.0}, merge={"alpha": 0.0}, evaluation={"holdout_fraction": 0.1, "sequences": 4})
+
+
+def trained(
+    stream: TokenStream, identities: Sequence[Identity], rounds: int = 2, form: str = "fp32"
+) -> SequentialSwarm:
+    swarm = SequentialSwarm(run(), stream, identities, HALVES, foreign_form=form)
+    for _ in range(rounds):
+        swarm.train([2, 2])
+        swarm.hold_round()
+    return swarm
+
+
+def test_a_round_averages_the_shared_layers_and_takes_experts_from_their_holders(
+    stream: TokenStream, identities: list[Identity]
+) -> None:
+    swarm = SequentialSwarm(run(), stream, identities, HALVES)
+    swarm.train([2, 2])
+    first_N, second_N = (peer.contribution_N.copy() for peer in swarm.peers)
+    swarm.hold_round()
+    result_N, layout = swarm.peers[0].reference.values_N, swarm.peers[0].model.layout
+    for block in layout.blocks:
+        where = slice(block.start, block.stop)
+        if block.index == SHARED_BLOCK:
+            expected_N = 0.5 * (first_N[where] + second_N[where])
+        else:
+            expected_N = (first_N if block.index <= 4 else second_N)[where]
+        np.testing.assert_allclose(result_N[where], expected_N, atol=2e-5)  # differences travel as fp16
+    moved_N = result_N != initial_weights(run())
+    assert moved_N.mean() > 0.5
+
+
+def test_equal_arguments_give_equal_bits(stream: TokenStream, identities: list[Identity]) -> None:
+    first, second = (trained(stream, identities) for _ in range(2))
+    assert first.peers[0].reference.digest == second.peers[1].reference.digest
+    assert first.round == 2
+
+
+def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream, identities: list[Identity]) -> None:
+    exact, rounded = (trained(stream, identities, form=form) for form in ("fp32", "int4"))
+    assert exact.peers[0].reference.digest != rounded.peers[0].reference.digest
+    # With fp32 a peer's live weights are the reference after a round; with int4 its others' experts are not.
+    assert exact.peers[0].eval_loss() == pytest.approx(exact.reference_loss(), rel=1e-6)
+    assert rounded.peers[0].eval_loss() != pytest.approx(rounded.reference_loss(), rel=1e-6)
+    assert rounded.reference_loss() == pytest.approx(exact.reference_loss(), rel=0.02)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_forms_writes_every_run(tmp_path: Path, text: Path) -> None:
+    result = tmp_path / "foreign.json"
+    arguments = {
+        "--data": text,
+        "--steps": 4,
+        "--inner-steps": 2,
+        "--seeds": 1,
+        "--batch-size": 1,
+        "--sequence-length": 32,
+        "--eval-sequences": 8,
+        "--json": result,
+    }
+    command = [sys.executable, "scripts/bench_foreign.py", *(str(each) for pair in arguments.items() for each in pair)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = {outcome["arm"]: outcome for outcome in json.loads(result.read_text(encoding="utf-8"))["outcomes"]}
+    assert set(outcomes) == {"fp32", "bf16", "int8", "int4", "ulp"}
+    assert len({outcome["digest"] for outcome in outcomes.values()}) == 5  # each arm trains differently
+    for arm, outcome in outcomes.items():
+        assert outcome["loss"] == pytest.approx(outcomes["fp32"]["loss"], rel=0.02), arm
+    table = done.stdout.splitlines()
+    assert table[-5].split()[:2] == ["mean", "fp32"]
+    assert table[-5].split()[3] == "+0.000%"
