@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from spes_swarm.peer.memory.step_memory import StepShape, step_memory
 from torch import Tensor
 
 from spes_swarm.base.errors import ConfigError
@@ -39,8 +38,9 @@ from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
-from spes_swarm.model.throughput import peak_flops
+from spes_swarm.peer.memory.step_memory import StepShape, step_memory
 from spes_swarm.training.gradients import Gradients, loss_weights
+from spes_swarm.training.throughput import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 LAST_START_S = 420.0  # a check that would begin later is left out

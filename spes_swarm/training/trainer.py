@@ -21,7 +21,6 @@ import torch
 from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.model.flops import ModelFlops
-from spes_swarm.model.throughput import Throughput, peak_flops
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
@@ -41,6 +40,7 @@ from spes_swarm.training.round_due import Pace
 from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.throughput import Throughput, peak_flops
 
 _RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spes_swarm.model.throughput import Throughput, peak_flops, peak_flops_of
+from spes_swarm.training.throughput import Throughput, peak_flops, peak_flops_of
 
 
 @pytest.mark.parametrize(
