@@ -166,6 +166,26 @@ def own_gradients(micro_batch_size: int) -> tuple[SparseModel, Gradients]:
 BATCH_BS = np.arange(4 * 16, dtype=np.int64).reshape(4, 16)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_gradients_of_all_shares_add_up_to_those_of_the_batch(world_size: int) -> None:
+    """Bit for bit where two numbers are added; more than two are added in another order than by one rank."""
+    model, own = own_gradients(1)
+    expected_loss = own.compute(BATCH_BS[:world_size], 0.0)
+    expected = [parameter.grad for _, parameter in model.trainable_parameters()]
+    routed_E = own.pop_routed_tokens()
+    loss, sums = 0.0, [torch.zeros_like(parameter) for _, parameter in model.trainable_parameters()]
+    for rank in reversed(range(world_size)):
+        share = Placement(rank=rank, world_size=world_size).share(world_size)
+        loss += own.compute(BATCH_BS[:world_size], 0.0, share)
+        for total, (_, parameter) in zip(sums, model.trainable_parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    rtol, atol = (0.0, 0.0) if world_size == 2 else (1e-5, 1e-7)
+    torch.testing.assert_close(sums, expected, rtol=rtol, atol=atol)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert own.pop_routed_tokens().tolist() == routed_E.tolist()
+
+
 def test_a_rank_without_memory_ends_the_step_of_all_before_gradients_are_added_up() -> None:
     group = Meeting(failures=1.0)
     with pytest.raises(MemoryError, match="another rank"):

@@ -32,6 +32,7 @@ _START_S = 600.0  # until all ranks have started: importing torch on a busy mach
 _ORDER_S = 30 * 24 * 3600.0
 _STEP_S = 3600.0  # by which one rank may finish its share of a step after another
 _POLL_S = 0.1
+_LOST = "another rank of this peer has ended"
 
 
 class RankGroup:
@@ -52,7 +53,7 @@ class RankGroup:
         rank, world_size = self.placement.rank, self.placement.world_size
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        with _lost_ranks():
+        with _as_rank_error("the ranks of this peer cannot connect to each other"):
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_S)))
             store = PrefixStore("spes_swarm", store)
             store.set(f"started/{rank}", "")
@@ -181,17 +182,17 @@ class RankGroup:
         """Wraps what all ranks must do together: whatever interrupts it, even a signal, ends the connection."""
         usable, self._usable = self._usable, False
         if not usable:
-            raise RankError("another rank of this peer has ended")
-        with _lost_ranks():
+            raise RankError(_LOST)
+        with _as_rank_error(_LOST):
             yield
         self._usable = True
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def _as_rank_error(problem: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:  # as are all errors of gloo, NCCL and the store
         if is_out_of_memory(exc):
             raise
-        raise RankError("another rank of this peer has ended") from exc
+        raise RankError(problem) from exc
