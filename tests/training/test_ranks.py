@@ -236,3 +236,26 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
     assert done.stderr.startswith(f"join: {why}")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "peer").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices", "why"),
+    [
+        ("cuda", 1, "1 CUDA device for 2 ranks: start torchrun with --nproc-per-node 1, or use --device cpu"),
+        ("cuda:1", 2, "--device cuda:1: each rank uses the GPU of its own number; give --device cuda"),
+    ],
+)
+def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, chosen: str, devices: int, why: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    group = RankGroup(Placement(rank=1, world_size=2))
+    with pytest.raises(ConfigError, match=why):
+        group.own_device(torch.device(chosen))
+    assert group.own_device(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_each_rank_uses_the_gpu_of_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    assert RankGroup(Placement(rank=1, world_size=2)).own_device(torch.device("cuda")) == torch.device("cuda", 1)
+    assert used == [torch.device("cuda", 1)]
