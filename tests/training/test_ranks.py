@@ -25,7 +25,7 @@ from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Step, Stop, decode_order, encode_order
 from spes_swarm.training.ranks.placement import Placement
-from spes_swarm.training.ranks.shared_gradients import compute_share
+from spes_swarm.training.ranks.shared_gradients import SharedGradients, compute_share
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rank_trainer import replica
 from tests.helpers.repository import ROOT
@@ -207,6 +207,34 @@ def test_rank_0_without_memory_still_tells_the_others(monkeypatch: pytest.Monkey
         compute_share(group, model, own, BATCH_BS, 0.0)
     assert seen == [1.0]
     assert group.added == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (RuntimeError("a bug"), True),
+        (KeyboardInterrupt(), True),
+    ],
+)
+def test_a_step_that_only_rank_0_gives_up_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: bool
+) -> None:
+    """The other rank would wait for the rest of the step, and rank 0 for it to hear the order to stop."""
+    model, own = own_gradients(2)
+    group = Meeting(failures=0.0)
+    abandoned: list[bool] = []
+
+    def fail(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(own, "compute", fail)
+    monkeypatch.setattr(group, "give", lambda order: None)
+    monkeypatch.setattr(group, "broadcast", lambda tensors: None)
+    monkeypatch.setattr(group, "abandon", lambda: abandoned.append(True))
+    with pytest.raises(type(error)):
+        SharedGradients(group, model, own, torch.device("cpu")).compute(BATCH_BS, 0.0)
+    assert bool(abandoned) == expected
 
 
 def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:

@@ -153,6 +153,10 @@ class RankGroup:
         with self._exchange():
             dist.all_reduce(values, group=self._data)
 
+    def abandon(self) -> None:
+        """Makes `close` tell the others nothing, as they wait for something else; they notice the end of this process."""
+        self._usable = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -171,7 +175,7 @@ class RankGroup:
             RankError: called on rank 0, and another rank has ended already.
         """
         if not self._usable:
-            return  # the others wait for something else, and notice the end of this process
+            return
         if self.placement.rank == 0:
             self.give(Stop())
         self._usable = False
