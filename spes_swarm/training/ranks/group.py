@@ -30,7 +30,7 @@ from spes_swarm.training.ranks.placement import Placement
 _START_S = 600.0  # until all ranks have started: importing torch on a busy machine takes most of it
 # Until the next order: rank 0 may have to tokenise a corpus and to download the model before it gives the first.
 _ORDER_S = 30 * 24 * 3600.0
-_STEP_S = 3600.0  # by which one rank may finish its share of a step after another
+_STEP_S = 3600.0  # by which one rank may finish its share of a step after another, or hear the next order
 _POLL_S = 0.1
 _LOST = "another rank of this peer has ended"
 
@@ -99,8 +99,10 @@ class RankGroup:
         """
         encoded = encode_order(order)
         with self._exchange():
-            dist.broadcast(torch.tensor([len(encoded)]), src=0)
-            dist.broadcast(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), src=0)
+            for message in (torch.tensor([len(encoded)]), torch.frombuffer(bytearray(encoded), dtype=torch.uint8)):
+                sent = dist.broadcast(message, src=0, async_op=True)
+                assert sent is not None
+                sent.wait(timedelta(seconds=_STEP_S))  # only the others must be able to wait longer
 
     def next_order(self) -> Order:
         """Waits for the next order of rank 0.
@@ -154,7 +156,7 @@ class RankGroup:
             dist.all_reduce(values, group=self._data)
 
     def abandon(self) -> None:
-        """Makes `close` tell the others nothing, as they wait for something else; they notice the end of this process."""
+        """Makes `close` tell the others nothing: they wait for something else, and notice the end of this process."""
         self._usable = False
 
     def __enter__(self) -> Self:
