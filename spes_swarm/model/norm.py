@@ -31,17 +31,25 @@ class RmsNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Returns the normalised input (T, D)."""
+        if torch.compiler.is_compiling():  # the compiler itself decides what is kept
+            return _normalised(x_TD, self.weight, self.variance_epsilon)[0]
         output: Tensor = _RmsNorm.apply(x_TD, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
         return output
+
+
+def _normalised(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns the output (T, D) and the inverse RMS (T, 1)."""
+    wide_TD = x_TD.float()
+    inverse_T1 = torch.rsqrt(wide_TD.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight_D * (wide_TD * inverse_T1).to(x_TD.dtype), inverse_T1
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        wide_TD = x_TD.float()
-        inverse_T1 = torch.rsqrt(wide_TD.pow(2).mean(-1, keepdim=True) + epsilon)
+        output_TD, inverse_T1 = _normalised(x_TD, weight_D, epsilon)
         ctx.save_for_backward(x_TD, weight_D, inverse_T1)
-        return weight_D * (wide_TD * inverse_T1).to(x_TD.dtype)
+        return output_TD
 
     @staticmethod
     @once_differentiable

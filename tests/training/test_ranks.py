@@ -25,7 +25,7 @@ from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Step, Stop, decode_order, encode_order
 from spes_swarm.training.ranks.placement import Placement
-from spes_swarm.training.ranks.shared_gradients import compute_share
+from spes_swarm.training.ranks.shared_gradients import SharedGradients, compute_share
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rank_trainer import replica
 from tests.helpers.repository import ROOT
@@ -166,6 +166,26 @@ def own_gradients(micro_batch_size: int) -> tuple[SparseModel, Gradients]:
 BATCH_BS = np.arange(4 * 16, dtype=np.int64).reshape(4, 16)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_gradients_of_all_shares_add_up_to_those_of_the_batch(world_size: int) -> None:
+    """Bit for bit where two numbers are added; more than two are added in another order than by one rank."""
+    model, own = own_gradients(1)
+    expected_loss = own.compute(BATCH_BS[:world_size], 0.0)
+    expected = [parameter.grad for _, parameter in model.trainable_parameters()]
+    routed_E = own.pop_routed_tokens()
+    loss, sums = 0.0, [torch.zeros_like(parameter) for _, parameter in model.trainable_parameters()]
+    for rank in reversed(range(world_size)):
+        share = Placement(rank=rank, world_size=world_size).share(world_size)
+        loss += own.compute(BATCH_BS[:world_size], 0.0, share)
+        for total, (_, parameter) in zip(sums, model.trainable_parameters(), strict=True):
+            assert parameter.grad is not None
+            total += parameter.grad
+    rtol, atol = (0.0, 0.0) if world_size == 2 else (1e-5, 1e-7)
+    torch.testing.assert_close(sums, expected, rtol=rtol, atol=atol)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert own.pop_routed_tokens().tolist() == routed_E.tolist()
+
+
 def test_a_rank_without_memory_ends_the_step_of_all_before_gradients_are_added_up() -> None:
     group = Meeting(failures=1.0)
     with pytest.raises(MemoryError, match="another rank"):
@@ -187,6 +207,34 @@ def test_rank_0_without_memory_still_tells_the_others(monkeypatch: pytest.Monkey
         compute_share(group, model, own, BATCH_BS, 0.0)
     assert seen == [1.0]
     assert group.added == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (RuntimeError("a bug"), True),
+        (KeyboardInterrupt(), True),
+    ],
+)
+def test_a_step_that_only_rank_0_gives_up_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: bool
+) -> None:
+    """The other rank would wait for the rest of the step, and rank 0 for it to hear the order to stop."""
+    model, own = own_gradients(2)
+    group = Meeting(failures=0.0)
+    abandoned: list[bool] = []
+
+    def fail(*_: Any) -> float:
+        raise error
+
+    monkeypatch.setattr(own, "compute", fail)
+    monkeypatch.setattr(group, "give", lambda order: None)
+    monkeypatch.setattr(group, "broadcast", lambda tensors: None)
+    monkeypatch.setattr(group, "abandon", lambda: abandoned.append(True))
+    with pytest.raises(type(error)):
+        SharedGradients(group, model, own, torch.device("cpu")).compute(BATCH_BS, 0.0)
+    assert bool(abandoned) == expected
 
 
 def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:
@@ -216,3 +264,26 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
     assert done.stderr.startswith(f"join: {why}")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "peer").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "devices", "why"),
+    [
+        ("cuda", 1, "1 CUDA device for 2 ranks: start torchrun with --nproc-per-node 1, or use --device cpu"),
+        ("cuda:1", 2, "--device cuda:1: each rank uses the GPU of its own number; give --device cuda"),
+    ],
+)
+def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, chosen: str, devices: int, why: str) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    group = RankGroup(Placement(rank=1, world_size=2))
+    with pytest.raises(ConfigError, match=why):
+        group.own_device(torch.device(chosen))
+    assert group.own_device(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_each_rank_uses_the_gpu_of_its_own_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    assert RankGroup(Placement(rank=1, world_size=2)).own_device(torch.device("cuda")) == torch.device("cuda", 1)
+    assert used == [torch.device("cuda", 1)]

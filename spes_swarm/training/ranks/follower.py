@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from spes_swarm.base.errors import RankError
-from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients, autocast
 from spes_swarm.training.out_of_memory import is_out_of_memory
@@ -54,7 +53,6 @@ def obey(group: RankGroup) -> None:
     device = group.own_device(torch.device(replica.device_type))
     if replica.num_threads is not None:
         torch.set_num_threads(replica.num_threads)
-    load_kernel(replica.kernel)
     model = replica.build(device)
     own = Gradients(
         model,

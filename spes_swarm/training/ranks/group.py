@@ -30,8 +30,9 @@ from spes_swarm.training.ranks.placement import Placement
 _START_S = 600.0  # until all ranks have started: importing torch on a busy machine takes most of it
 # Until the next order: rank 0 may have to tokenise a corpus and to download the model before it gives the first.
 _ORDER_S = 30 * 24 * 3600.0
-_STEP_S = 3600.0  # by which one rank may finish its share of a step after another
+_STEP_S = 3600.0  # by which one rank may finish its share of a step after another, or hear the next order
 _POLL_S = 0.1
+_LOST = "another rank of this peer has ended"
 
 
 class RankGroup:
@@ -52,7 +53,7 @@ class RankGroup:
         rank, world_size = self.placement.rank, self.placement.world_size
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        with _lost_ranks():
+        with _as_rank_error("the ranks of this peer cannot connect to each other"):
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_S)))
             store = PrefixStore("spes_swarm", store)
             store.set(f"started/{rank}", "")
@@ -98,8 +99,10 @@ class RankGroup:
         """
         encoded = encode_order(order)
         with self._exchange():
-            dist.broadcast(torch.tensor([len(encoded)]), src=0)
-            dist.broadcast(torch.frombuffer(bytearray(encoded), dtype=torch.uint8), src=0)
+            for message in (torch.tensor([len(encoded)]), torch.frombuffer(bytearray(encoded), dtype=torch.uint8)):
+                sent = dist.broadcast(message, src=0, async_op=True)
+                assert sent is not None
+                sent.wait(timedelta(seconds=_STEP_S))  # only the others must be able to wait longer
 
     def next_order(self) -> Order:
         """Waits for the next order of rank 0.
@@ -152,6 +155,10 @@ class RankGroup:
         with self._exchange():
             dist.all_reduce(values, group=self._data)
 
+    def abandon(self) -> None:
+        """Makes `close` tell the others nothing: they wait for something else, and notice the end of this process."""
+        self._usable = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -170,7 +177,7 @@ class RankGroup:
             RankError: called on rank 0, and another rank has ended already.
         """
         if not self._usable:
-            return  # the others wait for something else, and notice the end of this process
+            return
         if self.placement.rank == 0:
             self.give(Stop())
         self._usable = False
@@ -181,17 +188,17 @@ class RankGroup:
         """Wraps what all ranks must do together: whatever interrupts it, even a signal, ends the connection."""
         usable, self._usable = self._usable, False
         if not usable:
-            raise RankError("another rank of this peer has ended")
-        with _lost_ranks():
+            raise RankError(_LOST)
+        with _as_rank_error(_LOST):
             yield
         self._usable = True
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
+def _as_rank_error(problem: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:  # as are all errors of gloo, NCCL and the store
         if is_out_of_memory(exc):
             raise
-        raise RankError("another rank of this peer has ended") from exc
+        raise RankError(problem) from exc

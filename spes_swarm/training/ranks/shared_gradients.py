@@ -43,6 +43,14 @@ class SharedGradients:
             MemoryError, RuntimeError: not even one sequence fits on one of the ranks; see `is_out_of_memory`.
             RankError: another rank of this peer has ended.
         """
+        try:
+            return self._compute(batch_BS, progress)
+        except BaseException as exc:
+            if not is_out_of_memory(exc):  # after which the step is over for all ranks
+                self._group.abandon()
+            raise
+
+    def _compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
         sequences, tokens = batch_BS.shape
         step = Step(
             held=self._model.held,
