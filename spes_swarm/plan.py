@@ -95,6 +95,7 @@ def _table(made: Plan) -> str:
         ("--experts", str(made.experts)),
         ("--foreign-experts", made.foreign_experts),
         ("--activation-checkpointing", made.activation_checkpointing),
+        ("--optimizer-states", made.optimizer_states),
         ("--micro-batch-size", str(made.micro_batch_size)),
         ("--reference-storage", made.reference_storage),
     ]

@@ -2,8 +2,8 @@
 
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device: 16 bytes per trained weight (weight, gradient, two AdamW moments), and the other experts in the form
-  in which they are stored, 0.56 to 4 bytes per weight;
+- on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits, unless
+  they are in host memory), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
   put together on the host, without gradients and moments.
@@ -15,7 +15,7 @@ Activations come on top (step_memory.py counts them). What Python, torch and CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -31,11 +31,12 @@ from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.training.optimiser.moment_storage import moment_bytes_per_weight
 
-_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8  # bytes per trained weight
+_WEIGHT, _GRADIENT, _MOMENTS_COPY = 4, 4, 8  # bytes per trained weight
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
-_SMALLEST_FORM = FORMS[-1]  # of others' experts
+_SMALLEST_FORM, _SMALLEST_STATES = FORMS[-1], "int8"  # of others' experts, and of moments on the device
 
 
 def free_bytes(device: torch.device) -> int:
@@ -52,6 +53,7 @@ class Workload:
     layout: Layout
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
+    optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
 
@@ -63,42 +65,46 @@ class Workload:
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
+            optimizer_states=peer.optimizer_states,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
         )
 
-    def device_bytes(self, num_experts: int, foreign_experts: str | None = None) -> dict[str, int]:
-        """Returns what training takes without activations, by class; another form of others' experts may be tried."""
+    def device_bytes(self, num_experts: int) -> dict[str, int]:
+        """Returns what training takes without activations, by class."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
         foreign = self.layout.num_elements - trained
         return {
             "shared": _WEIGHT * shared,
             "held": _WEIGHT * num_experts * expert,
-            "foreign": int(bytes_per_weight(foreign_experts or self.foreign_experts) * foreign),
+            "foreign": int(bytes_per_weight(self.foreign_experts) * foreign),
             "gradients": _GRADIENT * trained,
-            "optimiser": _MOMENTS * trained,
+            "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
         }
 
-    def host_bytes(self, num_experts: int, foreign_experts: str | None = None) -> dict[str, int]:
+    def host_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what the exchange takes, by class, and what the model of a GPU takes before it moves there."""
-        on_device = self.device_bytes(num_experts, foreign_experts)
+        on_device = self.device_bytes(num_experts)
         weights = on_device["shared"] + on_device["held"]
+        trained = weights // _WEIGHT
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": self.result_bytes,
-            "checkpoint": on_device["optimiser"],
+            "checkpoint": _MOMENTS_COPY * trained,
         }
+        if self.optimizer_states == "host":
+            host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
         if self.device.type != "cpu":
             # It is gone before the first round.
             host["round"] = max(self.result_bytes, weights + on_device["foreign"])
         return host
 
-    def needed(self, num_experts: int, foreign_experts: str | None = None) -> tuple[int, int]:
+    def needed(self, num_experts: int) -> tuple[int, int]:
         """Returns the bytes needed on the device and on the host; on the CPU all of them are on the host."""
-        on_device = sum(self.device_bytes(num_experts, foreign_experts).values())
-        on_host = sum(self.host_bytes(num_experts, foreign_experts).values())
+        on_device = sum(self.device_bytes(num_experts).values())
+        on_host = sum(self.host_bytes(num_experts).values())
         return (0, on_device + on_host) if self.device.type == "cpu" else (on_device, on_host)
 
 
@@ -110,8 +116,8 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
     """
     free_on_device, free_on_host = free_bytes(workload.device), free_host_bytes()
 
-    def fits(num_experts: int, form: str | None = None, fraction: float = _USABLE_FRACTION) -> bool:
-        on_device, on_host = workload.needed(num_experts, form)
+    def fits(num_experts: int, work: Workload = workload, fraction: float = _USABLE_FRACTION) -> bool:
+        on_device, on_host = work.needed(num_experts)
         return (
             workload.device.type == "cpu" or on_device <= fraction * free_on_device
         ) and on_host <= fraction * free_on_host
@@ -123,7 +129,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
     if fits(num_experts, fraction=1.0):
         return num_experts
     on_device, on_host = workload.needed(num_experts)
-    smallest = workload.needed(1, _SMALLEST_FORM)
+    smallest = replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states=_SMALLEST_STATES).needed(1)
     if workload.device.type != "cpu" and on_device > free_on_device:
         where, needed, free, least = memory_of(workload.device), on_device, free_on_device, smallest[0]
     else:
@@ -133,22 +139,22 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
         f"{gigabytes(needed)} of {where}, but only {gigabytes(free)} is free: "
         + next(
             chain(
-                _what_would_fit(fits, num_experts, workload.foreign_experts),
-                _what_would_fit(partial(fits, fraction=1.0), num_experts, workload.foreign_experts),
+                _what_would_fit(fits, num_experts, workload),
+                _what_would_fit(partial(fits, fraction=1.0), num_experts, workload),
             ),
-            f"one expert, with the others in {_SMALLEST_FORM}, still needs {gigabytes(least)}; use a machine with "
-            "more memory, or found a run with a smaller model",
+            f"one expert, with the others in {_SMALLEST_FORM} and moments in {_SMALLEST_STATES}, still needs "
+            f"{gigabytes(least)}; use a machine with more memory, or found a run with a smaller model",
         )
     )
 
 
-def _what_would_fit(fits: Callable[..., bool], num_experts: int, form: str) -> Iterator[str]:
+def _what_would_fit(fits: Callable[..., bool], num_experts: int, workload: Workload) -> Iterator[str]:
     """Yields settings that would fit, best first."""
     if fewer := _largest(num_experts - 1, fits):
         yield f"--experts {fewer} would fit"
-    for smaller in smaller_forms(form):
-        if number := _largest(num_experts, partial(fits, form=smaller)):
-            yield f"--experts {number} --foreign-experts {smaller} would fit"
+    for flags, smaller in smaller_workloads(workload):
+        if number := _largest(num_experts, partial(fits, work=smaller)):
+            yield f"--experts {number} {flags} would fit"
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
@@ -160,9 +166,17 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def smaller_forms(form: str) -> tuple[str, ...]:
-    """Returns the forms of others' experts that take fewer bytes, largest first."""
-    return FORMS[FORMS.index(form) + 1 :]
+def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Yields flags, and what a peer needs with them: others' experts in fewer bytes, then the moments, too."""
+    forms = FORMS[FORMS.index(workload.foreign_experts) + 1 :]
+    for form in forms:
+        yield f"--foreign-experts {form}", replace(workload, foreign_experts=form)
+    if workload.optimizer_states == "device":
+        flag = f"--optimizer-states {_SMALLEST_STATES}"
+        smaller = replace(workload, optimizer_states=_SMALLEST_STATES)
+        yield flag, smaller
+        for form in forms:
+            yield f"--foreign-experts {form} {flag}", replace(smaller, foreign_experts=form)
 
 
 def memory_of(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from spes_swarm.base.errors import CapacityError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_forms
+from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_workloads
 from spes_swarm.peer.memory.host_memory import free_host_bytes
 from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
 from spes_swarm.peer.step_settings import StepSettings
@@ -69,8 +69,8 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     return PeerPlan(experts=experts, micro_batch_size=max(1, size))
 
 
-def _static(work: Workload, experts: int, form: str | None = None) -> int:
-    on_device, on_host = work.needed(experts, form)
+def _static(work: Workload, experts: int) -> int:
+    on_device, on_host = work.needed(experts)
     return on_device if work.device.type == "cuda" else on_host
 
 
@@ -90,11 +90,12 @@ def _what_would_fit(run: RunConfig, peer: PeerConfig, work: Workload, experts: i
     layers = replace(peer, activation_checkpointing="layers")
     temporary = _estimate(run, layers, work, experts).temporary(1)
     flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
+    options = [("", work), *((f"{flags} ", smaller) for flags, smaller in smaller_workloads(work))]
     for number in range(experts, 0, -1):
-        for form in (None, *smaller_forms(work.foreign_experts)):
-            if _static(work, number, form) + temporary <= free:
-                fewer = f"--experts {number} " if number < experts else ""
-                yield f"{flag}{fewer}{f'--foreign-experts {form} ' if form else ''}would fit"
+        fewer = f"--experts {number} " if number < experts else ""
+        for flags, smaller in options:
+            if _static(smaller, number) + temporary <= free:
+                yield f"{flag}{fewer}{flags}would fit"
 
 
 def _is_negligible(run: RunConfig, sequences: int, free: int) -> bool:

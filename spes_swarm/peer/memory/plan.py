@@ -10,15 +10,24 @@ import torch
 from spes_swarm.base.errors import CapacityError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.model.frozen_stack import FORMS
 from spes_swarm.peer.memory.capacity import Workload, gigabytes
 from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 
-# (form of others' experts, activation checkpointing), fastest first; what needs less memory comes later.
-_CHOICES = (("bf16", "none"), ("bf16", "selective"), ("bf16", "layers"), ("int8", "layers"), ("int4", "layers"))
-_CPU_CHOICES = (("fp32", "none"), ("fp32", "layers"), *_CHOICES[2:])
+# (form of others' experts, activation checkpointing, form of AdamW's moments), best first: what needs less memory costs
+# more time, or rounds.
+_SMALL = (("bf16", "layers", "device"), ("int8", "layers", "device"))
+_SMALLER = (("int8", "layers", "int8"), ("int4", "layers", "int8"))
+_CHOICES = (
+    ("bf16", "none", "device"),
+    ("bf16", "selective", "device"),
+    *_SMALL,
+    ("int8", "layers", "host"),
+    *_SMALLER,
+    ("int4", "layers", "host"),
+)
+_CPU_CHOICES = (("fp32", "none", "device"), ("fp32", "layers", "device"), *_SMALL, *_SMALLER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +48,7 @@ class Plan:
     experts: int
     foreign_experts: str
     activation_checkpointing: str
+    optimizer_states: str
     micro_batch_size: int
     reference_storage: str
     device: dict[str, int]  # by class, of the device; on a CPU of the host
@@ -71,9 +81,9 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
     on_gpu = machine.device == "gpu"
     missing = ""
     estimates: dict[tuple[str, str], StepEstimate] = {}
-    for form, checkpointing in _CHOICES if on_gpu else _CPU_CHOICES:
+    for form, checkpointing, states in _CHOICES if on_gpu else _CPU_CHOICES:
         for storage in ("memory", "disk"):
-            work = _workload(run, on_gpu, form, storage)
+            work = _workload(run, on_gpu, form, states, storage)
             static, host = work.device_bytes(experts), work.host_bytes(experts)
             if sum(host.values()) > machine.host_memory:
                 missing = f"{gigabytes(sum(host.values()))} of host memory"
@@ -89,7 +99,7 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
                 activation_checkpointing=checkpointing,
                 on_gpu=on_gpu,
             )
-            # A step is the same wherever the reference is.
+            # Activations are the same wherever the reference and the moments are.
             estimate = estimates.setdefault((form, checkpointing), StepEstimate(run, shape, work.layout))
             size = estimate.largest_micro_batch(room - sum(static.values()), run.training.batch_size)
             if size > 0:
@@ -97,13 +107,12 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
             missing = f"{gigabytes(sum(static.values()) + estimate.temporary(1))} of {machine.device} memory"
     raise CapacityError(
         f"training {experts} expert{'s' if experts > 1 else ''} needs at least {missing}, even with others' experts in "
-        "int4 and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
+        "int4, moments in 8 bits and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
     )
 
 
-def _workload(run: RunConfig, on_gpu: bool, form: str, storage: str) -> Workload:
-    assert form in FORMS
-    peer = PeerConfig(foreign_experts=form, reference_storage=storage)
+def _workload(run: RunConfig, on_gpu: bool, form: str, states: str, storage: str) -> Workload:
+    peer = PeerConfig(foreign_experts=form, optimizer_states=states, reference_storage=storage)
     return Workload.of(run, peer, torch.device("cuda" if on_gpu else "cpu"))
 
 
@@ -128,6 +137,7 @@ def _plan(
         experts=experts,
         foreign_experts=shape.foreign_experts,
         activation_checkpointing=shape.activation_checkpointing,
+        optimizer_states=work.optimizer_states,
         micro_batch_size=size,
         reference_storage=storage,
         device=work.device_bytes(experts) | {"activations": temporary},

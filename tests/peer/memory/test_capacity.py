@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import psutil
@@ -66,9 +65,15 @@ def test_as_many_experts_as_the_bytes_allow(
             fit = experts_that_fit(load, "auto", most)
         except CapacityError as exc:
             assert needed(1) > free
-            smaller = re.search(r"--experts (\d+) --foreign-experts (\w+) would fit", str(exc))
-            if smaller is not None:
-                assert load.needed(int(smaller[1]), smaller[2])[1] <= free
+            proposed = str(exc).rpartition(": ")[2].split()
+            flags = dict(zip(proposed[::2], proposed[1::2], strict=False))
+            if "--experts" in flags:
+                smaller = dataclasses.replace(
+                    load,
+                    foreign_experts=flags.get("--foreign-experts", "fp32"),
+                    optimizer_states=flags.get("--optimizer-states", "device"),
+                )
+                assert smaller.needed(int(flags["--experts"]))[1] <= free
             return
         assert 1 <= fit <= most
         assert needed(fit) <= free
@@ -99,7 +104,8 @@ def refusal(load: Workload, wanted: int | tuple[int, ...]) -> str:
         (1.36, 4, "--experts 1 --foreign-experts int8 would fit"),  # 896 + 216 - 7 * 26.4
         (1.29, 4, "--experts 1 --foreign-experts int4 would fit"),  # 896 + 216 - 7 * 30.9
         (0.90, 4, "--experts 1 --foreign-experts int4 would fit"),  # with nothing left
-        (0.85, 4, "one expert, with the others in int4, still needs 895.4 MB; use a machine with more memory"),
+        (0.85, 4, "--experts 1 --foreign-experts int8 --optimizer-states int8 would fit"),
+        (0.75, 4, "one expert, with the others in int4 and moments in int8, still needs 782.6 MB; use a machine with"),
     ],
 )
 def test_a_refusal_says_what_would_fit(
