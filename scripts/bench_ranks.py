@@ -103,7 +103,8 @@ def main() -> int:
         sys.exit("bench_ranks: start it with torchrun and at least two ranks")
     if placement.rank > 0:
         return follow(placement)
-    parser = argparse.ArgumentParser(description=__doc__)
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

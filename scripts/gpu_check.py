@@ -39,7 +39,7 @@ from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
-from spes_swarm.training.gradients import Gradients, loss_weights
+from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.throughput import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,13 +181,14 @@ def new_model(case: StepCase, device: torch.device) -> SparseModel:
 
 def gradients_of(case: StepCase, model: SparseModel, device: torch.device, precision: str) -> Gradients:
     """Returns what computes the gradients of this case."""
-    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def refuse(kind: str, detail: str) -> None:
         raise RuntimeError(detail)
 
     weights = loss_weights(case.run.training)
-    return Gradients(model, weights, case.micro_batch, device=device, autocast=autocast, warn=refuse)
+    return Gradients(
+        model, weights, case.micro_batch, device=device, autocast=partial(autocast, device, precision), warn=refuse
+    )
 
 
 def batch_of(case: StepCase) -> Any:

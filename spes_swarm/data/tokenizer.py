@@ -100,7 +100,7 @@ class FastTokenizer:
         self._produced = _produced(backend, vocabulary) | {token_id}
 
     def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
-        return _unpickle_fast, (self.name, self._backend.to_str(), self._end_of_text_name, self.files)
+        return _unpickle_fast, (self.name, self.serialised(), self._end_of_text_name, self.files)
 
     def serialised(self) -> str:
         """Returns the content of a tokenizer.json, which does not say that special tokens in text are text."""

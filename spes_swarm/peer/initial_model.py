@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class _Repository:
             for name in names:
                 if name not in self.files:
                     raise CheckpointError(f"{self.repo_id}: {name} is missing at commit {self.commit[:7]}")
-                path = patiently(lambda name=name: self._download(name))  # type: ignore[misc]
+                path = patiently(partial(self._download, name))
             # The session that follows forks, and a child must not share an open connection.
             close_session()
         return Path(path).parent

@@ -102,7 +102,7 @@ def experts_text(experts: tuple[int, ...]) -> str:
 
 def mfu_text(mfu: float | None) -> str:
     """Formats the share of the device's peak: 41.3 %; "-" if that is unknown, as on a CPU."""
-    return "-" if mfu is None else f"{mfu:.1%}".replace("%", " %")
+    return "-" if mfu is None else f"{100 * mfu:.1f} %"
 
 
 def round_line(status: TrainingStatus) -> str:

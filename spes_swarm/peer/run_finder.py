@@ -144,7 +144,7 @@ class RunFinder:
         name, expected = self.peer.initial_weights, run.model.initial_weights
         if name is None:
             if expected is not None:
-                raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights DIR")
+                raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights MODEL")
             return run
         self.console.say("reading the initial weights")
         directory = InitialModel.find(name).weights(self.console.say)

@@ -1,7 +1,7 @@
 """Where a peer's reference comes from when it joins.
 
 The first of: its own checkpoint; the publication that the user names; for the founder of a run, initial weights from
-the run's seed or a model directory. A newer reference is fetched from other peers. A publication is one more donor of
+the run's seed or an existing model. A newer reference is fetched from other peers. A publication is one more donor of
 the blocks that have not changed since.
 
 Shapes: N elements of the flat vector.

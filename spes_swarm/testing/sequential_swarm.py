@@ -1,8 +1,8 @@
 """A swarm in one process whose peers train one after the other, so that equal arguments give equal bits.
 
 Real swarms with the same seed differ by a few per cent, because rounds come at different steps each time. Here the
-caller decides how many steps each peer does before a round. Models, gradients, AdamW, statements, plans and the
-bookkeeping of rounds are those of real peers; processes, connections and leases are left out.
+caller decides how many steps each peer does before a round. Models, gradients, statements, plans and the bookkeeping
+of rounds are those of real peers, AdamW is torch's; processes, connections and leases are left out.
 
 Shapes: N elements of the flat vector, E experts.
 """

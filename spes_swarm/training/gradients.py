@@ -101,11 +101,12 @@ class Gradients:
     def _add_up(self, batch_BS: npt.NDArray[np.int64], computed: slice, size: int, progress: float) -> float:
         self._model.module.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self._device)
-        num_targets = max(1, _num_targets(batch_BS))
+        of_batch = max(1, int(num_targets(batch_BS).sum()))
         computed_BS = batch_BS[computed]
         for start in range(0, len(computed_BS), size):
             part_BS = computed_BS[start : start + size]
-            share = BatchShare(targets=_num_targets(part_BS) / num_targets, tokens=len(part_BS) / len(batch_BS))
+            targets = int(num_targets(part_BS).sum())
+            share = BatchShare(targets=targets / of_batch, tokens=len(part_BS) / len(batch_BS))
             micro_BS = torch.from_numpy(part_BS).to(self._device)
             with self._autocast():
                 losses = language_model_loss(
@@ -116,7 +117,7 @@ class Gradients:
         return float(total)
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
-        """Returns the routed copies of the batch's tokens per expert (E,), over all layers."""
+        """Returns and clears the routed copies of tokens per expert (E,) since the last call, over all layers."""
         return self._model.pop_routed_tokens()
 
     def _forget(self) -> None:
@@ -127,6 +128,7 @@ class Gradients:
             torch.cuda.empty_cache()
 
 
-def _num_targets(samples_BS: npt.NDArray[np.int64]) -> int:
-    """Returns how many tokens are predicted: those that are targets, except the first of each sequence."""
-    return int((samples_BS[:, 1:] >= 0).sum())
+def num_targets(samples_BS: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns how many tokens of each sequence (B,) are predicted: those that are targets, except the first."""
+    counts_B: npt.NDArray[np.int64] = (samples_BS[:, 1:] >= 0).sum(axis=1)
+    return counts_B

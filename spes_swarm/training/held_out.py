@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from spes_swarm.model.losses import cross_entropy_of_sequences
+from spes_swarm.training.gradients import num_targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,5 +77,5 @@ class HeldOutText:
             for batch_BS in self.batches:
                 samples_BS = torch.from_numpy(batch_BS).to(self.device)
                 losses += cross_entropy_of_sequences(module, samples_BS).tolist()
-                targets += (batch_BS[:, 1:] >= 0).sum(axis=1).tolist()
+                targets += num_targets(batch_BS).tolist()
         return held_out_loss(losses, targets)

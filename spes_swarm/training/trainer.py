@@ -14,6 +14,7 @@ import dataclasses
 import math
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Literal
 
 import torch
@@ -63,12 +64,13 @@ class Trainer:
             eps=training.adam_eps,
             form=setup.optimizer_states,
         )
+        precision = partial(autocast, setup.device, setup.precision)
         own = Gradients(
             setup.model,
             loss_weights(training),
             setup.micro_batch_size or setup.batch_size,
             device=setup.device,
-            autocast=self._autocast,
+            autocast=precision,
             warn=self._warn,
         )
         self._gradients: GradientSource = (
@@ -95,7 +97,7 @@ class Trainer:
         self._pace = Pace(setup.network, self._round_config, self._tokens_per_step)
         self._pending: Future[RoundReport | CaughtUp] | None = None
         self._round_events = RoundEvents(setup.network, setup.metrics, setup.status, setup.on_round)
-        self._held_out = HeldOutText(setup.evaluation, setup.run.evaluation.every_rounds, setup.device, self._autocast)
+        self._held_out = HeldOutText(setup.evaluation, setup.run.evaluation.every_rounds, setup.device, precision)
         self._schedule_end = ScheduleEnd(setup.run)
         self._rounds_done = 0
         self._step_memory = StepMemory(f"on {setup.device} in a step", self._warn, setup.stop.set)
@@ -298,9 +300,6 @@ class Trainer:
     def _note_fault(self, kind: str, detail: str) -> None:
         self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
         self._setup.status.faults += 1
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        return autocast(self._setup.device, self._setup.precision)
 
     def _due(self) -> bool:
         """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""

@@ -22,6 +22,7 @@ from itertools import chain
 import torch
 
 from spes_swarm.base.errors import CapacityError, ConfigError
+from spes_swarm.base.wording import plural
 from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -135,7 +136,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
     else:
         where, needed, free, least = memory_of(torch.device("cpu")), on_host, free_on_host, smallest[1]
     raise CapacityError(
-        f"training {num_experts} expert{'s' if num_experts > 1 else ''} needs "
+        f"training {plural(num_experts, 'expert')} needs "
         f"{gigabytes(needed)} of {where}, but only {gigabytes(free)} is free: "
         + next(
             chain(

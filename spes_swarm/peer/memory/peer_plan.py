@@ -33,10 +33,10 @@ class PeerPlan:
 
 
 def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
-    """Returns what this peer will train, activations included; "auto" experts may be fewer for their sake.
+    """Returns how many experts and sequences fit, activations included; "auto" makes room for activations.
 
-    Each of `num_ranks` processes computes its share of a batch. On a CPU they share the memory; of several GPUs the
-    first has the most to hold.
+    Each of `num_ranks` processes computes its share of a batch. Only rank 0, which needs the most, is counted: on a CPU
+    the models of the others are not.
 
     Raises:
         ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from spes_swarm.base.errors import CapacityError
+from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, gigabytes
@@ -106,7 +107,7 @@ def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
                 return _plan(run, work, machine, peers, experts, shape, storage, size, estimate.temporary(size))
             missing = f"{gigabytes(sum(static.values()) + estimate.temporary(1))} of {machine.device} memory"
     raise CapacityError(
-        f"training {experts} expert{'s' if experts > 1 else ''} needs at least {missing}, even with others' experts in "
+        f"training {plural(experts, 'expert')} needs at least {missing}, even with others' experts in "
         "int4, moments in 8 bits and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
     )
 

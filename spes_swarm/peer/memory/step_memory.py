@@ -41,7 +41,7 @@ from spes_swarm.training.gradients import loss_weights
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What decides the memory of a step besides the run."""
+    """What decides the activations of a step besides the run."""
 
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
@@ -56,7 +56,7 @@ class StepMemory:
 
     weights: int  # of the whole model, others' experts in their form
     gradients: int
-    optimiser: int
+    optimiser: int  # both moments in fp32
     temporary: int  # largest sum of everything else: activations, logits, and what is computed from them
 
     @property

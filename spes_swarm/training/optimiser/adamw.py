@@ -42,7 +42,6 @@ class PeerAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self.form = form
-        self.betas = betas
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller has a closure

@@ -40,7 +40,7 @@ def read_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, out_2N: 
             out_N = torch.from_numpy(_of_slot(model, expert, slot, half, out_2N))
             optimiser.read_moment(parameter, moment, out_N, row)
             step = max(step, optimiser.num_steps(parameter))
-    ratio = largest_ratio(*optimiser.betas)
+    ratio = largest_ratio(*optimiser.defaults["betas"])
     if optimiser.form == "int8" and math.isfinite(ratio):
         first_N, second_N = np.split(out_2N, 2)  # views
         largest_N = ratio * np.sqrt(second_N)

@@ -18,7 +18,7 @@ def transfer(tensors: Iterable[Tensor], send_or_receive: Callable[[Tensor], None
 
     Args:
         tensors: of equal shapes and dtypes on all ranks, in the same order.
-        send_or_receive: called with the bytes of each bucket (N,) in turn.
+        send_or_receive: called with the elements of each bucket (N,) in turn; a bucket has one dtype.
         received: whether to copy the buckets back.
     """
     for bucket in buckets(tensors):

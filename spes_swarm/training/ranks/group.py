@@ -124,7 +124,7 @@ class RankGroup:
             RankError: a rank has ended.
         """
         with self._exchange():
-            transfer(tensors, lambda x_N: self._broadcast(x_N), received=self.placement.rank != 0)
+            transfer(tensors, self._broadcast, received=self.placement.rank != 0)
 
     def _broadcast(self, x_N: Tensor) -> None:
         # Bytes, because gloo lacks some dtypes of the forms in which experts are stored.

@@ -67,7 +67,8 @@ class SharedGradients:
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
-        return self._routed_E
+        routed_E, self._routed_E = self._routed_E, np.zeros_like(self._routed_E)
+        return routed_E
 
 
 def exchange_weights(group: RankGroup, model: SparseModel, step: Step) -> None:
