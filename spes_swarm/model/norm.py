@@ -92,5 +92,5 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
             return all(
                 torch.equal(probe(x), RmsNorm(weight_D, epsilon)(x)) for x in (x_TD, x_TD.bfloat16(), 1e-4 * x_TD)
             )
-        except (TypeError, ValueError, RuntimeError):
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             return False  # it takes other arguments
