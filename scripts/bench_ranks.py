@@ -55,13 +55,13 @@ class TimedGroup(RankGroup):
         with self._timed("exchange"):
             super().broadcast(tensors)
 
-    def add_up(self, tensors: Any) -> None:
+    def reduce(self, tensors: Any) -> None:
         with self._timed("exchange"):
-            super().add_up(tensors)
+            super().reduce(tensors)
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         with self._timed("waiting"):
-            super().add_up_for_all(values)
+            super().all_reduce(values)
 
 
 def replica_of_size(hidden: int, batch_size: int, device_type: str) -> Replica:
@@ -120,7 +120,7 @@ def main() -> int:
 
 def measure(group: TimedGroup, replica: Replica, device: torch.device) -> dict[str, float]:
     """Returns medians in milliseconds, and the exchange's share of a step."""
-    group.give(replica)
+    group.send_order(replica)
     model = replica.build(device)
     drawn = build_model(replica.model_type, replica.settings, seed=0, device="cpu").state_dict()
     parameters = dict(model.trainable_parameters())

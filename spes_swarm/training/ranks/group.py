@@ -91,7 +91,7 @@ class RankGroup:
         torch.cuda.set_device(device)
         return device
 
-    def give(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         """Sends an order to all other ranks; called on rank 0.
 
         Raises:
@@ -130,7 +130,7 @@ class RankGroup:
         # Bytes, because gloo lacks some dtypes of the forms in which experts are stored.
         dist.broadcast(x_N.view(torch.uint8), src=0, group=self._data)
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replaces rank 0's tensors by the sums over all ranks; those of other ranks are undefined afterwards.
 
         The order of summation is the library's: always the same, but for more than two ranks not that of one rank
@@ -146,7 +146,7 @@ class RankGroup:
                 received=self.placement.rank == 0,
             )
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Replaces the values, in host memory, by the sums over all ranks, on all ranks.
 
         Raises:
@@ -179,7 +179,7 @@ class RankGroup:
         if not self._usable:
             return
         if self.placement.rank == 0:
-            self.give(Stop())
+            self.send_order(Stop())
         self._usable = False
         dist.destroy_process_group()
 
