@@ -140,7 +140,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise CheckpointError(f"{path} has no model_type")
