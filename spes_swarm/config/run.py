@@ -167,7 +167,8 @@ def _config_of(model_type: str, settings: str) -> PreTrainedConfig:
 class TokenizerConfig(Section):
     """How text becomes token ids."""
 
-    name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
+    # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
+    name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
 
 

@@ -122,11 +122,17 @@ class InitialModel:
             tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
             if given is None:
                 is_bytes = tokenizer.digest == ByteTokenizer().digest
-                run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
+                run["tokenizer"] = {"name": BYTES if is_bytes else self._pinned_name() or tokenizer.name}
             _train_every_token(run["model"], tokenizer)
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
+
+    def _pinned_name(self) -> str | None:
+        """Returns the name under which every peer finds the files of this commit; None for a directory."""
+        if self.location.repo_id is None:
+            return None
+        return f"{self.location.repo_id}@{_Repository.of(self.location).commit}"
 
     def _run_name(self) -> str:
         last = self.location.repo_id or self.description().resolve().name
