@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import build_model
+from spes_swarm.testing.benchmark import quickstart_run
 from spes_swarm.training.gradients import Gradients, GradientSource, autocast
 from spes_swarm.training.ranks.follower import follow
 from spes_swarm.training.ranks.group import RankGroup
@@ -66,23 +67,12 @@ class TimedGroup(RankGroup):
 
 def replica_of_size(hidden: int, batch_size: int, device_type: str) -> Replica:
     """Returns a model of this width with a quarter of its experts held."""
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": hidden,
-        "num_hidden_layers": 6,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": 4,
-        "max_position_embeddings": SEQUENCE_LENGTH,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": None,
-    }
+    experts = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 4}
+    size = (hidden, hidden, 6, hidden // 32)
+    model = quickstart_run(*size, SEQUENCE_LENGTH, vocab_size=VOCABULARY, **experts).model
     return Replica(
-        model_type="olmoe",
-        settings=settings,
+        model_type=model.type,
+        settings=model.settings,
         held=tuple(range(HELD)),
         kernel="torch",
         foreign_experts="bf16" if device_type == "cuda" else "fp32",
