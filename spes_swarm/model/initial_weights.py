@@ -296,7 +296,7 @@ class _Assignment:
         return Piece(block.index, start, shape, strides)
 
     def _check_without_place(self, name: str, weights: WeightDirectory) -> None:
-        """Checks a tensor that is no parameter of the model."""
+        """Checks a tensor that is not a parameter of the model."""
         if name == TIED[0] and (TIED[1], None) in self._slots:
             return  # this model ties them; `check_tied` compares
         if any(re.search(pattern, name) for pattern in self._ignored):

@@ -69,7 +69,7 @@ class InitialModel:
         """Returns a directory with config.json and tokenizer; fetches them from a Hub.
 
         Raises:
-            CheckpointError: the repository is no model, or has no safetensors.
+            CheckpointError: the repository is not a model, or has no safetensors.
             HubError: the Hub refuses or cannot be reached.
         """
         if self.location.path is not None:

@@ -1,6 +1,6 @@
 """A rank other than 0: it computes gradients as it is told, and talks to nobody but rank 0.
 
-It has no network process and writes no files. Signals are rank 0's business: torchrun sends them to all ranks, and
+It has no network process and writes no files. Rank 0 handles signals: torchrun sends them to all ranks, and
 this one must go on until rank 0 has left the swarm.
 """
 

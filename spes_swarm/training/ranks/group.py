@@ -36,7 +36,7 @@ _LOST = "another rank of this peer has ended"
 
 
 class RankGroup:
-    """The connection of one rank to the others. After a RankError it is of no further use."""
+    """The connection of one rank to the others. It cannot be used after a RankError."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -57,7 +57,7 @@ class RankGroup:
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_S)))
             store = PrefixStore("spes_swarm", store)
             store.set(f"started/{rank}", "")
-            # Waiting inside of torch would keep signals waiting as well.
+            # torch handles no signals while it waits.
             deadline = time.monotonic() + _START_S
             while not store.check([f"started/{other}" for other in range(world_size)]):
                 if stop is not None and stop.is_set():

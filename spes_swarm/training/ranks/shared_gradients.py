@@ -86,7 +86,7 @@ def _trained_weights(model: SparseModel) -> Iterator[Tensor]:
 
 def _all_weights(model: SparseModel) -> Iterator[Tensor]:
     yield from _trained_weights(model)
-    yield from model.module.buffers()  # with other peers' experts as they are stored, so that they equal in every bit
+    yield from model.module.buffers()  # others' experts in their stored form: all ranks get the same bits
 
 
 def compute_share(
