@@ -196,7 +196,11 @@ def write(path: Path, content: bytes) -> Path:
         (np.array([5, 6, 7], "<u2").tobytes(), QWEN, "it has 6 bytes, which is not a whole number of uint32 ids"),
         (np.array([5, 6, 7, 8], "<u2").tobytes(), QWEN, "as uint32, it holds the id 524295"),
         (np.array([5, 50_304], "<u4").tobytes(), OLMO, "as uint32, it holds the id 50304; as uint16, it holds the id "),
-        (np.array([5, 50_304, 1], "<u2").tobytes(), OLMO, "not a whole number of uint32 ids; as uint16, it holds the id"),
+        (
+            np.array([5, 50_304, 1], "<u2").tobytes(),
+            OLMO,
+            "a whole number of uint32 ids; as uint16, it holds the id",
+        ),
         (b"once upon a time", BYTES, "vocabulary of 257 tokens (as uint32, it holds the id"),
     ],
 )
