@@ -25,6 +25,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
+from spes_swarm.testing.benchmark import reset_peak, status_bytes
 from spes_swarm.testing.tiny_run import tiny_run
 from spes_swarm.training.gradients import Gradients, loss_weights
 
@@ -79,14 +80,6 @@ def run_of(size: str) -> RunConfig:
     return RunConfig.from_dict(run, "bench_plan")
 
 
-def resident(field: str) -> int:
-    """Returns a field of this process's memory, "VmRSS" or "VmHWM" (its peak), in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"the kernel does not report {field}")
-
-
 def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> None:
     """Trains a few steps in this process."""
     run = run_of(size)
@@ -108,7 +101,7 @@ def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: i
     batch_BS = np.random.default_rng(0).integers(0, run.model.vocab_size, (BATCH_SIZE, SEQUENCE_LENGTH))
     if size != "tiny":
         # From here on, so that how the model was built does not count.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew: proc(5)
+        reset_peak()
     for _ in range(STEPS):
         gradients.compute(batch_BS, 0.5)
         optimiser.step()
@@ -118,9 +111,9 @@ def serve(size: str, held: str, foreign: str, checkpointing: str, micro_batch: s
     """Prints the bytes that a case takes."""
     torch.set_num_threads(1)
     train("tiny", int(held), foreign, checkpointing, int(micro_batch))
-    before = resident("VmRSS")
+    before = status_bytes("VmRSS")
     train(size, int(held), foreign, checkpointing, int(micro_batch))
-    print(resident("VmHWM") - before)
+    print(status_bytes("VmHWM") - before)
 
 
 def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> Row:

@@ -32,13 +32,14 @@ import torch
 from torch import Tensor
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
+from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.throughput import peak_flops
 
@@ -61,33 +62,14 @@ class StepCase:
     micro_batches: int = 2  # of a step
 
 
-def quickstart(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int) -> RunConfig:
-    """Returns the quickstart's run with a model of this size."""
-    run = load_config(default_config_path()).run
-    assert run is not None
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": sequence_length,
-    }
-    return replace(
-        run,
-        model=replace(run.model, settings=run.model.settings | sizes),
-        training=replace(run.training, sequence_length=sequence_length),
-    )
-
-
 def step_cases(quick: bool) -> Iterator[StepCase]:
     """Yields the steps to measure."""
     if quick:
-        small = quickstart(64, 96, 2, 4, 32)
+        small = quickstart_run(64, 96, 2, 4, 32)
         yield StepCase(name="small", run=small, held=2, foreign="bf16", checkpointing="none", micro_batch=2)
         yield StepCase(name="small, int8", run=small, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
         return
-    middle = quickstart(768, 1536, 10, 12, 1024)
+    middle = quickstart_run(*SIZES["300M"], 1024)
     yield StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
     large = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert large is not None

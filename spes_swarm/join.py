@@ -7,13 +7,15 @@ Without --initial-peers it founds a run from --config (default: the quickstart) 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import sys
 from pathlib import Path
 
 from spes_swarm.base.arguments import OneLineParser, exit_code
-from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -107,13 +109,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None, signals: StopSignals) -> int:
+    placement = Placement.from_environment(os.environ)
     try:
         with signals.interruptible():
-            placement = Placement.from_environment(os.environ)
             if placement is not None and placement.rank > 0:
-                from spes_swarm.training.ranks.follower import follow
-
-                return follow(placement)  # rank 0 reads the command line, and tells the others what they need
+                return _follow(arguments, placement)
             options = parse_arguments(arguments)
             # Even these imports are slow enough to be interrupted.
             from spes_swarm.peer.join_request import read_request
@@ -130,11 +130,26 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(draft.peer, run, signals=signals, placement=placement).run()
     except LeftEarlyError:
-        return 0
+        # Until the ranks have met, torchrun alone can end the others, and it does so only if this one fails.
+        return 1 if placement is not None and signals.requested.is_set() else 0
     except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
     return 0
+
+
+def _follow(arguments: list[str] | None, placement: Placement) -> int:
+    """Runs a rank other than 0, which tells it what it needs."""
+    # All ranks end at --help and at mistakes in the command line: otherwise they would wait for rank 0, which prints
+    # the text or the reason. Were another rank to fail as well, torchrun might end rank 0 before it has printed.
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            parse_arguments(arguments)
+        except ConfigError:
+            return 0
+    from spes_swarm.training.ranks.follower import follow
+
+    return follow(placement)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def parse_size(flag: str, text: str) -> int:
     """Returns the bytes of a size such as 16GB, 16GiB, 16g or 17179869184.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None or float(match[1]) == 0:

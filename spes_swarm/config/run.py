@@ -35,8 +35,8 @@ from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import (
     EXPERTS_PER_TOKEN,
     NUM_EXPERTS,
-    check_positive,
     check_size,
+    check_values,
     first_of,
     num_parameters,
 )
@@ -80,7 +80,7 @@ class ModelConfig(Section):
                 f"settings: a token goes to {plural(self.experts_per_token, 'expert')}, "
                 f"expected {one_to(self.num_experts, 'expert')} (all that the model has)"
             )
-        check_positive(config)
+        check_values(config)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             number = first_of(config, (key,))
             if isinstance(number, int) and not 0 <= number < self.vocab_size:
@@ -167,7 +167,8 @@ def _config_of(model_type: str, settings: str) -> PreTrainedConfig:
 class TokenizerConfig(Section):
     """How text becomes token ids."""
 
-    name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
+    # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
+    name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
 
 

@@ -255,7 +255,7 @@ class Sampler:
         self._enter(0, 0)
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """Returns the next windows in this peer's order, int64 (B, S); negative: `~id`, a token that is no target.
+        """Returns the next windows in this peer's order, int64 (B, S); negative: `~id`, a token that is not a target.
 
         Raises:
             DataError: a token file is corrupt; the cursor has not moved.

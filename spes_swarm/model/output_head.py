@@ -39,7 +39,7 @@ def output_head(model: nn.Module) -> nn.Linear | None:
 
 
 def assume_output_head(model: nn.Module) -> None:
-    """Takes the logits of a model for the product with its output embeddings, where there are no numbers to compare."""
+    """Assumes that a model's logits are the product with its output embeddings; for tensors without data."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     _heads[model] = head if isinstance(head, nn.Linear) else None
 

@@ -347,7 +347,7 @@ class RunServices(RunCommands):
         return max(self._state.roster.swarm_round(self._state.reference.round) + 1, self._ahead)
 
     def _on_ahead(self, round_number: int) -> None:
-        # At most one round beyond this peer's next one: calls are no proof, and must not drive the round number.
+        # At most one round beyond this peer's next one: calls prove nothing, and must not drive the round number.
         if round_number <= self._state.reference.round + 2:
             self._ahead = round_number
 

@@ -19,7 +19,7 @@ from spes_swarm.base.errors import CheckpointError, ConfigError, HubError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
-from spes_swarm.config.run import RunConfig
+from spes_swarm.config.run import ModelConfig, RunConfig
 from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
@@ -69,7 +69,7 @@ class InitialModel:
         """Returns a directory with config.json and tokenizer; fetches them from a Hub.
 
         Raises:
-            CheckpointError: the repository is no model, or has no safetensors.
+            CheckpointError: the repository is not a model, or has no safetensors.
             HubError: the Hub refuses or cannot be reached.
         """
         if self.location.path is not None:
@@ -122,11 +122,17 @@ class InitialModel:
             tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
             if given is None:
                 is_bytes = tokenizer.digest == ByteTokenizer().digest
-                run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
+                run["tokenizer"] = {"name": BYTES if is_bytes else self._pinned_name() or tokenizer.name}
             _train_every_token(run["model"], tokenizer)
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
+
+    def _pinned_name(self) -> str | None:
+        """Returns the name under which every peer finds the files of this commit; None for a directory."""
+        if self.location.repo_id is None:
+            return None
+        return f"{self.location.repo_id}@{_Repository.of(self.location).commit}"
 
     def _run_name(self) -> str:
         last = self.location.repo_id or self.description().resolve().name
@@ -185,19 +191,28 @@ def check_trainable(name: str, model: Mapping[str, Any]) -> None:
         check_mixture(model["type"])
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc}; upcycle a dense model first: python -m spes_swarm.upcycle --help") from exc
+    # What a pad token may be depends on the tokenizer, which has not been loaded yet.
+    settings = {**model["settings"], "pad_token_id": None}
     try:
-        empty = build_model(model["type"], model["settings"], seed=0, device="cpu", on_meta=True)
+        ModelConfig(type=model["type"], settings=settings)
+        empty = build_model(model["type"], settings, seed=0, device="cpu", on_meta=True)
         saved_tensors(empty, layout_of(empty))
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc}") from exc
 
 
 def _train_every_token(model: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Sets the pad token to null where it occurs in text, since torch never trains the embedding of a pad token."""
-    settings = model["settings"]
-    pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
-    if pad is not None and (tokenizer.produces(pad) or pad in (ends if isinstance(ends, list) else [ends])):
-        settings["pad_token_id"] = None
+    """Sets the pad token to null where it occurs in text, since torch never trains the embedding of a pad token.
+
+    Also if it is outside the vocabulary, which torch refuses: published configurations contain -1.
+    """
+    config = config_from_settings(model["type"], model["settings"])
+    pad, ends = first_of(config, ("pad_token_id",)), first_of(config, ("eos_token_id",))
+    if pad is None:
+        return
+    is_end = pad in (ends if isinstance(ends, list) else [ends])
+    if is_end or tokenizer.produces(pad) or not 0 <= pad < first_of(config, ("vocab_size",)):
+        model["settings"]["pad_token_id"] = None
 
 
 def _adapted(run: dict[str, Any]) -> dict[str, Any]:

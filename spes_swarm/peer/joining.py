@@ -309,7 +309,7 @@ class Joining:
         self._console.say(f"building {self._run.model.type} on {self._device}{slow}")
         replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
         if self._ranks is not None:
-            self._ranks.give(replica)
+            self._ranks.send_order(replica)
         return replica.build(self._device)
 
     def _wait_for_peers(self) -> None:

@@ -37,7 +37,8 @@ _UPLOAD = """
 import sys
 from spes_swarm.publishing.client import hub_api, patiently
 api = hub_api()
-patiently(lambda: api.create_repo(sys.argv[1], exist_ok=True))
+if not api.repo_exists(sys.argv[1]):
+    patiently(lambda: api.create_repo(sys.argv[1]))
 patiently(lambda: api.upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]))
 """
 
@@ -71,7 +72,7 @@ class HubServer:
         return environment | ({"HF_TOKEN": token} if token else {})
 
     def upload(self, directory: Path, repo_id: str) -> str:
-        """Uploads a directory to a new repository, as anybody would; returns the commit."""
+        """Uploads a directory to a repository, as anybody would, which creates it if need be; returns the commit."""
         command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory)]
         subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
         return self.commits(repo_id)[0]

@@ -58,7 +58,7 @@ def train(
     run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES)
     lone = LoneTrainer(directory, run, max_rounds=rounds, micro_batch_size=1, ranks=ranks, on_round=on_round)
     if ranks is not None:
-        ranks.give(replica(run))
+        ranks.send_order(replica(run))
     lone.network.answers = [StubNetwork.commit, _change_experts]
     lone.trainer.run()
     lone.close()

@@ -1,6 +1,6 @@
 """A rank other than 0: it computes gradients as it is told, and talks to nobody but rank 0.
 
-It has no network process and writes no files. Signals are rank 0's business: torchrun sends them to all ranks, and
+It has no network process and writes no files. Rank 0 handles signals: torchrun sends them to all ranks, and
 this one must go on until rank 0 has left the swarm.
 """
 
@@ -32,14 +32,14 @@ def follow(placement: Placement) -> int:
         group.connect()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        obey(group)
+        run_orders(group)
     except RankError as exc:
         print(f"join: rank {placement.rank} ends: {exc}", file=sys.stderr)
         return 1
     return 0
 
 
-def obey(group: RankGroup) -> None:
+def run_orders(group: RankGroup) -> None:
     """Carries out orders until told to stop.
 
     Raises:
@@ -63,11 +63,11 @@ def obey(group: RankGroup) -> None:
         warn=lambda kind, text: print(f"rank {group.placement.rank}: {text}"),
     )
     while isinstance(step := group.next_order(), Step):
-        take_part(group, model, own, step, device)
+        run_step(group, model, own, step, device)
     group.close()
 
 
-def take_part(group: RankGroup, model: SparseModel, own: Gradients, step: Step, device: torch.device) -> None:
+def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, device: torch.device) -> None:
     """Computes this rank's share of a step.
 
     Raises:

@@ -58,7 +58,7 @@ class SharedGradients:
             batch_shape=(sequences, tokens),
             progress=progress,
         )
-        self._group.give(step)
+        self._group.send_order(step)
         exchange_weights(self._group, self._model, step)
         self._sent_revision = self._model.revision
         self._group.broadcast([torch.from_numpy(batch_BS).to(self._device)])
@@ -86,7 +86,7 @@ def _trained_weights(model: SparseModel) -> Iterator[Tensor]:
 
 def _all_weights(model: SparseModel) -> Iterator[Tensor]:
     yield from _trained_weights(model)
-    yield from model.module.buffers()  # with other peers' experts as they are stored, so that they equal in every bit
+    yield from model.module.buffers()  # others' experts in their stored form: all ranks get the same bits
 
 
 def compute_share(
@@ -110,7 +110,7 @@ def compute_share(
             raise
         failure = exc
         summary[0] = 1
-    group.add_up_for_all(summary)
+    group.all_reduce(summary)
     if failure is not None:
         raise failure
     if summary[0] > 0:
@@ -120,5 +120,5 @@ def compute_share(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
-    group.add_up(gradients)
+    group.reduce(gradients)
     return float(summary[1]), summary[2:].to(torch.int64).numpy()

@@ -142,10 +142,10 @@ class Meeting(RankGroup):
         self.failures = failures
         self.added: list[Tensor] = []
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         values[0] += self.failures
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
         self.added = list(tensors)
 
 
@@ -202,7 +202,7 @@ def test_rank_0_without_memory_still_tells_the_others(monkeypatch: pytest.Monkey
     monkeypatch.setattr(own, "compute", fail)
     seen: list[float] = []
     group = Meeting(failures=0.0)
-    monkeypatch.setattr(group, "add_up_for_all", lambda values: seen.append(float(values[0])))
+    monkeypatch.setattr(group, "all_reduce", lambda values: seen.append(float(values[0])))
     with pytest.raises(torch.OutOfMemoryError):
         compute_share(group, model, own, BATCH_BS, 0.0)
     assert seen == [1.0]
@@ -229,7 +229,7 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
         raise error
 
     monkeypatch.setattr(own, "compute", fail)
-    monkeypatch.setattr(group, "give", lambda order: None)
+    monkeypatch.setattr(group, "send_order", lambda order: None)
     monkeypatch.setattr(group, "broadcast", lambda tensors: None)
     monkeypatch.setattr(group, "abandon", lambda: abandoned.append(True))
     with pytest.raises(type(error)):
@@ -239,7 +239,7 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
 
 def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:
     with RankGroup(Placement(rank=0, world_size=2)) as group, pytest.raises(RankError):
-        group.give(Stop())
+        group.send_order(Stop())
 
 
 @pytest.mark.slow

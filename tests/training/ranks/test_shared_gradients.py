@@ -28,7 +28,7 @@ def two_ranks(directory: Path, rounds: int = ROUNDS) -> Iterator[list[subprocess
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    commands = [["tests.helpers.rank_trainer", str(directory), str(rounds)], ["spes_swarm.join", "--unknown-flag"]]
+    commands = [["tests.helpers.rank_trainer", str(directory), str(rounds)], ["spes_swarm.join"]]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
