@@ -145,28 +145,36 @@ class StepEstimate:
         self._num_alike = layers_if_alike(run.model.settings, layout)
         trained = layout.blocks[SHARED_BLOCK].size + shape.num_held * layout.expert_block(0).size
         self._gradients = torch.float32.itemsize * trained
-        self._known: dict[int, int] = {}
+        self._known: dict[int, StepMemory] = {}
+        self._bounds: dict[int, int] = {}
+
+    def step(self, micro_batch_size: int) -> StepMemory:
+        """Returns the memory of a step that computes so many sequences at a time."""
+        if micro_batch_size not in self._known:
+            self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size)
+        return self._known[micro_batch_size]
 
     def temporary(self, micro_batch_size: int) -> int:
         """Returns the bytes of activations, logits, and what is computed from them."""
-        if micro_batch_size not in self._known:
-            self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size).temporary
-        return self._known[micro_batch_size]
+        return self.step(micro_batch_size).temporary
 
-    def _at_least(self, micro_batch_size: int) -> int:
-        if self._num_alike is None:
+    def at_least(self, micro_batch_size: int) -> int:
+        """Returns a lower bound of `temporary`, faster."""
+        if self._num_alike is None or micro_batch_size in self._known:
             return self.temporary(micro_batch_size)
-        shallow = (with_layers(self._run, count) for count in (1, 2))
-        one, two = (step_memory(run, self._shape, micro_batch_size).temporary for run in shallow)
-        return one + (self._num_alike - 1) * (two - one)
+        if micro_batch_size not in self._bounds:
+            shallow = (with_layers(self._run, count) for count in (1, 2))
+            one, two = (step_memory(run, self._shape, micro_batch_size).temporary for run in shallow)
+            self._bounds[micro_batch_size] = one + (self._num_alike - 1) * (two - one)
+        return self._bounds[micro_batch_size]
 
     def largest_micro_batch(self, room: float, most: int) -> int:
         """Returns the most sequences at a time that fit into `room` bytes: `most`, or a power of two; 0 if none do."""
-        if (one := self._at_least(1)) > room:
+        if (one := self.at_least(1)) > room:
             return 0
         if most == 1:
             return int(self.temporary(1) <= room)
-        each = max(1, self._at_least(2) - one)
+        each = max(1, self.at_least(2) - one)
         # A whole batch finds no gradients of an earlier micro-batch.
         spared = {self._run.training.batch_size: self._gradients}
         sizes = sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True)
