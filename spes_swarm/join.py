@@ -117,7 +117,7 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             options = parse_arguments(arguments)
             # Even these imports are slow enough to be interrupted.
             from spes_swarm.peer.join_request import read_request
-            from spes_swarm.peer.preflight import check_machine, check_run
+            from spes_swarm.peer.preflight import check_machine, check_memory, check_run
 
             draft = read_request(options)
             check_machine(draft.peer)
@@ -125,6 +125,8 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
             # before that.
             run = draft.build_run()
+            if run is not None:
+                check_memory(draft.peer, run, placement)  # hivemind takes another second
             from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
