@@ -65,8 +65,8 @@ class InitialModel:
         """
         return cls(name, parse_model(name))
 
-    def description(self) -> Path:
-        """Returns a directory with config.json and tokenizer; fetches them from a Hub.
+    def description(self, *, with_tokenizer: bool = True) -> Path:
+        """Returns a directory with config.json and, if wanted, the tokenizer; fetches them from a Hub.
 
         Raises:
             CheckpointError: the repository is no model, or has no safetensors.
@@ -78,7 +78,8 @@ class InitialModel:
         check_has_weights(repository.files, self.name)
         if CONFIG_FILE not in repository.files:
             raise CheckpointError(f"{self.name} is not a transformers model: it has no {CONFIG_FILE}")
-        return repository.fetch(sorted(_DESCRIPTION_FILES & repository.files))
+        wanted = _DESCRIPTION_FILES if with_tokenizer else {CONFIG_FILE}
+        return repository.fetch(sorted(wanted & repository.files))
 
     def weights(self, say: Callable[[str], None]) -> Path:
         """Returns a directory with the safetensors; fetches them from a Hub.
@@ -100,13 +101,17 @@ class InitialModel:
                 say(f"{number} of {len(names)} weight files are here")
         return directory
 
-    def describe_run(self, settings: Mapping[str, Any], source: str, *, adapt: bool) -> RunConfig:
+    def describe_run(
+        self, settings: Mapping[str, Any], source: str, *, adapt: bool, with_tokenizer: bool = True
+    ) -> RunConfig:
         """Returns the configuration of a run that starts from this model.
 
         Args:
             settings: a `run` section; `name`, `model` and `tokenizer` are added where it lacks them.
             source: where they come from, for messages.
             adapt: limit the sequence length and the number of experts to those of the model.
+            with_tokenizer: take the model's tokenizer, and set a pad token that it produces to null. A run without it
+                has the same shapes, and of a repository only config.json is fetched.
 
         Raises:
             CheckpointError: config.json is missing or cannot be read.
@@ -115,18 +120,25 @@ class InitialModel:
         """
         run = {"name": self._run_name(), **settings}
         if "model" not in run:
-            directory = self.description()
+            directory = self.description(with_tokenizer=with_tokenizer)
             run["model"] = model_section(directory)
             check_trainable(self.name, run["model"])
-            given = run.get("tokenizer")
-            tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
-            if given is None:
-                is_bytes = tokenizer.digest == ByteTokenizer().digest
-                run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
-            _train_every_token(run["model"], tokenizer)
+            if with_tokenizer:
+                self._add_tokenizer(run, directory)
+            else:
+                run.setdefault("tokenizer", {"name": self.name})
+                run["model"]["settings"]["pad_token_id"] = None
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
+
+    def _add_tokenizer(self, run: dict[str, Any], directory: Path) -> None:
+        given = run.get("tokenizer")
+        tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
+        if given is None:
+            is_bytes = tokenizer.digest == ByteTokenizer().digest
+            run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
+        _train_every_token(run["model"], tokenizer)
 
     def _run_name(self) -> str:
         last = self.location.repo_id or self.description().resolve().name
