@@ -27,6 +27,8 @@ class PeerConfig(Section):
     precision: Annotated[str, Pattern(r"auto|fp32|bf16", "auto, fp32 or bf16")] = "auto"  # auto: bf16 on a GPU
     # How experts of other peers are stored; auto: as the precision of this device. All but fp32 round.
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
+    # Trained matrices: fp32, or bf16 with the rest of their fp32 masters kept apart, with the moments.
+    live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
@@ -66,6 +68,8 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
+        if self.live_weights == "bf16" and self.precision == "fp32":
+            raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
         if self.compile and self.activation_checkpointing == "selective":
             raise ConfigError(
                 "compile: found true, expected false with activation_checkpointing selective; none and layers work"

@@ -208,7 +208,8 @@ class _HeldGradient:
 
     def __init__(self, parameter_HYX: Tensor, kernel: ExpertKernel, is_needed: bool) -> None:
         self._kernel = kernel
-        self._total_HYX = torch.zeros_like(parameter_HYX) if is_needed and len(parameter_HYX) else None
+        dtype = torch.promote_types(parameter_HYX.dtype, torch.float32)  # micro-batches add up in it
+        self._total_HYX = torch.zeros_like(parameter_HYX, dtype=dtype) if is_needed and len(parameter_HYX) else None
 
     def add(self, one: _Pass, grad_y_NY: Tensor, x_NX: Tensor) -> None:
         """Writes the gradients of the experts of one pass."""

@@ -19,6 +19,7 @@ from transformers.integrations import moe
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.expert_mlp import Routing, expert_mlp
 from spes_swarm.model.frozen_stack import FrozenStack
+from spes_swarm.model.half_weights import LowerHalves, halve, read_master, write_master
 from spes_swarm.model.kernels import ExpertKernel
 
 # The two stacked parameters of a transformers v5 experts module: (E, 2F, D), gate rows first, and (E, D, F).
@@ -117,6 +118,7 @@ class SparseExperts(nn.Module):
         self.kernel = kernel
         self.route: Callable[[Tensor, int, int], Routing] = Routing.of  # a plan of memory has no data to sort
         self.held = check_held(held, self.num_experts)
+        self.lower: LowerHalves | None = None  # of the held experts' weights, if they are halved
         self.foreign = nn.ModuleDict()
         for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
             self._store(projection, stacked.detach().unbind(0), stacked.dtype, foreign_form)
@@ -144,7 +146,10 @@ class SparseExperts(nn.Module):
         frozen = FrozenStack((len(self.others), R, C), form, tensors[0].device)
         for slot, expert in enumerate(self.others):
             frozen.write(slot, tensors[expert])
-        self.register_parameter(projection, nn.Parameter(held_HRC))
+        parameter = nn.Parameter(held_HRC)
+        self.register_parameter(projection, parameter)
+        if self.lower is not None:
+            halve(parameter, self.lower)
         self.foreign[projection] = frozen
 
     def _frozen(self, projection: str) -> FrozenStack:
@@ -155,15 +160,13 @@ class SparseExperts(nn.Module):
     def read(self, projection: str, expert: int) -> Tensor:
         """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached."""
         if expert in self.held:
-            parameter: Tensor = getattr(self, projection)
-            return parameter.detach()[self.held.index(expert)]
+            return read_master(getattr(self, projection), self.held.index(expert))
         return self._frozen(projection).read(self.others.index(expert))
 
     def write(self, projection: str, expert: int, matrix: Tensor) -> None:
         """Overwrites one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F); others' experts are rounded."""
         if expert in self.held:
-            parameter: Tensor = getattr(self, projection)
-            parameter.detach()[self.held.index(expert)].copy_(matrix)
+            write_master(getattr(self, projection), matrix, self.held.index(expert))
         else:
             self._frozen(projection).write(self.others.index(expert), matrix)
 
@@ -183,9 +186,16 @@ class SparseExperts(nn.Module):
             for projection in PROJECTIONS
         }
         self.held = held
+        dtype = torch.float32 if self.lower is not None else self.down_proj.dtype
         for projection in PROJECTIONS:
-            self._store(projection, current.pop(projection), self.down_proj.dtype, self._frozen(projection).form)
+            self._store(projection, current.pop(projection), dtype, self._frozen(projection).form)
         self.slot_of_expert = self._slot_table(self.slot_of_expert.device)
+
+    def halve(self, lower: LowerHalves) -> None:
+        """Halves the weights of the held experts, now and after every `hold`."""
+        self.lower = lower
+        for projection in PROJECTIONS:
+            halve(getattr(self, projection), lower)
 
     def pop_routed_tokens(self) -> Tensor:
         """Returns the routed copies of tokens per expert (E,), int64, since the last call; counted in training only."""

@@ -65,7 +65,7 @@ def _measured_head(model: Any) -> nn.Linear | None:
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(head.weight.device.type, enabled=False):
+        with torch.autocast(head.weight.device.type, torch.bfloat16, enabled=head.weight.dtype == torch.bfloat16):
             logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
             hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
             same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=1e-4, atol=1e-6)
@@ -99,7 +99,9 @@ class _LinearLoss(torch.autograd.Function):
         valid_N = targets_N != IGNORED_TARGET
         share_N = valid_N / valid_N.sum().clamp_min(1)
         grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
-        grad_VD = torch.zeros_like(weight_VD) if weight_VD is not None and ctx.needs_input_grad[1] else None
+        grad_VD = None
+        if weight_VD is not None and ctx.needs_input_grad[1]:  # chunks and micro-batches add up in fp32
+            grad_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
         nats = torch.zeros((), device=rows_NX.device)
         squares = nats.clone()
         for rows in head.chunks():

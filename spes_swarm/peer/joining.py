@@ -33,7 +33,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, lower_halves_device, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
@@ -316,7 +316,7 @@ class Joining:
         replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
         if self._ranks is not None:
             self._ranks.send_order(replica)
-        return replica.build(self._device)
+        return replica.build(self._device, lower_halves_device(self._peer, self._device))
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
@@ -30,10 +31,16 @@ class StepSettings:
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
+
+        Raises:
+            ConfigError: the weights are to be bf16 where this device computes in fp32.
         """
         usual = "bf16" if device.type == "cuda" else "fp32"
+        precision = usual if peer.precision == "auto" else peer.precision
+        if peer.live_weights == "bf16" and precision != "bf16":
+            raise ConfigError(f"--live-weights bf16: {device} computes in fp32 by default; add --precision bf16")
         return cls(
-            precision=usual if peer.precision == "auto" else peer.precision,
+            precision=precision,
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
             micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
         )
@@ -50,6 +57,11 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
         check_compiler(device)
 
 
+def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
+    """Returns where the lower halves of bf16 weights are: with AdamW's moments."""
+    return torch.device("cpu") if peer.optimizer_states == "host" else device
+
+
 def replica_of(
     run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int
 ) -> Replica:
@@ -61,6 +73,7 @@ def replica_of(
         held=tuple(held),
         kernel=peer.kernel,
         foreign_experts=settings.foreign_experts,
+        live_weights=peer.live_weights,
         activation_checkpointing=peer.activation_checkpointing,
         compile=peer.compile,
         precision=settings.precision,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import Sampler
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
@@ -157,7 +158,7 @@ def trainer_setup(
 class LoneTrainer:
     """A trainer of the tiny run with its stand-ins."""
 
-    def __init__(self, directory: Path, run: RunConfig | None = None, **setup: Any) -> None:
+    def __init__(self, directory: Path, run: RunConfig | None = None, live_weights: str = "fp32", **setup: Any) -> None:
         torch.set_num_threads(1)
         self.run = run or run_config()
         model = build_model(self.run.model.type, self.run.model.settings, 0, "cpu")
@@ -168,6 +169,9 @@ class LoneTrainer:
         self.network = StubNetwork(reference, contribution_N, HELD)
         self.port = LocalPort(self.network)
         self.model = SparseModel(model, HELD)
+        if live_weights == "bf16":
+            self.model.halve(LowerHalves(torch.device("cpu")))
+            setup["precision"] = "bf16"
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []

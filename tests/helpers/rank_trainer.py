@@ -38,6 +38,7 @@ def replica(run: Any, held: tuple[int, ...] = HELD) -> Replica:
         held=held,
         kernel="torch",
         foreign_experts="fp32",
+        live_weights="fp32",
         activation_checkpointing="none",
         compile=False,
         precision="fp32",

@@ -3,7 +3,8 @@
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
 - on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits, unless
-  they are in host memory), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight;
+  they are in host memory, where they take the lower halves of bf16 weights along), and the other experts in the form in
+  which they are stored, 0.56 to 4 bytes per weight;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
   put together on the host, without gradients and moments.
@@ -39,6 +40,7 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.optimiser.moment_storage import moment_bytes_per_weight
 
 _WEIGHT, _GRADIENT, _MOMENTS_COPY = 4, 4, 8  # bytes per trained weight
+_HALF_WEIGHT = 2
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
 _SMALLEST_FORM = FORMS[-1]  # of others' experts
@@ -61,6 +63,7 @@ class Workload:
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    live_weights: str = "fp32"  # form of the trained matrices: "fp32" or "bf16"
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
@@ -74,6 +77,7 @@ class Workload:
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
             optimizer_states=peer.optimizer_states,
+            live_weights=peer.live_weights,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
             num_ranks=num_ranks,
@@ -84,9 +88,11 @@ class Workload:
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
         foreign = self.layout.num_elements - trained
+        halves_apart = self.live_weights == "bf16" and self.optimizer_states == "host"
+        weight = _HALF_WEIGHT if halves_apart else _WEIGHT
         return {
-            "shared": _WEIGHT * shared,
-            "held": _WEIGHT * num_experts * expert,
+            "shared": weight * shared,
+            "held": weight * num_experts * expert,
             "foreign": int(bytes_per_weight(self.foreign_experts) * foreign),
             "gradients": _GRADIENT * trained,
             "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
@@ -95,9 +101,9 @@ class Workload:
     def host_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what the exchange takes, by class, and what the other ranks or the models of GPUs take there."""
         on_device = self.device_bytes(num_experts)
-        weights = on_device["shared"] + on_device["held"]
+        trained = on_device["gradients"] // _GRADIENT
+        weights = _WEIGHT * trained
         model = weights + on_device["foreign"]
-        trained = weights // _WEIGHT
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
@@ -106,6 +112,8 @@ class Workload:
         }
         if self.optimizer_states == "host":
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
+            if self.live_weights == "bf16":
+                host["lower_halves"] = _HALF_WEIGHT * trained
         if self.device.type != "cpu":
             # All ranks put their models together at once; these have moved to the GPUs before the first round.
             host["round"] = max(self.result_bytes, self.num_ranks * model)

@@ -19,6 +19,7 @@ class Choice:
     foreign_experts: str = "bf16"
     activation_checkpointing: str = "none"
     optimizer_states: str = "device"
+    live_weights: str = "fp32"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings by name."""
@@ -42,10 +43,12 @@ _CHOICES = {
         replace(_FAST, activation_checkpointing="selective"),
         _LAYERS,
         _INT8,
+        replace(_INT8, live_weights="bf16"),  # no casts of weights are kept for backward
         replace(_INT8, optimizer_states="host"),
+        replace(_INT8, optimizer_states="host", live_weights="bf16"),
         replace(_INT8, optimizer_states="int8"),
         replace(_INT4, optimizer_states="int8"),
-        replace(_INT4, optimizer_states="host"),
+        replace(_INT4, optimizer_states="host", live_weights="bf16"),
     ),
     "cpu": (
         _ON_CPU,
@@ -69,6 +72,7 @@ def step_shape(peer: PeerConfig, device: torch.device, num_held: int) -> StepSha
     return StepShape(
         num_held=num_held,
         foreign_experts=settings.foreign_experts,
+        live_weights=peer.live_weights,
         precision=settings.precision,
         activation_checkpointing=peer.activation_checkpointing,
         on_gpu=device.type == "cuda",

@@ -31,6 +31,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.output_head import assume_output_head, chunks_of
@@ -45,6 +46,7 @@ class StepShape:
 
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
+    live_weights: str = "fp32"  # or "bf16"
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -54,7 +56,7 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model, others' experts in their form
+    weights: int  # of the whole model, others' experts in their form, both halves of bf16 ones
     gradients: int
     optimiser: int  # both moments in fp32
     activations: int  # everything else at the moment when most is alive, but logits
@@ -85,6 +87,8 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     ):
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
+        if shape.live_weights == "bf16":
+            sparse.halve(LowerHalves(torch.device("cpu")))
         checkpoint_activations(model, shape.activation_checkpointing)
         assume_output_head(model)
         for module in model.modules():
@@ -93,7 +97,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         model.train()
         allocations.restart()
         weights = allocations.live
-        trained = sum(parameter.nbytes for _, parameter in sparse.trainable_parameters())
+        trained = sum(torch.float32.itemsize * parameter.numel() for _, parameter in sparse.trainable_parameters())
         ids_BS = torch.zeros((micro_batch_size, run.training.sequence_length), dtype=torch.int64)
 
         def accumulate() -> None:

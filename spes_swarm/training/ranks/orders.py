@@ -10,6 +10,7 @@ import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import compile_layers
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 
@@ -23,6 +24,7 @@ class Replica:
     held: tuple[int, ...]  # the experts that the peer trains
     kernel: str
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
+    live_weights: str  # form of the trained matrices: "fp32" or "bf16"
     activation_checkpointing: str
     compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
@@ -31,8 +33,10 @@ class Replica:
     losses: LossWeights
     device_type: str  # "cpu" or "cuda"
 
-    def build(self, device: torch.device) -> SparseModel:
+    def build(self, device: torch.device, lower_halves: torch.device | None = None) -> SparseModel:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
+
+        `lower_halves` says where those of bf16 weights are kept; None: nowhere, because this rank takes no steps.
 
         Raises:
             ConfigError: as `build_model` and `SparseModel`, or the architecture does not support one of the settings.
@@ -43,6 +47,8 @@ class Replica:
         if self.compile:
             compile_layers(sparse.module)
         sparse.module.to(device)
+        if self.live_weights == "bf16":
+            sparse.halve(LowerHalves(lower_halves))
         return sparse
 
     @classmethod
