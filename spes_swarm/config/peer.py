@@ -66,10 +66,6 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
-        if self.compile and self.activation_checkpointing == "selective":
-            raise ConfigError(
-                "compile: found true, expected false with activation_checkpointing selective; none and layers work"
-            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
