@@ -70,10 +70,6 @@ class PeerConfig(Section):
             )
         if self.live_weights == "bf16" and self.precision == "fp32":
             raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
-        if self.compile and self.activation_checkpointing == "selective":
-            raise ConfigError(
-                "compile: found true, expected false with activation_checkpointing selective; none and layers work"
-            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:
