@@ -29,9 +29,10 @@ from spes_swarm.config.join_command import describe_data
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import DataConfig
 from spes_swarm.data.content_check import check_contents_once
-from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_corpus
+from spes_swarm.data.corpus import default_cache_dir, open_corpus
 from spes_swarm.data.corpus_index import Membership, membership
 from spes_swarm.data.file_list import FILE_LIST
+from spes_swarm.data.source import STDLIB
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.storage.run_directory import RunDirectory
