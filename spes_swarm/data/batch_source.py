@@ -25,6 +25,7 @@ class BatchSource(ABC):
 
         Raises:
             DataError: the data cannot be read; the cursor has not moved.
+            DataStoppedError: the peer is to leave, and data would have to be waited for; the cursor has not moved.
         """
 
     @abstractmethod

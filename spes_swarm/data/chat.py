@@ -189,7 +189,7 @@ def write_chat_shard(
 
 
 def tokenised_chat(record: Any, template: ChatTemplate, broken: Broken) -> list[NDArray[np.int64]]:
-    """Returns the samples of one record, each 1-D (see `ChatTemplate.encode`); of an unusable one none, and counts why."""
+    """Returns the samples of a record, each 1-D (see `ChatTemplate.encode`); if unusable, none, and counts why."""
     messages = messages_of(record)
     if messages is None:
         broken["wrong_type" if not isinstance(record, Mapping) else "missing_field"] += 1

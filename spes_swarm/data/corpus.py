@@ -31,7 +31,8 @@ from spes_swarm.data.file_list import FILE_LIST, listed_token_files
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
 from spes_swarm.data.readers import find_documents
 from spes_swarm.data.sharding import DocumentFormat, write_shards
-from spes_swarm.data.source import STDLIB
+from spes_swarm.data.source import STDLIB, parse_hf, parse_mixture
+from spes_swarm.data.streaming.dataset import check_installed
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 
@@ -62,9 +63,10 @@ def open_corpus(
 
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
     text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the first
-    record of the first file (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by default `default_cache_dir()`, and so are descriptions
-    of token files without a header. `say` gets a message before a long one of these is read, if some never end a
-    document, and about conversations. `pause` is called before each of these, and may raise to abort.
+    record of the first file (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by
+    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
+    a long one of these is read, if some never end a document, and about conversations. `pause` is called before each of
+    these, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -94,11 +96,20 @@ def open_corpus(
 
 
 def check_source(source: str) -> None:
-    """Checks a data source (see `open_corpus`), as far as possible without the run's tokenizer.
+    """Checks --data (see source.py), as far as possible without the run's tokenizer and a network.
 
     Raises:
-        DataError: the source does not exist, holds neither text nor token files, or a token file is damaged.
+        DataError: it is malformed, a source does not exist, holds neither text nor token files, or needs a package that
+            is not installed; or a token file is damaged.
     """
+    terms = parse_mixture(source)
+    if len(terms) > 1:
+        for term in terms:
+            check_source(term.source)
+        return
+    if (hf := parse_hf(source)) is not None:
+        check_installed(hf)
+        return
     if source == STDLIB:
         return
     token_files = _existing_token_files(source)

@@ -1,9 +1,9 @@
 """The grammar of --data: one source, or a mixture such as `0.7*hf:USER/NAME + 0.3*my-tokens/`.
 
-    stdlib                              the Python standard library
-    hf:NAME[:CONFIG][@REVISION]         a data set of the Hub, or a directory that `datasets` can read
-    anything else                       a path or a glob: token files, a list of them, text or chats
-    WEIGHT*SOURCE + WEIGHT*SOURCE ...   a mixture: windows are drawn from each source in proportion to its weight
+stdlib                              the Python standard library
+hf:NAME[:CONFIG][@REVISION]         a data set of the Hub, or a directory that `datasets` can read
+anything else                       a path or a glob: token files, a list of them, text or chats
+WEIGHT*SOURCE + WEIGHT*SOURCE ...   a mixture: windows are drawn from each source in proportion to its weight
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
-from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
+from spes_swarm.base.errors import BootstrapError, DataStoppedError, LeftEarlyError, ManifestError
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
@@ -22,7 +22,6 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
-from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
@@ -114,6 +113,11 @@ class Joining:
         self._tell_joined()
         return self.trainer
 
+    def close(self) -> None:
+        """Ends what still reads data in the background."""
+        if hasattr(self, "_sampler"):
+            self._sampler.close()
+
     # The steps, in order.
 
     def _prepare_machine(self) -> None:
@@ -169,18 +173,21 @@ class Joining:
         context.metrics.write("data", **self._local.to_event())
         # By default each identity has its own data order, the same in every session.
         own_seed = int.from_bytes(blake3(context.identity.peer_id.encode()).digest()[:6], "little")
-        self._sampler = Sampler(
-            TokenStream(self._local.files),
-            sequence_length=run.training.sequence_length,
-            run_seed=run.training.seed,
+        self._sampler = self._local.batches(
+            run,
+            peer_id=context.identity.peer_id,
             peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
-            holdout_fraction=run.evaluation.holdout_fraction,
+            stop=context.stop,
+            say=self._console.say,
         )
-        self._evaluation = (
-            list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
-            if run.evaluation.every_rounds
-            else []
-        )
+        try:
+            self._evaluation = (
+                list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
+                if run.evaluation.every_rounds
+                else []
+            )
+        except DataStoppedError as exc:
+            raise LeftEarlyError("stopped while reading the held-out text") from exc
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""
@@ -336,6 +343,11 @@ class Joining:
             self.trainer.load_reference(self._table)
         else:
             self.trainer.restore(self._checkpoint, self._table)
+        if self._checkpoint is None or self._checkpoint.meta.round < self._table.round:
+            # What the others have trained on meanwhile is not to be repeated.
+            view = self._ask(Commands.view, COMMAND_TIMEOUT_S)
+            self._sampler.follow(view.ready)
+            self._sampler.advance(view.data)
 
     def _await_training(self) -> None:
         if (others := self._peer.wait_for_peers - 1) > 0:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, DataStoppedError
 from spes_swarm.data.streaming.dataset import Example, one_line
 from spes_swarm.data.tokenizer import TokenArray
 
@@ -28,7 +28,8 @@ class Units(Protocol):
 
     name: str
 
-    def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]: ...
+    def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
+        """See `StreamedDataset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ class Reader:
         """Returns the next example; None at the end of the unit, which may only be asked for once.
 
         Raises:
-            DataError: none has come within `timeout_s`, or `stop` was set.
+            DataStoppedError: `stop` was set.
+            DataError: none has come within `timeout_s`.
         """
         waited = 0.0
         while True:
@@ -92,7 +94,7 @@ class Reader:
             except queue.Empty:
                 waited += _POLL_S
                 if stop.is_set():
-                    raise DataError(f"stopped while waiting for {self._units.name}") from None
+                    raise DataStoppedError(f"stopped while waiting for {self._units.name}") from None
                 if waited >= timeout_s:
                     why = self.failure or "no answer"
                     raise DataError(

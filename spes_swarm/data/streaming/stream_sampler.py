@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.streaming.pieces import Deal, Piece
-from spes_swarm.data.streaming.reader import Prepare, Prepared, Reader, Skipped, Units
+from spes_swarm.data.streaming.reader import Prepare, Prepared, Reader, Units
 
 PATIENCE_S = 180.0  # how long training waits for the next example
 
@@ -127,8 +127,8 @@ class StreamSampler(BatchSource):
             return False
         if state.get("identity") != self._identity:
             raise DataError(
-                f"the saved cursor of {self._units.name} belongs to another sequence length, seed, held-out fraction or "
-                "peer: use the same ones as before, or start in a new output directory"
+                f"the saved cursor of {self._units.name} belongs to another sequence length, seed, held-out fraction "
+                "or peer: use the same ones as before, or start in a new output directory"
             )
         try:
             numbers = {field.name: int(state[field.name]) for field in dataclasses.fields(_Place)}
@@ -165,6 +165,8 @@ class StreamSampler(BatchSource):
 
     def advance(self, positions: Sequence[int]) -> None:
         """See `BatchSource`."""
+        if not positions:
+            return
         epoch, place, example = self._deal.place_of(positions[0])
         now = self._cursor
         if (now.epoch, now.place, now.example if self._deal.in_blocks else 0) < (epoch, place, example):
