@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.manifest import Manifest
-from spes_swarm.config.run import DataConfig
 
 _YOUR_DATA = "YOUR_DATA"
 

@@ -25,13 +25,13 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.base.wording import plural
+from spes_swarm.config.data_source import STDLIB, parse_hf, parse_mixture
 from spes_swarm.data.chat import ChatTemplate, check_same_kind, is_chat, write_chat_shard
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import FILE_LIST, listed_token_files
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
 from spes_swarm.data.readers import find_documents
 from spes_swarm.data.sharding import DocumentFormat, write_shards
-from spes_swarm.data.source import STDLIB, parse_hf, parse_mixture
 from spes_swarm.data.streaming.dataset import check_installed
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def open_corpus(
 
 
 def check_source(source: str) -> None:
-    """Checks --data (see source.py), as far as possible without the run's tokenizer and a network.
+    """Checks --data (see config/data_source.py), as far as possible without the run's tokenizer and a network.
 
     Raises:
         DataError: it is malformed, a source does not exist, holds neither text nor token files, or needs a package that

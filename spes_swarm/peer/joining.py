@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
-from spes_swarm.base.errors import BootstrapError, DataStoppedError, LeftEarlyError, ManifestError
+from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
@@ -25,6 +24,7 @@ from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
 from spes_swarm.peer.memory.peer_plan import plan_peer
@@ -45,7 +45,6 @@ from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
-_EVALUATION_BATCH = 8
 _BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
 _ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
@@ -171,23 +170,10 @@ class Joining:
         self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
-        # By default each identity has its own data order, the same in every session.
-        own_seed = int.from_bytes(blake3(context.identity.peer_id.encode()).digest()[:6], "little")
         self._sampler = self._local.batches(
-            run,
-            peer_id=context.identity.peer_id,
-            peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
-            stop=context.stop,
-            say=self._console.say,
+            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop, say=self._console.say
         )
-        try:
-            self._evaluation = (
-                list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
-                if run.evaluation.every_rounds
-                else []
-            )
-        except DataStoppedError as exc:
-            raise LeftEarlyError("stopped while reading the held-out text") from exc
+        self._evaluation = held_out_batches(self._sampler, run.evaluation)
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""

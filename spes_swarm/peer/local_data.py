@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
+from spes_swarm.base.errors import DataStoppedError, LeftEarlyError
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.run import RunConfig
+from spes_swarm.config.data_source import STDLIB, HfName, Weighted, join_mixture, parse_hf, parse_mixture
+from spes_swarm.config.run import EvaluationConfig, RunConfig
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus import default_cache_dir, open_corpus
@@ -23,12 +27,13 @@ from spes_swarm.data.corpus_index import Membership, membership
 from spes_swarm.data.file_list import FILE_LIST
 from spes_swarm.data.mixture import Mixture
 from spes_swarm.data.sampler import Sampler, TokenStream
-from spes_swarm.data.source import STDLIB, HfName, Weighted, join_mixture, parse_hf, parse_mixture
 from spes_swarm.data.streaming.dataset import SPLIT, StreamedDataset
 from spes_swarm.data.streaming.preparing import Preparing
 from spes_swarm.data.streaming.stream_sampler import StreamSampler
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
+
+_EVALUATION_BATCH = 8  # sequences
 
 
 @dataclass(frozen=True)
@@ -77,14 +82,14 @@ class LocalData:
         return {**self.described.to_dict(), **shards, "differs": self.differs}
 
     def batches(
-        self, run: RunConfig, *, peer_id: str, peer_seed: int, stop: threading.Event, say: Callable[[str], None]
+        self, run: RunConfig, *, peer_id: str, seed: int | None, stop: threading.Event, say: Callable[[str], None]
     ) -> BatchSource:
         """Returns this peer's batches.
 
         Args:
             run: settings of the run.
             peer_id: of this peer.
-            peer_seed: of its order; different for each peer.
+            seed: of its order; None: its identity decides, so it has the same order in every session.
             stop: set when the user wants to leave, which ends all waiting for data.
             say: gets messages for the user.
 
@@ -92,6 +97,8 @@ class LocalData:
             DataError: too little data.
         """
         training, holdout_fraction = run.training, run.evaluation.holdout_fraction
+        own_seed = int.from_bytes(blake3(peer_id.encode()).digest()[:6], "little")
+        peer_seed = seed if seed is not None else own_seed
 
         def batches_of(part: LocalSource) -> BatchSource:
             if part.stream is None:
@@ -119,6 +126,21 @@ class LocalData:
             return sources[0]
         weights = [weight for weight, _ in self.parts]
         return Mixture(sources, weights, run_seed=training.seed, peer_seed=peer_seed)
+
+
+def held_out_batches(batches: BatchSource, evaluation: EvaluationConfig) -> list[NDArray[np.int64]]:
+    """Returns the sequences on which a run is evaluated, each int64 (B, S); none if it is not.
+
+    Raises:
+        DataError: nothing is held out, or the data cannot be read.
+        LeftEarlyError: the user stopped the peer while it was reading them.
+    """
+    if not evaluation.every_rounds:
+        return []
+    try:
+        return list(batches.evaluation_batches(evaluation.sequences, _EVALUATION_BATCH))
+    except DataStoppedError as exc:
+        raise LeftEarlyError(str(exc)) from exc
 
 
 def absolute_source(source: str) -> str:
@@ -164,7 +186,7 @@ def open_source(
     """Opens one source, tokenising text that has no cached tokens.
 
     Args:
-        source: see data/source.py.
+        source: see config/data_source.py.
         tokenizer: of the run.
         run: what the run's description says of this source; it decides the split, and the commit of a data set on the
             Hub unless the source names one.

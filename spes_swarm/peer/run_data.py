@@ -27,10 +27,10 @@ from pathlib import Path
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
 from spes_swarm.config.data import DataConfig
+from spes_swarm.config.data_source import HF_PREFIX, STDLIB, parse_mixture
 from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
-from spes_swarm.data.source import HF_PREFIX, STDLIB, parse_mixture
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.peer.local_data import LocalData, absolute_source, apparent, name_of, open_source
 from spes_swarm.storage.run_directory import RunDirectory

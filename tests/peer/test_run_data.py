@@ -9,17 +9,19 @@ import platform
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
 
 from spes_swarm.base.errors import ConfigError, DataError, LeftEarlyError
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.join_command import describe_data, join_command, join_note
 from spes_swarm.config.manifest import found_run, open_manifest
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.config.run import DataConfig, RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.data import content_check
 from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus_index import INDEX_FILE, membership
@@ -147,7 +149,7 @@ def test_a_configuration_may_name_the_data(tmp_path: Path, peer: Peer) -> None:
         {"kind": "corpus", "python_version": "3.11.1"},
     ],
 )
-def test_impossible_descriptions(values: dict[str, str]) -> None:
+def test_impossible_descriptions(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DataConfig(**values)
 

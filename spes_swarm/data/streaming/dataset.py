@@ -19,7 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
-from spes_swarm.data.source import HfName
+from spes_swarm.config.data_source import HfName
 from spes_swarm.data.streaming.pieces import MANY_UNITS
 
 SPLIT = "train"

@@ -31,6 +31,7 @@ PATIENCE_S = 180.0  # how long training waits for the next example
 _EVALUATED_UNITS = 8  # the evaluation sequences come from as many units, if there are
 _MAX_BARREN_EPOCHS = 20  # in which this peer had examples and none was usable
 _CLOSE_S = 5.0
+_NUMBERS = ("epoch", "place", "part", "example", "token")
 
 
 class StreamedUnits(Units, Protocol):
@@ -101,6 +102,11 @@ class StreamSampler(BatchSource):
         self._data = short_digest(units.digest)
         settings = f"{units.digest} {units.num_units} {sequence_length} {run_seed} {peer_id} {holdout_fraction}"
         self._identity = short_digest(settings)
+        self._reader: Reader | None = None  # of the unit at `_at`
+        self._ahead: Reader | None = None  # of the unit at `_ahead_at`, which is probably next
+        self._ahead_at = _Place()
+        self._cursor = _Place()  # where the next batch begins
+        self._at = _Place()  # of the next example to be read
         self._enter(_Place())
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
@@ -131,12 +137,12 @@ class StreamSampler(BatchSource):
                 "or peer: use the same ones as before, or start in a new output directory"
             )
         try:
-            numbers = {field.name: int(state[field.name]) for field in dataclasses.fields(_Place)}
-            place = _Place(**{**numbers, "begun": bool(numbers["begun"])})
+            epoch, number, part, example, token = (int(state[key]) for key in _NUMBERS)
+            place = _Place(epoch, number, part, example, token, begun=bool(state["begun"]))
             members = frozenset(map(str, state["members"]))
         except (KeyError, TypeError, ValueError) as exc:
             raise DataError(f"the saved cursor of {self._units.name} is damaged") from exc
-        if min(numbers.values()) < 0 or place.place >= self._units.num_units:
+        if min(epoch, number, part, example, token) < 0 or place.place >= self._units.num_units:
             raise DataError(f"the saved cursor of {self._units.name} is damaged")
         self.follow(members)
         self._enter(place)
@@ -188,12 +194,10 @@ class StreamSampler(BatchSource):
         self._offered = self._usable = self._barren = 0
 
     def _leave_unit(self, wait_s: float = 0.0) -> None:
-        for reader in (getattr(self, "_reader", None), getattr(self, "_ahead", None)):
+        for reader in (self._reader, self._ahead):
             if reader is not None:
                 reader.close(wait_s)
-        self._reader: Reader | None = None
-        self._ahead: Reader | None = None
-        self._ahead_at: _Place | None = None
+        self._reader = self._ahead = None
 
     def _piece_of(self, place: _Place) -> Piece:
         return self._deal.piece(place.epoch, place.place, place.example)
