@@ -115,6 +115,6 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Divides `total` in proportion to weights that add up to 1, by largest remainders; each share is at least 1."""
     exact = [total * weight for weight in weights]
     counts = [max(1, int(value)) for value in exact]
-    for index in sorted(range(len(weights)), key=lambda i: int(exact[i]) - exact[i])[: max(0, total - sum(counts))]:
+    for index in sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])[: max(0, total - sum(counts))]:
         counts[index] += 1
     return counts
