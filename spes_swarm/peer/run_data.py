@@ -32,10 +32,8 @@ from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
 from spes_swarm.data.tokenizer import Tokenizer
-from spes_swarm.peer.local_data import LocalData, absolute_source, apparent, name_of, open_source
+from spes_swarm.peer.local_data import LocalData, absolute_source, apparent, open_source
 from spes_swarm.storage.run_directory import RunDirectory
-
-__all__ = ["LocalData", "PeerData", "name_of", "same_run_data"]
 
 
 @dataclass(eq=False)

@@ -41,7 +41,9 @@ class Handler(Connection):
             raise RefusalError(403, "", "You don't have the rights to create a model under this namespace")
         with self.state.lock:
             if name in self.state.repos:
-                raise RefusalError(409, "", "You already created this model repo")
+                url = f"{self._origin()}/{name}"
+                self._json({"error": "You already created this model repo", "url": url}, 409)
+                return
             repo = self.state.repos[name] = Repo(content.get("visibility") == "private")
             attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
             repo.add("initial commit", {".gitattributes": self._entry(attributes)})
@@ -93,6 +95,12 @@ class Handler(Connection):
         if below and not inside:
             raise RefusalError(404, "EntryNotFound", "no such folder")
         self._json([self._path_info(path, entry) for path, entry in inside.items()])
+
+    @staticmethod
+    def _path_info(path: str, entry: Entry) -> dict[str, Any]:
+        lfs = {"oid": entry.sha256, "size": entry.size, "pointerSize": 134} if entry.lfs else None
+        info = {"type": "file", "path": path, "size": entry.size, "oid": entry.blob}
+        return info | ({"lfs": lfs} if lfs else {})
 
     def add_tag(self, repo: str, revision: str) -> None:
         found, name = self._repo(repo, write=True), json.loads(self._body())["tag"]

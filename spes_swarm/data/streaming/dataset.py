@@ -69,8 +69,7 @@ class StreamedDataset:
         check_installed(source)
         import datasets  # takes seconds to import
 
-        datasets.disable_progress_bars()
-        datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # errors are reported in one line
+        _silence(datasets)
         self.name = str(source)
         try:
             self.revision = None if source.is_local else _commit(source)
@@ -108,6 +107,15 @@ class StreamedDataset:
             for offset, example in enumerate(stream.skip(first) if first else stream):
                 value = example[self.column]
                 yield Example(index, first + offset, {self.column: value} if self.is_chat else value)
+
+
+def _silence(datasets: Any) -> None:
+    """Makes the libraries print nothing: whatever fails is reported in one line."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    hub_logging.set_verbosity(hub_logging.CRITICAL)
 
 
 def one_line(error: BaseException) -> str:
