@@ -72,7 +72,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
     peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
     peer.add_argument("--name", help="public nickname")
-    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, text or chats (default: as before)")
+    peer.add_argument("--data", metavar="SOURCE", help="stdlib, hf:NAME, a path, or a mixture such as 0.7*A + 0.3*B")
     peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")

@@ -31,6 +31,7 @@ from spes_swarm.config.constraints import (
     Setting,
     Text,
 )
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture
 from spes_swarm.config.model_size import (
     EXPERTS_PER_TOKEN,
@@ -170,30 +171,6 @@ class TokenizerConfig(Section):
     # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
     name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
-
-
-_DataKind = Annotated[str, Pattern(r"stdlib|corpus|own", "stdlib, corpus or own")]
-_DataName = Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}", "up to 64 of A-Z, a-z, 0-9, _ . + -")]
-_PythonVersion = Annotated[str, Pattern(r"[0-9][0-9a-z.+]{0,31}", "a version of Python")]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class DataConfig(Section):
-    """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
-
-    kind: _DataKind | None = None  # own: each peer brings its own data
-    name: _DataName | None = None  # of a corpus, for people; appears in commands that users paste into a shell
-    digest: Hex64 | None = None  # of a corpus's tokens; see data/corpus_index.py
-    python_version: _PythonVersion | None = None  # of the standard library's text
-
-    def _check(self) -> None:
-        if self.kind != "corpus" and (self.name or self.digest):
-            key = "name" if self.name else "digest"
-            raise ConfigError(f"{key}: found {show(getattr(self, key))}, expected null unless kind is corpus")
-        if self.kind != "stdlib" and self.python_version:
-            raise ConfigError(f"python_version: found {show(self.python_version)}, expected null unless kind is stdlib")
-        if self.name == "stdlib":
-            raise ConfigError("name: found 'stdlib', expected another (it means the Python standard library)")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
@@ -22,10 +21,10 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
-from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
 from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
@@ -46,7 +45,6 @@ from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
-_EVALUATION_BATCH = 8
 _BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
 _ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
@@ -114,6 +112,11 @@ class Joining:
         self._tell_joined()
         return self.trainer
 
+    def close(self) -> None:
+        """Ends what still reads data in the background."""
+        if hasattr(self, "_sampler"):
+            self._sampler.close()
+
     # The steps, in order.
 
     def _prepare_machine(self) -> None:
@@ -173,20 +176,10 @@ class Joining:
             self._fits = self._plan(run)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
-        # By default each identity has its own data order, the same in every session.
-        own_seed = int.from_bytes(blake3(context.identity.peer_id.encode()).digest()[:6], "little")
-        self._sampler = Sampler(
-            TokenStream(self._local.files),
-            sequence_length=run.training.sequence_length,
-            run_seed=run.training.seed,
-            peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
-            holdout_fraction=run.evaluation.holdout_fraction,
+        self._sampler = self._local.batches(
+            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop, say=self._console.say
         )
-        self._evaluation = (
-            list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
-            if run.evaluation.every_rounds
-            else []
-        )
+        self._evaluation = held_out_batches(self._sampler, run.evaluation)
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""
@@ -342,6 +335,11 @@ class Joining:
             self.trainer.load_reference(self._table)
         else:
             self.trainer.restore(self._checkpoint, self._table)
+        if self._checkpoint is None or self._checkpoint.meta.round < self._table.round:
+            # What the others have trained on meanwhile is not to be repeated.
+            view = self._ask(Commands.view, COMMAND_TIMEOUT_S)
+            self._sampler.follow(view.ready)
+            self._sampler.advance(view.data)
 
     def _await_training(self) -> None:
         if (others := self._peer.wait_for_peers - 1) > 0:
