@@ -79,6 +79,9 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument(
         "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
     )
+    peer.add_argument(
+        "--foreign-storage", metavar="device|host|disk", help="where others' experts are kept (default: device)"
+    )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
     peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"

@@ -26,6 +26,8 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.experts import PROJECTIONS
+from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
 from spes_swarm.model.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
@@ -55,6 +57,7 @@ class Workload:
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
 
@@ -66,20 +69,27 @@ class Workload:
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
+            foreign_storage=StepSettings.of(peer, device).foreign_storage,
             optimizer_states=peer.optimizer_states,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
         )
 
+    def foreign_bytes(self, num_experts: int) -> ForeignBytes:
+        """Returns what the experts that others train take."""
+        expert = self.layout.expert_block(0)
+        stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
+        num_layers = len(expert.slots) // len(PROJECTIONS)
+        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
+
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what training takes without activations, by class."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
-        foreign = self.layout.num_elements - trained
         return {
             "shared": _WEIGHT * shared,
             "held": _WEIGHT * num_experts * expert,
-            "foreign": int(bytes_per_weight(self.foreign_experts) * foreign),
+            "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
             "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
         }
@@ -97,9 +107,12 @@ class Workload:
         }
         if self.optimizer_states == "host":
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
+        if self.foreign_storage == "host":
+            host["foreign"] = self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # It is gone before the first round.
-            host["round"] = max(self.result_bytes, weights + on_device["foreign"])
+            # It is gone before the first round. Other storage than the device's is filled where it is.
+            moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
+            host["round"] = max(self.result_bytes, moved)
         return host
 
     def needed(self, num_experts: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.foreign.storage import foreign_bytes
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.output_head import assume_output_head
@@ -45,6 +46,7 @@ class StepShape:
 
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
+    foreign_storage: str = "device"  # see `new_storage`
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -54,7 +56,7 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model, others' experts in their form
+    weights: int  # of the whole model, others' experts in their form, as far as they are on the device
     gradients: int
     optimiser: int  # both moments in fp32
     temporary: int  # largest sum of everything else: activations, logits, and what is computed from them
@@ -95,8 +97,14 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         if micro_batch_size < run.training.batch_size:
             accumulate()
         peak = allocations.peak
+    layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
+    stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
+    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu).on_device
     return StepMemory(
-        weights=weights, gradients=trained, optimiser=2 * trained, temporary=max(0, peak - weights - trained)
+        weights=weights - stored + on_device,
+        gradients=trained,
+        optimiser=2 * trained,
+        temporary=max(0, peak - weights - trained),
     )
 
 
