@@ -5,6 +5,8 @@
 
 - tests: those marked `cuda`.
 - kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from float64.
+- storage: the gradients of a step with others' experts in host memory and on a disk against those on the device, and
+  the peaks of memory.
 - bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
 - steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
   peak of memory against the planned one.
@@ -19,6 +21,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -36,6 +39,7 @@ from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
+from spes_swarm.model.foreign.storage import new_storage
 from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
@@ -60,6 +64,7 @@ class StepCase:
     checkpointing: str
     micro_batch: int
     micro_batches: int = 2  # of a step
+    storage: str = "device"  # of others' experts
 
 
 def step_cases(quick: bool) -> Iterator[StepCase]:
@@ -67,13 +72,17 @@ def step_cases(quick: bool) -> Iterator[StepCase]:
     if quick:
         small = quickstart_run(64, 96, 2, 4, 32)
         yield StepCase(name="small", run=small, held=2, foreign="bf16", checkpointing="none", micro_batch=2)
-        yield StepCase(name="small, int8", run=small, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+        int8 = StepCase(name="small, int8", run=small, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+        yield int8
+        yield replace(int8, name="small, int8, disk", storage="disk")
         return
     middle = quickstart_run(*SIZES["300M"], 1024)
     yield StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
     large = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert large is not None
-    yield StepCase(name="2B", run=large, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+    int8 = StepCase(name="2B", run=large, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
+    yield int8
+    yield replace(int8, name="2B, host", storage="host")
 
 
 def wait_for(device: torch.device) -> None:
@@ -151,7 +160,10 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
 def new_model(case: StepCase, device: torch.device) -> SparseModel:
     """Builds the model as a peer does, with random weights."""
     model = SparseModel(
-        build_empty_model(case.run.model.type, case.run.model.settings), range(case.held), foreign_form=case.foreign
+        build_empty_model(case.run.model.type, case.run.model.settings),
+        range(case.held),
+        foreign_form=case.foreign,
+        foreign_storage=new_storage(case.storage, device, Path(tempfile.gettempdir())),
     )
     checkpoint_activations(model.module, case.checkpointing)
     model.module.to(device)
@@ -196,12 +208,42 @@ def compare_precisions(device: torch.device, quick: bool) -> list[Row]:
     return [{"loss": losses["fp32"], "change_of_loss": of_loss, "change_of_gradients": of_gradients}]
 
 
+def compare_storage(device: torch.device, quick: bool) -> list[Row]:
+    """Compares a step with others' experts in other places with that on the device."""
+    case = replace(next(step_cases(quick)), held=1)
+    found: list[Row] = []
+    expected, peak = torch.empty(0), 0
+    for storage in ("device", "host", "disk") if device.type == "cuda" else ("device", "disk"):
+        model = new_model(replace(case, storage=storage), device)
+        gradients = gradients_of(case, model, device, "fp32")
+        for _ in range(2):  # the order of the layers is learned from the first step
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            gradients.compute(batch_of(case), progress=0.0)
+        flat = torch.cat([p.grad.flatten() for _, p in model.trainable_parameters() if p.grad is not None]).cpu()
+        row: Row = {"storage": storage, "peak_bytes": None, "relative_error": 0.0}
+        if device.type == "cuda":
+            row["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        if storage == "device":
+            expected, peak = flat, row["peak_bytes"]
+        else:
+            row["relative_error"] = ((flat - expected).norm() / expected.norm()).item()
+            if not row["relative_error"] < 1e-4:  # a GPU's attention adds in any order
+                raise RuntimeError(f"gradients with {storage} are off by {row['relative_error']:.2%}")
+            if device.type == "cuda" and not row["peak_bytes"] < peak:
+                raise RuntimeError(f"{storage} takes {row['peak_bytes']:,} bytes, and device {peak:,}")
+        found.append(row)
+        del model, gradients
+    return found
+
+
 def measure_step(case: StepCase, device: torch.device) -> Row:
     """Measures a peer's step."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     shape = StepShape(
         num_held=case.held,
         foreign_experts=case.foreign,
+        foreign_storage=case.storage,
         precision=precision,
         activation_checkpointing=case.checkpointing,
         on_gpu=device.type == "cuda",
@@ -232,6 +274,7 @@ def measure_step(case: StepCase, device: torch.device) -> Row:
         "held": case.held,
         "precision": precision,
         "foreign": case.foreign,
+        "storage": case.storage,
         "checkpointing": case.checkpointing,
         "tokens": batch_BS.size,
         "ms": 1e3 * seconds,
@@ -251,6 +294,7 @@ def measure_steps(device: torch.device, quick: bool) -> list[Row]:
 
 CHECKS: dict[str, Callable[[torch.device, bool], list[Row]]] = {
     "kernels": measure_kernels,
+    "storage": compare_storage,
     "bf16": compare_precisions,
     "steps": measure_steps,
     "tests": run_tests,

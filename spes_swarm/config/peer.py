@@ -29,6 +29,9 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Trained matrices: fp32, or bf16 with the rest of their fp32 masters kept apart, with the moments.
     live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
+    # Where they are: on the device, in host memory (beside a GPU), or in files of output_dir. The next layer's are
+    # fetched while the present one computes.
+    foreign_storage: Annotated[str, Pattern(r"device|host|disk", "device, host or disk")] = "device"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow

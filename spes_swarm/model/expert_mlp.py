@@ -59,6 +59,15 @@ class ExpertWeights(Protocol):
         """
 
 
+class ForeignExperts(Protocol):
+    """The experts that are not held, wherever they are stored."""
+
+    def fetch(self) -> ExpertWeights:
+        """Returns them where a pass can use them. Called once in every forward and every backward pass of the layer,
+        whatever the routing: where ranks share the experts, all must call it as often.
+        """
+
+
 @dataclass(frozen=True)
 class _HeldWeights:
     gate_up_HFD: Tensor
@@ -90,7 +99,7 @@ def expert_mlp(
     x_TD: Tensor,
     weights_TK: Tensor,
     held: tuple[Tensor, Tensor],
-    foreign: ExpertWeights,
+    foreign: ForeignExperts,
     routing: Routing,
     kernel: ExpertKernel,
     act_fn: Callable[[Tensor], Tensor],
@@ -120,7 +129,7 @@ class _ExpertMlp(torch.autograd.Function):
         weights_TK: Tensor,
         gate_up_HFD: Tensor,
         down_HDF: Tensor,
-        foreign: ExpertWeights,
+        foreign: ForeignExperts,
         routing: Routing,
         kernel: ExpertKernel,
         act_fn: Callable[[Tensor], Tensor],
@@ -128,7 +137,7 @@ class _ExpertMlp(torch.autograd.Function):
         dtype = compute_dtype(x_TD)
         sums = _TokenSums(routing, x_TD, weights_TK)
         products = []
-        for one in _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing):
+        for one in _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign.fetch(), routing):
             x_ND = x_TD[routing.token_S[one.rows]].to(dtype)
             gate_up_NF = kernel.product(x_ND, one.weights.matrices("gate_up_proj", dtype, one.slots), one.groups)
             gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
@@ -144,7 +153,7 @@ class _ExpertMlp(torch.autograd.Function):
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, gate_up_HFD, down_HDF, *products = ctx.saved_tensors
         foreign, routing, kernel, act_fn, dtype = ctx.rest
-        passes = _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign, routing)
+        passes = _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign.fetch(), routing)
         sums = _TokenSums(routing, x_TD)
         held_gate_up = _HeldGradient(gate_up_HFD, kernel, ctx.needs_input_grad[2])
         held_down = _HeldGradient(down_HDF, kernel, ctx.needs_input_grad[3])

@@ -10,14 +10,16 @@ buffers that autograd and optimisers never see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.model.expert_mlp import Routing, expert_mlp
+from spes_swarm.model.expert_mlp import ExpertWeights, Routing, expert_mlp
+from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.half_weights import LowerHalves, halve, read_master, write_master
 from spes_swarm.model.kernels import ExpertKernel
@@ -78,6 +80,17 @@ def check_held(held: Sequence[int], num_experts: int) -> tuple[int, ...]:
     return tuple(sorted(held))
 
 
+@dataclass(frozen=True)
+class _Fetched:
+    """Others' experts for one pass of a layer: by projection the stack, its values and its scales."""
+
+    stacks: Mapping[str, tuple[FrozenStack, Tensor, Tensor]]
+
+    def matrices(self, projection: str, dtype: torch.dtype, slots: slice) -> Tensor:
+        stack, values, scales = self.stacks[projection]
+        return stack.expand(dtype, slots, (values, scales))
+
+
 class SparseExperts(nn.Module):
     """Drop-in replacement for one layer's experts module; any subset of the experts may be held.
 
@@ -103,13 +116,15 @@ class SparseExperts(nn.Module):
         held: Sequence[int],
         kernel: ExpertKernel,
         foreign_form: str = "fp32",
+        foreign_storage: ForeignStorage | None = None,
     ) -> None:
         """Copies the stacked weights (E, 2F, D), gate rows first, and (E, D, F) into held and foreign storage.
 
         `foreign_form` is one of `frozen_stack.FORMS`. All but fp32 round: after `hold` has made such an expert a
-        parameter, write its block from the reference.
+        parameter, write its block from the reference. `foreign_storage` is that of the whole model; None: the device.
 
         Raises:
+            CapacityError: a disk has too little space.
             ConfigError: `held` names an expert twice or one that does not exist.
         """
         super().__init__()
@@ -120,9 +135,10 @@ class SparseExperts(nn.Module):
         self.held = check_held(held, self.num_experts)
         self.lower: LowerHalves | None = None  # of the held experts' weights, if they are halved
         self.foreign = nn.ModuleDict()
-        for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
-            self._store(projection, stacked.detach().unbind(0), stacked.dtype, foreign_form)
+        self._storage = foreign_storage or ForeignStorage()
         device = down_EDF.device
+        for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):
+            self._store(projection, stacked.detach().unbind(0), stacked.dtype, foreign_form, device)
         self.register_buffer("slot_of_expert", self._slot_table(device), persistent=False)
         self.register_buffer(
             "routed_tokens", torch.zeros(self.num_experts, dtype=torch.int64, device=device), persistent=False
@@ -137,13 +153,15 @@ class SparseExperts(nn.Module):
         # argsort of the slot order is its inverse; built on the host because the table is tiny.
         return torch.argsort(torch.tensor(self.held + self.others, dtype=torch.int64)).to(device)
 
-    def _store(self, projection: str, tensors: Sequence[Tensor], dtype: torch.dtype, form: str) -> None:
+    def _store(
+        self, projection: str, tensors: Sequence[Tensor], dtype: torch.dtype, form: str, device: torch.device
+    ) -> None:
         """Makes the parameter and the frozen stack of one projection from one tensor per expert, in expert order."""
         R, C = tensors[0].shape
-        held_HRC = torch.empty((len(self.held), R, C), dtype=dtype, device=tensors[0].device)
+        held_HRC = torch.empty((len(self.held), R, C), dtype=dtype, device=device)
         for slot, expert in enumerate(self.held):
             held_HRC[slot].copy_(tensors[expert])
-        frozen = FrozenStack((len(self.others), R, C), form, tensors[0].device)
+        frozen = FrozenStack((len(self.others), R, C), form, device, self._storage)
         for slot, expert in enumerate(self.others):
             frozen.write(slot, tensors[expert])
         parameter = nn.Parameter(held_HRC)
@@ -186,10 +204,12 @@ class SparseExperts(nn.Module):
             for projection in PROJECTIONS
         }
         self.held = held
+        self._storage.before_write()
+        device = self.slot_of_expert.device
         dtype = torch.float32 if self.lower is not None else self.down_proj.dtype
         for projection in PROJECTIONS:
-            self._store(projection, current.pop(projection), dtype, self._frozen(projection).form)
-        self.slot_of_expert = self._slot_table(self.slot_of_expert.device)
+            self._store(projection, current.pop(projection), dtype, self._frozen(projection).form, device)
+        self.slot_of_expert = self._slot_table(device)
 
     def halve(self, lower: LowerHalves) -> None:
         """Halves the weights of the held experts, now and after every `hold`."""
@@ -203,9 +223,10 @@ class SparseExperts(nn.Module):
         self.routed_tokens.zero_()
         return counts_E
 
-    def matrices(self, projection: str, dtype: torch.dtype, slots: slice = slice(None)) -> Tensor:
-        """Returns matrices of the experts that are not held (all: E - H, ...), as `expert_mlp.ExpertWeights` asks."""
-        return self._frozen(projection).expand(dtype, slots)
+    def fetch(self) -> ExpertWeights:
+        """Brings the experts that are not held to where they are used; see `expert_mlp.ForeignExperts`."""
+        fetched = iter(self._storage.fetch(self.foreign))
+        return _Fetched({name: (self._frozen(name), next(fetched), next(fetched)) for name in PROJECTIONS})
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Returns the weighted sum of the chosen experts' outputs (T, D) for inputs (T, D), choices and weights (T, K).

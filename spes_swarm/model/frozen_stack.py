@@ -10,8 +10,13 @@ group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor, nn
+
+from spes_swarm.model.foreign.storage import ForeignStorage
 
 _GROUP_WEIGHTS = 32
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,30 +32,50 @@ def bytes_per_weight(form: str) -> float:
 
 
 class FrozenStack(nn.Module):
-    """A stack of matrices (G, R, C) in one of `FORMS`; its buffers move with the model."""
+    """A stack of matrices (G, R, C) in one of `FORMS`; its buffers are `values` and `scales`, in that order."""
 
     values: Tensor
     scales: Tensor
 
-    def __init__(self, shape: tuple[int, int, int], form: str, device: torch.device) -> None:
-        """Makes a stack of zeros."""
+    def __init__(
+        self, shape: tuple[int, int, int], form: str, device: torch.device, storage: ForeignStorage | None = None
+    ) -> None:
+        """Makes a stack of zeros.
+
+        Args:
+            shape: number of matrices, their rows and columns.
+            form: of the weights.
+            device: of the model.
+            storage: where the stack is; None: on the device.
+
+        Raises:
+            CapacityError: it is to be on a disk that has too little space.
+        """
         super().__init__()
         self.shape = shape
         self.form = form
+        self._storage = storage or ForeignStorage()
         G, R, C = shape
         self._num_groups = 0 if form in _FLOATS else -(-C // _GROUP_WEIGHTS)
         dtype = _FLOATS.get(form, torch.uint8 if form == "int4" else torch.int8)
         width = self._num_groups * _GROUP_WEIGHTS // (2 if form == "int4" else 1) or C
-        scales_GRN = torch.zeros((G, R, self._num_groups), dtype=torch.bfloat16, device=device)
-        self.register_buffer("values", torch.zeros((G, R, width), dtype=dtype, device=device), persistent=False)
+        scales_GRN = self._storage.zeros((G, R, self._num_groups), torch.bfloat16, device)
+        self.register_buffer("values", self._storage.zeros((G, R, width), dtype, device), persistent=False)
         self.register_buffer("scales", scales_GRN, persistent=False)
 
     def __len__(self) -> int:
         return self.shape[0]
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Called by `nn.Module.to`, with what moves a tensor.
+        if self._storage.is_fixed:
+            return self
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch does not annotate it
+
     @torch.no_grad()
     def write(self, index: int, matrix_RC: Tensor) -> None:
         """Rounds a matrix of any float dtype into place."""
+        self._storage.before_write()
         if self.form in _FLOATS:
             self.values[index].copy_(matrix_RC)
             return
@@ -75,11 +100,15 @@ class FrozenStack(nn.Module):
         """Returns one matrix (R, C) in fp32; of an fp32 stack it is a view."""
         return _expanded(self.values[index], self.scales[index], self.form, torch.float32)[:, : self.shape[2]]
 
-    def expand(self, dtype: torch.dtype, experts: slice = slice(None)) -> Tensor:
-        """Returns all matrices (G, R, C), or some of them; float stacks of this dtype are not copied."""
-        return _expanded(self.values[experts], self.scales[experts], self.form, dtype)[
-            ..., : self.shape[2]
-        ].contiguous()
+    def expand(
+        self, dtype: torch.dtype, experts: slice = slice(None), fetched: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Returns all matrices (G, R, C), or some of them; float stacks of this dtype are not copied.
+
+        `fetched` are the stack's values and scales as its storage has fetched them; None: they are where they are used.
+        """
+        values, scales = fetched or (self.values, self.scales)
+        return _expanded(values[experts], scales[experts], self.form, dtype)[..., : self.shape[2]].contiguous()
 
 
 def _expanded(values: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:

@@ -22,6 +22,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
+from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.half_weights import LowerHalves, copy_master, halve_matrices, write_master
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.norm import replace_norms
@@ -93,11 +94,16 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def replace_experts(
-    model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_form: str = "fp32"
+    model: nn.Module,
+    held: Sequence[int],
+    kernel: str = "torch",
+    foreign_form: str = "fp32",
+    foreign_storage: ForeignStorage | None = None,
 ) -> list[SparseExperts]:
     """Replaces every experts module in place (peak memory: one layer more than the model); returns the new ones.
 
     Raises:
+        CapacityError: the storage is on a disk that has too little space.
         ConfigError: no experts module, an unsupported one, an unknown kernel, or an invalid `held`.
     """
     expert_kernel = load_kernel(kernel)
@@ -109,7 +115,13 @@ def replace_experts(
         # Popping the only other reference lets each old layer be freed as soon as it is copied.
         experts: Any = found.pop(name)
         sparse = SparseExperts(
-            experts.gate_up_proj, experts.down_proj, experts.act_fn, held, expert_kernel, foreign_form
+            experts.gate_up_proj,
+            experts.down_proj,
+            experts.act_fn,
+            held,
+            expert_kernel,
+            foreign_form,
+            foreign_storage,
         )
         sparse.train(experts.training)
         model.set_submodule(name, sparse)
@@ -169,16 +181,22 @@ class SparseModel:
     """
 
     def __init__(
-        self, model: nn.Module, held: Sequence[int], kernel: str = "torch", foreign_form: str = "fp32"
+        self,
+        model: nn.Module,
+        held: Sequence[int],
+        kernel: str = "torch",
+        foreign_form: str = "fp32",
+        foreign_storage: ForeignStorage | None = None,
     ) -> None:
         """Takes over an untouched model on any device and replaces its experts and norms in place; see `SparseExperts`.
 
         Raises:
+            CapacityError: `foreign_storage` is on a disk that has too little space.
             ConfigError: the model is not a supported MoE, or `kernel` or `held` is invalid.
         """
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
-        replace_experts(model, self.held, kernel, foreign_form)
+        replace_experts(model, self.held, kernel, foreign_form, foreign_storage)
         replace_norms(model)
         self.module = model
         self.revision = 0

@@ -304,8 +304,7 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
-        slow = "; the first steps compile it and are slow" if self._peer.compile else ""
-        self._console.say(f"building {self._run.model.type} on {self._device}{slow}")
+        self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes(self._peer)}")
         replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
         if self._ranks is not None:
             self._ranks.send_order(replica)

@@ -23,6 +23,7 @@ class StepSettings:
 
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
     foreign_experts: str  # form of other peers' experts: one of `frozen_stack.FORMS`
+    foreign_storage: str  # where they are; see `new_storage`
     micro_batch_size: int | None  # most sequences at a time; None: as many as fit
 
     @classmethod
@@ -42,8 +43,19 @@ class StepSettings:
         return cls(
             precision=precision,
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
+            # A CPU computes in host memory.
+            foreign_storage="device"
+            if (peer.foreign_storage, device.type) == ("host", "cpu")
+            else peer.foreign_storage,
             micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
         )
+
+    def notes(self, peer: PeerConfig) -> str:
+        """Returns what the user should know before the model is built: clauses that begin with a semicolon."""
+        notes = "; the first steps compile it and are slow" if peer.compile else ""
+        if self.foreign_storage != peer.foreign_storage:
+            notes += f"; --foreign-storage {peer.foreign_storage} has no effect on a CPU, which computes in host memory"
+        return notes
 
 
 def check_tools(peer: PeerConfig, device: torch.device) -> None:
@@ -74,6 +86,8 @@ def replica_of(
         kernel=peer.kernel,
         foreign_experts=settings.foreign_experts,
         live_weights=peer.live_weights,
+        foreign_storage=settings.foreign_storage,
+        output_dir=peer.output_dir,
         activation_checkpointing=peer.activation_checkpointing,
         compile=peer.compile,
         precision=settings.precision,

@@ -71,7 +71,7 @@ class HubServer:
         return environment | ({"HF_TOKEN": token} if token else {})
 
     def upload(self, directory: Path, repo_id: str, kind: str = "model") -> str:
-        """Uploads a directory to a repository, a "model" or a "dataset", and creates it if need be; returns the commit."""
+        """Uploads a directory to a "model" or "dataset" repository, created if need be; returns the commit."""
         command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory), kind]
         subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
         return self.commits(repo_id)[0]

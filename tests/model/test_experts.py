@@ -124,7 +124,7 @@ def test_experts_are_read_and_written_one_at_a_time() -> None:
             module.write(name, expert, torch.full(stacked.shape[1:], float(expert)))
             assert (module.read(name, expert) == expert).all()
     assert module.gate_up_proj[:, 0, 0].tolist() == [1.0, 3.0]
-    assert module.matrices("down_proj", torch.float32)[:, 0, 0].tolist() == [0.0, 2.0, 4.0]
+    assert module.fetch().matrices("down_proj", torch.float32, slice(None))[:, 0, 0].tolist() == [0.0, 2.0, 4.0]
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_holding_others_changes_neither_values_nor_the_function(
     module.hold(after)
     assert module.held == tuple(sorted(after))
     assert module.gate_up_proj.shape[0] == len(after)
-    assert module.matrices("gate_up_proj", torch.float32).shape[0] == NUM_EXPERTS - len(after)
+    assert module.fetch().matrices("gate_up_proj", torch.float32, slice(None)).shape[0] == NUM_EXPERTS - len(after)
     for expert in range(NUM_EXPERTS):
         for name in ("gate_up_proj", "down_proj"):
             assert torch.equal(module.read(name, expert), getattr(original, name)[expert])

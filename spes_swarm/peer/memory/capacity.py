@@ -31,6 +31,8 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.experts import PROJECTIONS
+from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
 from spes_swarm.model.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
@@ -64,6 +66,7 @@ class Workload:
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
     live_weights: str = "fp32"  # form of the trained matrices: "fp32" or "bf16"
+    foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
@@ -76,6 +79,7 @@ class Workload:
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
+            foreign_storage=StepSettings.of(peer, device).foreign_storage,
             optimizer_states=peer.optimizer_states,
             live_weights=peer.live_weights,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
@@ -83,17 +87,23 @@ class Workload:
             num_ranks=num_ranks,
         )
 
+    def foreign_bytes(self, num_experts: int) -> ForeignBytes:
+        """Returns what the experts that others train take."""
+        expert = self.layout.expert_block(0)
+        stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
+        num_layers = len(expert.slots) // len(PROJECTIONS)
+        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
+
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what training takes on the device of rank 0 without activations, by class."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
-        foreign = self.layout.num_elements - trained
         halves_apart = self.live_weights == "bf16" and self.optimizer_states == "host"
         weight = _HALF_WEIGHT if halves_apart else _WEIGHT
         return {
             "shared": weight * shared,
             "held": weight * num_experts * expert,
-            "foreign": int(bytes_per_weight(self.foreign_experts) * foreign),
+            "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
             "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
         }
@@ -103,7 +113,6 @@ class Workload:
         on_device = self.device_bytes(num_experts)
         trained = on_device["gradients"] // _GRADIENT
         weights = _WEIGHT * trained
-        model = weights + on_device["foreign"]
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
@@ -114,10 +123,15 @@ class Workload:
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
             if self.live_weights == "bf16":
                 host["lower_halves"] = _HALF_WEIGHT * trained
+        if self.foreign_storage == "host":
+            host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # All ranks put their models together at once; these have moved to the GPUs before the first round.
-            host["round"] = max(self.result_bytes, self.num_ranks * model)
+            # All ranks put their models together at once; these have moved to the GPUs before the first round. Other
+            # storage than the device's is filled where it is.
+            moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
+            host["round"] = max(self.result_bytes, self.num_ranks * moved)
         elif self.num_ranks > 1:
+            model = weights + on_device["foreign"]
             host["other_ranks"] = (self.num_ranks - 1) * (model + on_device["gradients"])
         return host
 

@@ -20,6 +20,7 @@ class Choice:
     activation_checkpointing: str = "none"
     optimizer_states: str = "device"
     live_weights: str = "fp32"
+    foreign_storage: str = "device"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the settings by name."""
@@ -49,6 +50,7 @@ _CHOICES = {
         replace(_INT8, optimizer_states="int8"),
         replace(_INT4, optimizer_states="int8"),
         replace(_INT4, optimizer_states="host", live_weights="bf16"),
+        replace(_INT8, optimizer_states="host", live_weights="bf16", foreign_storage="host"),
     ),
     "cpu": (
         _ON_CPU,
@@ -57,6 +59,7 @@ _CHOICES = {
         _INT8,
         replace(_INT8, optimizer_states="int8"),
         replace(_INT4, optimizer_states="int8"),
+        replace(_INT8, optimizer_states="int8", foreign_storage="disk"),
     ),
 }
 
@@ -72,6 +75,7 @@ def step_shape(peer: PeerConfig, device: torch.device, num_held: int) -> StepSha
     return StepShape(
         num_held=num_held,
         foreign_experts=settings.foreign_experts,
+        foreign_storage=settings.foreign_storage,
         live_weights=peer.live_weights,
         precision=settings.precision,
         activation_checkpointing=peer.activation_checkpointing,

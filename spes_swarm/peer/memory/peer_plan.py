@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_workloads
 from spes_swarm.peer.memory.choices import step_shape
-from spes_swarm.peer.memory.host_memory import free_host_bytes
+from spes_swarm.peer.memory.host_memory import check_disk_space, free_host_bytes
 from spes_swarm.peer.memory.step_memory import StepEstimate
 from spes_swarm.peer.step_settings import StepSettings
 
@@ -44,6 +45,8 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
             message says what would fit.
     """
     experts = plan_experts(run, peer, device, num_ranks)
+    if peer.foreign_storage == "disk":
+        _check_disk(Workload.of(run, peer, device), peer, experts, num_ranks)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
@@ -69,6 +72,14 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
             )
         )
     return PeerPlan(experts=experts, micro_batch_size=max(1, size))
+
+
+def _check_disk(work: Workload, peer: PeerConfig, experts: int, num_ranks: int) -> None:
+    """Refuses a disk without room for others' experts, of which each rank has its own files, and the reference."""
+    files = num_ranks * work.foreign_bytes(experts).on_disk
+    vectors = 2 * torch.float32.itemsize * work.layout.num_elements if work.on_disk else 0
+    advice = "use --foreign-storage device, a smaller form of --foreign-experts, or an --output-dir on a larger disk"
+    check_disk_space(files + vectors, Path(peer.output_dir), advice)
 
 
 def _static(work: Workload, experts: int) -> int:

@@ -31,6 +31,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.foreign.storage import foreign_bytes
 from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
@@ -47,6 +48,7 @@ class StepShape:
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
     live_weights: str = "fp32"  # or "bf16"
+    foreign_storage: str = "device"  # see `new_storage`
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -56,7 +58,7 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model, others' experts in their form, both halves of bf16 ones
+    weights: int  # of the whole model on the device: others' experts in their form, both halves of bf16 weights
     gradients: int
     optimiser: int  # both moments in fp32
     activations: int  # everything else at the moment when most is alive, but logits
@@ -112,8 +114,11 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     temporary = max(0, allocations.peak - weights - trained)
     # Some gradients may not exist yet at the peak; all of them are counted, so the activations are what is left.
     logits = min(temporary, allocations.logits_at_peak)
+    layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
+    stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
+    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu).on_device
     return StepMemory(
-        weights=weights,
+        weights=weights - stored + on_device,
         gradients=trained,
         optimiser=2 * trained,
         activations=temporary - logits,

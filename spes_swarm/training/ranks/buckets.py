@@ -33,13 +33,17 @@ def transfer(tensors: Iterable[Tensor], send_or_receive: Callable[[Tensor], None
 
 
 def buckets(tensors: Iterable[Tensor], max_bytes: int = _BUCKET_BYTES) -> Iterator[Sequence[Tensor]]:
-    """Yields neighbours of the same dtype, up to `max_bytes` together; larger tensors come alone, empty ones never."""
+    """Yields neighbours of the same dtype and device, up to `max_bytes` together.
+
+    Larger tensors come alone, empty ones never.
+    """
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > max_bytes):
+        alike = bool(bucket) and (tensor.dtype, tensor.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not (alike and size + tensor.nbytes <= max_bytes):
             yield bucket
             bucket, size = [], 0
         bucket.append(tensor)

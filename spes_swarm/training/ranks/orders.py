@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import compile_layers
+from spes_swarm.model.foreign.storage import new_storage
 from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
@@ -24,7 +26,9 @@ class Replica:
     held: tuple[int, ...]  # the experts that the peer trains
     kernel: str
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
-    live_weights: str  # form of the trained matrices: "fp32" or "bf16"
+    foreign_storage: str = "device"  # where they are; see `new_storage`
+    output_dir: str = "."  # of the peer
+    live_weights: str = "fp32"  # form of the trained matrices, or "bf16"
     activation_checkpointing: str
     compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
@@ -39,10 +43,12 @@ class Replica:
         `lower_halves` says where those of bf16 weights are kept; None: nowhere, because this rank takes no steps.
 
         Raises:
+            CapacityError: the disk of `output_dir` has too little space.
             ConfigError: as `build_model` and `SparseModel`, or the architecture does not support one of the settings.
         """
         empty = build_empty_model(self.model_type, self.settings)
-        sparse = SparseModel(empty, self.held, self.kernel, self.foreign_experts)
+        storage = new_storage(self.foreign_storage, device, Path(self.output_dir))
+        sparse = SparseModel(empty, self.held, self.kernel, self.foreign_experts, storage)
         checkpoint_activations(sparse.module, self.activation_checkpointing)
         if self.compile:
             compile_layers(sparse.module)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +43,21 @@ QWEN_SETTINGS = {
     "num_experts_per_tok": 1,
     "vocab_size": 32,
 }
+
+
+def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    """Three experts of four layers in fp32, for each rank, and reference and contribution."""
+    peer = PeerConfig(experts="1", foreign_storage="disk", reference_storage="disk", output_dir=str(tmp_path))
+    weights = layout(FOUR_LAYERS)
+    needed = 2 * 4 * 3 * weights.expert_block(0).size + 8 * weights.num_elements
+    with pytest.MonkeyPatch.context() as patch:
+        for left in (needed, needed - 1):
+            patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
+            if left == needed:
+                plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+                continue
+            with pytest.raises(CapacityError, match=r"0\.\d GB are needed on its disk, but only .*; use --foreign-st"):
+                plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
 
 
 def shape(checkpointing: str = "none", *, on_gpu: bool = False) -> StepShape:

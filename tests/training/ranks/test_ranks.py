@@ -107,16 +107,17 @@ def shapes_of(model: SparseModel) -> dict[str, tuple[int, ...]]:
 
 
 DTYPES = st.sampled_from([torch.float32, torch.uint8, torch.bfloat16])
+DEVICES = st.sampled_from(["cpu", "meta"])
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), DTYPES), max_size=12), st.integers(1, 80))
-def test_buckets_hold_all_tensors_in_order(kinds: list[tuple[int, torch.dtype]], max_bytes: int) -> None:
-    tensors = [torch.full((size,), number, dtype=dtype) for number, (size, dtype) in enumerate(kinds)]
+@given(st.lists(st.tuples(st.integers(0, 20), DTYPES, DEVICES), max_size=12), st.integers(1, 80))
+def test_buckets_hold_all_tensors_in_order(kinds: list[tuple[int, torch.dtype, str]], max_bytes: int) -> None:
+    tensors = [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in kinds]
     found = list(buckets(tensors, max_bytes))
     kept = [tensor for bucket in found for tensor in bucket]
     assert [id(tensor) for tensor in kept] == [id(tensor) for tensor in tensors if tensor.numel()]
     for bucket in found:
-        assert len({tensor.dtype for tensor in bucket}) == 1
+        assert len({(tensor.dtype, tensor.device) for tensor in bucket}) == 1
         assert len(bucket) == 1 or sum(tensor.nbytes for tensor in bucket) <= max_bytes
 
 
