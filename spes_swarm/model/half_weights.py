@@ -78,10 +78,9 @@ def read_piece(parameter: Tensor, piece: slice) -> Tensor:
 def write_piece(parameter: Tensor, piece: slice, master_N: Tensor) -> None:
     """Overwrites a range of the flat master; what another process keeps the lower halves of is rounded."""
     weights_N = parameter.detach().view(-1)[piece]
-    if weights_N.data_ptr() == master_N.data_ptr():
-        return
     if weights_N.dtype != torch.bfloat16:
-        weights_N.copy_(master_N)
+        if weights_N.data_ptr() != master_N.data_ptr():  # `read_piece` returned a view
+            weights_N.copy_(master_N)
         return
     upper_N, lower_N = split(master_N.to(weights_N.device, torch.float32))
     weights_N.copy_(upper_N)
