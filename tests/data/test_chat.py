@@ -167,11 +167,11 @@ def test_files_of_both_kinds_are_refused(tmp_path: Path, tokenizer: Tokenizer) -
     }
     for name, files in cases.items():
         (tmp_path / name).mkdir()
-        for file, content in files.items():
-            (tmp_path / name / file).write_text(f"{content}\n", encoding="utf-8")
+        for path, content in files.items():
+            (tmp_path / name / path).write_text(f"{content}\n", encoding="utf-8")
         with pytest.raises(DataError, match=r"conversations.*in different directories") as error:
             open_corpus(str(tmp_path / name), tokenizer, tmp_path / "cache")
-        assert all(str(tmp_path / name / file) in str(error.value) for file in files)
+        assert all(str(tmp_path / name / path) in str(error.value) for path in files)
     (tmp_path / "chats" / "b.jsonl").write_text("\n", encoding="utf-8")
     (file,) = open_corpus(str(tmp_path / "chats"), tokenizer, tmp_path / "cache")
     assert file.sidecar.num_documents == 1

@@ -183,6 +183,23 @@ def test_a_cursor_continues_with_the_same_bits(
     assert again.state() == first.state()
 
 
+def test_a_cursor_is_exact_at_every_token_of_a_piece_whoever_the_members_are_then(
+    dataset: StreamedDataset, samplers: list[StreamSampler]
+) -> None:
+    """A piece that was begun is finished, and a cursor that was restored can be saved again at once."""
+    peer = sampler(dataset, samplers, window=1)
+    strangers = [f"stranger {i}" for i in range(200)]
+    for _ in range(80):
+        saved = peer.state()
+        again = sampler(dataset, samplers, window=1)
+        again.restore(saved)
+        if saved["example"] % (BLOCK_EXAMPLES if dataset.num_units < MANY_UNITS else 10**9):
+            again.follow(strangers)  # it is inside a piece
+        np.testing.assert_array_equal(again.next_batch(1), peer.next_batch(1))
+        assert {**again.state(), "members": ["a"]} == peer.state()
+        samplers.pop().close()
+
+
 def test_a_cursor_of_other_data_or_settings(
     few_units: StreamedDataset, many_units: StreamedDataset, samplers: list[StreamSampler]
 ) -> None:

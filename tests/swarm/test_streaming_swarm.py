@@ -59,8 +59,8 @@ def test_two_peers_share_a_data_set_and_resume_exactly(tmp_path: Path) -> None:
         begun = [pieces_of(peer, deal) for peer in peers]
         assert all(len(pieces) > 3 for pieces in begun)
         assert not begun[0] & begun[1]
-        for peer, pieces in zip(members, begun, strict=True):
-            assert {deal.owner(piece, members) for piece in pieces} == {peer}
+        for member, pieces in zip(members, begun, strict=True):
+            assert {deal.owner(piece, members) for piece in pieces} == {member}
 
         # Both go on from the newest checkpoint that they have in common and that was followed by more steps.
         before = [steps_by_round(peer) for peer in peers]

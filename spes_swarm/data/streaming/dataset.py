@@ -11,6 +11,7 @@ Each example gives one value: the text of a document, or the record of a convers
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,8 @@ def _silence(datasets: Any) -> None:
     from huggingface_hub.utils import logging as hub_logging
 
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    hub_logging.set_verbosity(hub_logging.CRITICAL)
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)
+    hub_logging.set_verbosity(logging.CRITICAL)
 
 
 def one_line(error: BaseException) -> str:
