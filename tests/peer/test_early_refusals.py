@@ -190,14 +190,12 @@ def test_a_run_section_with_a_mistake(tmp_path: Path, run_section: dict[str, Any
 
 
 def test_a_model_that_cannot_fit(tmp_path: Path) -> None:
-    large = {"hidden_size": 8192, "intermediate_size": 8192, "num_hidden_layers": 64, "num_experts": 64}
+    large = {"hidden_size": 32768, "intermediate_size": 32768, "num_hidden_layers": 2, "num_experts": 64}
     path = tmp_path / "run.yaml"
     run_section = merged(TINY_RUN, {"model": {"settings": large}})
     path.write_text(yaml.safe_dump({"run": run_section}), encoding="utf-8")
     line = refusal(tmp_path, "--config", path, imports=("torch", "transformers"))
-    assert re.match(
-        r"training \d+ experts? needs .* TB|training \d+ experts? needs [\d,.]+ GB of this machine's memory", line
-    )
+    assert re.match(r"training \d+ experts? needs [\d.]+ GB of this machine's memory, but only ", line)
     assert line.endswith("use a machine with more memory, or found a run with a smaller model")
 
 

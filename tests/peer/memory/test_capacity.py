@@ -148,7 +148,7 @@ def test_a_small_gpu_is_offered_moments_in_host_memory(monkeypatch: pytest.Monke
     # 10 + 9 M weights of 8 bytes, and 63 M of 4.5 bits: 188 MB; moments in 8 bits would be 38 MB more.
     assert refusal(load, 2).endswith(": --experts 1 --optimizer-states host would fit")
     assert replace(load, optimizer_states="host").needed(1)[0] <= 235 * M
-    with_free(monkeypatch, host=900 * M, device=235 * M)  # no room for them on the host
+    with_free(monkeypatch, host=750 * M, device=235 * M)  # no room for them on the host
     assert refusal(load, 2).endswith(": --experts 1 --optimizer-states int8 would fit")
 
 
