@@ -34,7 +34,7 @@ def six_layers() -> RunConfig:
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlopCounterMode]:
     """Makes a clock of the operations of matrix products; only the reading of the time is replaced."""
     with FlopCounterMode(display=False) as mode:
-        monkeypatch.setattr(calibration.time, "perf_counter", lambda: mode.get_total_flops() / FLOPS)
+        monkeypatch.setattr("spes_swarm.peer.calibration.time.perf_counter", lambda: mode.get_total_flops() / FLOPS)
         yield mode
 
 
