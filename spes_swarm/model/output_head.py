@@ -10,6 +10,7 @@ Tensor suffixes: N rows (positions), C rows of one chunk, D model dim, V vocabul
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,10 +22,10 @@ from spes_swarm.model.expert_mlp import compute_dtype
 
 IGNORED_TARGET = -100
 # Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
-_CHUNK_ELEMENTS = 2**24
-_CHUNK_ELEMENTS_CUDA = 2**26
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
 _heads: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
+_planned_device: str | None = None
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:
@@ -42,6 +43,17 @@ def assume_output_head(model: nn.Module) -> None:
     """Takes the logits of a model for the product with its output embeddings, where there are no numbers to compare."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     _heads[model] = head if isinstance(head, nn.Linear) else None
+
+
+@contextmanager
+def chunks_of(device_type: str) -> Iterator[None]:
+    """Makes chunks as large as on a device of this type: a plan for a GPU is made on a CPU. Not for several threads."""
+    global _planned_device
+    before, _planned_device = _planned_device, device_type
+    try:
+        yield
+    finally:
+        _planned_device = before
 
 
 @torch.no_grad()
@@ -100,12 +112,12 @@ class _LinearLoss(torch.autograd.Function):
             lse_C1, share_C1 = largest_C1 + sum_C1.log(), share_N[rows].unsqueeze(1)
             nats += ((lse_C1 - target_logits_C1) * share_C1).sum()
             squares += (lse_C1.square() * share_C1).sum()
-            if grad_NX is None and grad_VD is None:
-                continue
-            # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
-            grad_CV = exp_CV.mul_(share_C1 * (1.0 + 2.0 * z_weight * lse_C1) / sum_C1)
-            grad_CV.scatter_add_(1, targets_C1, -share_C1)
-            head.differentiate(rows, grad_CV, grad_NX, grad_VD)
+            if grad_NX is not None or grad_VD is not None:
+                # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
+                exp_CV.mul_(share_C1 * (1.0 + 2.0 * z_weight * lse_C1) / sum_C1)
+                exp_CV.scatter_add_(1, targets_C1, -share_C1)
+                head.differentiate(rows, exp_CV, grad_NX, grad_VD)
+            del logits_CV, exp_CV  # before the next chunk is made
         ctx.gradients = grad_NX, grad_VD
         ctx.mark_non_differentiable(nats, squares)
         return nats + z_weight * squares, nats, squares
@@ -129,7 +141,7 @@ class _Head:
 
     def chunks(self) -> Iterator[slice]:
         """Yields the rows of each chunk."""
-        elements = _CHUNK_ELEMENTS_CUDA if self._rows_NX.is_cuda else _CHUNK_ELEMENTS
+        elements = _CHUNK_ELEMENTS["cuda" if (_planned_device or self._rows_NX.device.type) == "cuda" else "cpu"]
         vocabulary = (self._rows_NX.T if self._weight_VD is None else self._weight_VD).shape[0]
         step = max(1, elements // vocabulary)
         for start in range(0, len(self._rows_NX), step):

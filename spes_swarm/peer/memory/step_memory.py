@@ -33,7 +33,7 @@ from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
-from spes_swarm.model.output_head import assume_output_head
+from spes_swarm.model.output_head import assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
@@ -57,7 +57,13 @@ class StepMemory:
     weights: int  # of the whole model, others' experts in their form
     gradients: int
     optimiser: int  # both moments in fp32
-    temporary: int  # largest sum of everything else: activations, logits, and what is computed from them
+    activations: int  # everything else at the moment when most is alive, but logits
+    logits: int  # alive at that moment: a chunk of them, or none if it is in the backward of a layer
+
+    @property
+    def temporary(self) -> int:
+        """The largest sum of activations, logits, and what is computed from them."""
+        return self.activations + self.logits
 
     @property
     def peak(self) -> int:
@@ -71,7 +77,12 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
     it is not run: AdamW has two moments of each weight.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_masks(), Allocations() as allocations:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _without_masks(),
+        chunks_of("cuda" if shape.on_gpu else "cpu"),
+        Allocations(run.model.vocab_size) as allocations,
+    ):
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
         checkpoint_activations(model, shape.activation_checkpointing)
@@ -94,9 +105,15 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         # From the second micro-batch on, gradients of the first are there to be added to.
         if micro_batch_size < run.training.batch_size:
             accumulate()
-        peak = allocations.peak
+    temporary = max(0, allocations.peak - weights - trained)
+    # Some gradients may not exist yet at the peak; all of them are counted, so the activations are what is left.
+    logits = min(temporary, allocations.logits_at_peak)
     return StepMemory(
-        weights=weights, gradients=trained, optimiser=2 * trained, temporary=max(0, peak - weights - trained)
+        weights=weights,
+        gradients=trained,
+        optimiser=2 * trained,
+        activations=temporary - logits,
+        logits=logits,
     )
 
 
@@ -180,37 +197,51 @@ def layers_if_alike(settings: Mapping[str, Any], layout: Layout) -> int | None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, each storage once."""
+    """Counts the bytes of tensors that are alive, each storage once.
 
-    def __init__(self) -> None:
+    Attributes:
+        live: bytes now.
+        peak: the most there have been.
+        logits_at_peak: then, those of tensors with one column for each entry of the vocabulary.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.live = self.peak = 0
+        self.live = self.peak = self.logits_at_peak = 0
+        self._vocabulary = vocabulary
+        self._logits = 0
         self._seen: set[int] = set()
 
     def restart(self) -> None:
-        """Forgets the peak."""
-        self.peak = self.live
+        """Forgets the peaks."""
+        self.peak, self.logits_at_peak = self.live, self._logits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+                self._count(leaf.untyped_storage(), leaf.dim() > 1 and leaf.shape[-1] == self._vocabulary)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, is_logits: bool) -> None:
         key = storage._cdata
         if key in self._seen:
             return
         self._seen.add(key)
         size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, key, size)
+        self._add(size, is_logits)
+        weakref.finalize(storage, self._release, key, size, is_logits)
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int, is_logits: bool) -> None:
         self._seen.discard(key)
-        self.live -= size
+        self._add(-size, is_logits)
+
+    def _add(self, size: int, is_logits: bool) -> None:
+        self.live += size
+        if is_logits:
+            self._logits += size
+        if self.live > self.peak:
+            self.peak, self.logits_at_peak = self.live, self._logits
 
 
 class _ShapesOnly:
