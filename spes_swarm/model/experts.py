@@ -11,6 +11,7 @@ buffers that autograd and optimisers never see.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,8 @@ class SparseExperts(nn.Module):
         self.num_experts = down_EDF.shape[0]
         self.act_fn = act_fn
         self.kernel = kernel
-        self.route: Callable[[Tensor, int, int], Routing] = Routing.of  # a plan of memory has no data to sort
+        # A plan of memory has no data to sort.
+        self.route: Callable[[Tensor, int, int], Routing] = partial(Routing.of, dispatch=kernel.dispatch)
         self.held = check_held(held, self.num_experts)
         self.foreign = nn.ModuleDict()
         for projection, stacked in zip(PROJECTIONS, (gate_up_EFD, down_EDF), strict=True):

@@ -1,0 +1,99 @@
+"""The kernel megablocks: what it lacks is named, and what it computes is what the loop does."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.kernels.megablocks import _prebuilt
+
+torch.set_num_threads(1)
+
+_MODULES = (
+    *("megablocks", "megablocks.ops", "megablocks.backend", "megablocks.backend.kernels", "megablocks_ops"),
+    *("grouped_gemm", "grouped_gemm.backend", "grouped_gemm_backend", "stk", "kernels"),
+)
+_WORKING = {
+    "megablocks/__init__.py": "",
+    "megablocks/ops/__init__.py": "",
+    "megablocks/backend/__init__.py": "",
+    "megablocks/backend/kernels.py": "",
+    "grouped_gemm/__init__.py": "",
+    "grouped_gemm/backend.py": "gmm = None",
+}
+
+
+def install(root: Path, monkeypatch: pytest.MonkeyPatch, modules: dict[str, str]) -> None:
+    """Makes modules that can be imported in this test, from their files' names and sources."""
+    for name, source in modules.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(root)
+    for name in _MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"megablocks/__init__.py": "import stk"}, r"needs the module stk, which is not installed: see"),
+        (
+            {"megablocks/ops/__init__.py": "raise ModuleNotFoundError(\"No module named 'megablocks_ops'.\")"},
+            r"needs megablocks_ops, the compiled part of megablocks, which was not built when that was installed: see",
+        ),
+        (
+            {"grouped_gemm/backend.py": "import grouped_gemm_backend"},
+            r"needs grouped_gemm_backend, the compiled part of grouped_gemm, which was not built",
+        ),
+        ({"grouped_gemm/__init__.py": "", "grouped_gemm/backend.py": None}, r"needs the module grouped_gemm\.backend"),
+        (
+            {"grouped_gemm/__init__.py": "raise OSError('libcudart.so.12: cannot open shared object file')"},
+            r"grouped_gemm\.backend \(it must be built for this torch\) does not load: libcudart\.so\.12: cannot open",
+        ),
+        (
+            {"megablocks/ops/__init__.py": "raise ImportError('undefined symbol:\\n _ZN3c10')"},
+            r"megablocks\.ops \(it must be built for this torch\) does not load: undefined symbol: _ZN3c10; see",
+        ),
+    ],
+)
+def test_what_the_installed_package_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], why: str
+) -> None:
+    modules = {name: source for name, source in {**_WORKING, **changed}.items() if source is not None}
+    install(tmp_path, monkeypatch, modules)
+    with pytest.raises(ConfigError, match=why) as raised:
+        load_kernel("megablocks")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("modules", [_WORKING, {"kernels/__init__.py": ""}])
+def test_it_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: dict[str, str]) -> None:
+    install(tmp_path, monkeypatch, modules)
+    with pytest.raises(ConfigError, match="kernel 'megablocks' needs a CUDA device"):
+        load_kernel("megablocks")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def get_kernel(repo_id, version):\n    raise OSError('offline:\\n no connection')", "offline: no connection"),
+        ("", "has no attribute 'get_kernel'"),
+        ("def get_kernel(repo_id, version):\n    import types\n    return types", "has no attribute 'ops'"),
+    ],
+)
+def test_what_the_prebuilt_one_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    install(tmp_path, monkeypatch, {"kernels/__init__.py": source})
+    with pytest.raises(ConfigError, match=why) as raised:
+        _prebuilt()
+    assert "kernels-community/megablocks (prebuilt, from the Hub) does not load" in str(raised.value)
+    assert "\n" not in str(raised.value)
