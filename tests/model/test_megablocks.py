@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.expert_mlp import Routing
+from spes_swarm.model.kernel_choice import Layer, LayerShape
+from spes_swarm.model.kernels import Groups, LoopKernel, load_kernel
 from spes_swarm.model.kernels.megablocks import _prebuilt
+from tests.helpers import megablocks_parts
+from tests.helpers.repository import ROOT
 
 torch.set_num_threads(1)
 
@@ -97,3 +104,50 @@ def test_what_the_prebuilt_one_lacks_is_named(
         _prebuilt()
     assert "kernels-community/megablocks (prebuilt, from the Hub) does not load" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_layer_with_its_dispatch_computes_what_the_loop_does() -> None:
+    """The compiled parts and the triton kernels are stand-ins here; the way of the rows is what is tested."""
+    assert megablocks_parts.distance(megablocks_parts) < 2e-2  # of bf16
+
+
+@pytest.mark.parametrize("held", [(), (1, 4), tuple(range(6))])
+def test_its_dispatch_moves_rows_as_torch_does(held: tuple[int, ...]) -> None:
+    kernel = megablocks_parts.kernel(megablocks_parts)
+    slots_TK = torch.randint(0, 6, (7, 3), generator=torch.Generator().manual_seed(0))
+    ours = Routing.of(slots_TK, 6, len(held), kernel.dispatch)
+    theirs = Routing.of(slots_TK, 6, len(held))
+    for name in ("token_S", "row_TK", "ends_E"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert (ours.counts, ours.num_held_rows) == (theirs.counts, theirs.num_held_rows)
+    assert ours.dispatch_of(kernel, 8) is kernel.dispatch
+    assert ours.dispatch_of(kernel, 2**31) is None  # its int32 would overflow
+    assert ours.dispatch_of(LoopKernel(), 8) is None
+
+
+def test_it_multiplies_in_bf16_only() -> None:
+    with pytest.raises(ConfigError, match="multiplies in bf16 only, not in float32: use precision bf16"):
+        megablocks_parts.kernel(megablocks_parts).product(torch.ones(1, 2), torch.ones(1, 2, 2), Groups.single(1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("megablocks") is None or find_spec("triton") is None, reason="needs megablocks and triton"
+)
+def test_its_triton_kernels_compute_what_the_loop_does() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "helpers" / "megablocks_parts.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 2e-2  # of bf16
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("held", [0, 3, 8])
+def test_on_cuda_it_computes_what_the_loop_does(held: int) -> None:
+    try:
+        kernel = load_kernel("megablocks")
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+    shape = LayerShape(tokens=512, top_k=2, dim=256, ffn=128, experts=8, held=held)
+    assert Layer(shape, torch.device("cuda"), "bf16").distance(kernel, LoopKernel()) < 2e-2
