@@ -112,12 +112,12 @@ def liger_applies(rows_ND: Tensor, weight_VD: Tensor, z_weight: float) -> bool:
     of the hidden states it has none of the weight.
     """
     in_fp32 = rows_ND.dtype == weight_VD.dtype == torch.float32
-    return in_fp32 and rows_ND.requires_grad and z_weight > 0.0 and _liger() is not None
+    return in_fp32 and rows_ND.requires_grad and z_weight > 0.0 and load_liger() is not None
 
 
 def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
     """Returns what `linear_loss` returns, from liger_kernel, where `liger_applies`."""
-    fused = _liger()
+    fused = load_liger()
     assert fused is not None
     found = fused(
         rows_ND, weight_VD, targets_N, ignore_index=IGNORED_TARGET, lse_square_scale=z_weight, return_z_loss=True
@@ -127,7 +127,8 @@ def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: 
 
 
 @functools.cache
-def _liger() -> Callable[..., Any] | None:
+def load_liger() -> Callable[..., Any] | None:
+    """Returns the function of liger_kernel; None if that is not installed, or, with a warning, if it does not load."""
     if find_spec("liger_kernel") is None:
         return None
     try:

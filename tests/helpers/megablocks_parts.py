@@ -48,11 +48,11 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool, trans_b: bool) -> Tensor:
     assert batch_sizes.dtype == torch.int64
     assert batch_sizes.device.type == "cpu"
+    ends = batch_sizes.cumsum(0).tolist()
+    groups = [slice(end - count, end) for end, count in zip(ends, batch_sizes.tolist(), strict=True)]
     if trans_a:
-        pairs = zip(a.split(batch_sizes.tolist()), b.split(batch_sizes.tolist()), strict=True)
-        return torch.stack([ours.T @ theirs for ours, theirs in pairs])
-    products = [rows @ (m.T if trans_b else m) for rows, m in zip(a.split(batch_sizes.tolist()), b, strict=True)]
-    return torch.cat(products)
+        return torch.stack([a[rows].T @ b[rows] for rows in groups])
+    return torch.cat([a[rows] @ (m.T if trans_b else m) for rows, m in zip(groups, b, strict=True)])
 
 
 def kernel(rows: Any) -> MegablocksKernel:

@@ -106,12 +106,15 @@ def test_on_a_cpu_it_is_torch_without_a_measurement(monkeypatch: pytest.MonkeyPa
 
 def test_the_layer_that_is_measured_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(
-        "spes_swarm.peer.step_settings.choose_kernel", lambda *of: measured.append(of) or KernelChoice("torch", "")
-    )
+
+    def measure(*arguments: Any) -> KernelChoice:
+        measured.append(arguments)
+        return KernelChoice("torch", "")
+
+    monkeypatch.setattr("spes_swarm.peer.step_settings.choose_kernel", measure)
     run = _quickstart()
     kernel_of(run, PeerConfig(precision="bf16"), CPU, 1, 2)
-    settings = run.model.settings
+    settings: Any = run.model.settings
     expected = LayerShape(
         tokens=2 * run.training.sequence_length,
         top_k=settings["num_experts_per_tok"],

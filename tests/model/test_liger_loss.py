@@ -29,10 +29,10 @@ def distances(device: str, autocast: bool, ignored: str, rows: int, dim: int, vo
     targets[:: 3 if ignored == "some" else 1] = IGNORED_TARGET
     results: list[list[Tensor]] = []
     for function in (chunked_loss, liger_loss):
-        leaves = [each.to(device, copy=True).requires_grad_() for each in (x, w)]
+        rows_ND, weight_VD = (each.to(device, copy=True).requires_grad_() for each in (x, w))
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss, *reported = function(*leaves, targets.to(device), 1e-3)
-        results.append([loss.detach(), *reported, *torch.autograd.grad(0.7 * loss, leaves)])
+            loss, *reported = function(rows_ND, weight_VD, targets.to(device), 1e-3)
+        results.append([loss.detach(), *reported, *torch.autograd.grad(0.7 * loss, (rows_ND, weight_VD))])
     pairs = zip(*results, strict=True)
     return [float((theirs - ours).norm() / ours.norm().clamp_min(1e-9)) for ours, theirs in pairs]
 
@@ -57,7 +57,7 @@ def test_it_is_the_chunked_loss_on_cuda(autocast: bool, ignored: str) -> None:
 
 
 def test_it_is_left_alone_where_it_would_be_less_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_head, "_liger", lambda: print)
+    monkeypatch.setattr(output_head, "load_liger", lambda: print)
     rows, weight = torch.zeros(2, 3).requires_grad_(), torch.zeros(4, 3)
     assert liger_applies(rows, weight, 1e-5)
     assert not liger_applies(rows, weight, 0.0)
@@ -73,11 +73,11 @@ def test_one_that_does_not_load_is_passed_over_in_one_line(
     (tmp_path / "liger_kernel" / "__init__.py").write_text("raise ImportError('no\\n triton')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "liger_kernel", raising=False)
-    output_head._liger.cache_clear()
+    output_head.load_liger.cache_clear()
     try:
-        assert output_head._liger() is None
+        assert output_head.load_liger() is None
     finally:
-        output_head._liger.cache_clear()
+        output_head.load_liger.cache_clear()
     assert caplog.messages == ["liger_kernel does not load: no triton; the loss is computed with torch"]
 
 
