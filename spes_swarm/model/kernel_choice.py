@@ -51,7 +51,7 @@ class LayerShape:
         return cls(tokens=tokens, top_k=top_k, dim=dim, ffn=ffn, experts=experts, held=held)
 
 
-# An expert without tokens, sizes that every kernel takes, and in bf16 still exact enough to compare.
+# Sizes that every kernel takes.
 _TRIAL = LayerShape(tokens=48, top_k=2, dim=64, ffn=32, experts=5, held=2)
 
 
@@ -122,7 +122,7 @@ def try_kernel(name: str, device: torch.device, precision: str) -> ExpertKernel:
     kernel = load_kernel(name)
     if device.type == "cpu" and kernel.source == "torch":
         return kernel  # multiplies as the loop does
-    layer = Layer(_TRIAL, device, precision)
+    layer = Layer(_TRIAL, device, precision, leave_out=True)
     try:
         error = layer.distance(kernel, LoopKernel())
     except ConfigError:
@@ -141,8 +141,11 @@ def try_kernel(name: str, device: torch.device, precision: str) -> ExpertKernel:
 class Layer:
     """A layer of experts with random weights, as a peer computes it."""
 
-    def __init__(self, shape: LayerShape, device: torch.device, precision: str) -> None:
-        """Draws weights and tokens, which choose at random; none chooses the last expert if there are enough others."""
+    def __init__(self, shape: LayerShape, device: torch.device, precision: str, *, leave_out: bool = False) -> None:
+        """Draws weights and tokens, which choose at random; `leave_out`: none the first or the last expert.
+
+        The first is a held one if there is any: its gradients are zeros.
+        """
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._device = device
         generator = torch.Generator(device).manual_seed(0)
@@ -154,8 +157,9 @@ class Layer:
         self._held = draw(H, 2 * F, D).requires_grad_(), draw(H, D, F).requires_grad_()
         self._foreign = _Matrices(draw(E - H, 2 * F, D, dtype=self.dtype), draw(E - H, D, F, dtype=self.dtype))
         self._x_TD = draw(T, D).mul_(D**0.5).requires_grad_()
-        chosen = E - 1 if shape.top_k < E else E
-        scores_TE = torch.rand((T, chosen), generator=generator, device=device)
+        scores_TE = torch.rand((T, E), generator=generator, device=device)
+        if leave_out:
+            scores_TE[:, [0, -1]] = -torch.inf
         weights_TK, self._slots_TK = scores_TE.softmax(-1).topk(shape.top_k)
         self._weights_TK = weights_TK.requires_grad_()
         self._grad_TD = draw(T, D)

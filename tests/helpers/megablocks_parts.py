@@ -65,7 +65,7 @@ def kernel(rows: Any) -> MegablocksKernel:
 
 def distance(rows: Any) -> float:
     """Returns the relative distance between the results of that kernel and those of the loop, in bf16."""
-    return Layer(SHAPE, torch.device("cpu"), "bf16").distance(kernel(rows), LoopKernel())
+    return Layer(SHAPE, torch.device("cpu"), "bf16", leave_out=True).distance(kernel(rows), LoopKernel())
 
 
 def _first_configuration(configs: list[Any], key: list[str]) -> Callable[[Any], Any]:

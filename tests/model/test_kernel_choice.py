@@ -37,6 +37,10 @@ def _quickstart() -> RunConfig:
     return run
 
 
+def _with_held(held: int) -> LayerShape:
+    return LayerShape(tokens=16, top_k=1, dim=8, ffn=4, experts=3, held=held)
+
+
 class _Other(LoopKernel):
     source = "a test"
 
@@ -95,6 +99,13 @@ def test_a_layer_computes_the_same_with_every_kernel(held: int, precision: str) 
     layer = Layer(shape, CPU, precision)
     assert layer.distance(TorchKernel(), LoopKernel()) < 1e-6
     assert len(layer.compute(LoopKernel())) == (3 if held == 0 else 5)
+
+
+def test_experts_can_be_left_out() -> None:
+    *_, gate_up_HFD, down_HDF = Layer(_with_held(3), CPU, "fp32", leave_out=True).compute(LoopKernel())
+    for grad in (gate_up_HFD, down_HDF):
+        assert not grad[[0, 2]].any()
+        assert grad[1].any()
 
 
 def test_on_a_cpu_it_is_torch_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

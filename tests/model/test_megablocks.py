@@ -150,4 +150,4 @@ def test_on_cuda_it_computes_what_the_loop_does(held: int) -> None:
     except ConfigError as exc:
         pytest.skip(str(exc))
     shape = LayerShape(tokens=512, top_k=2, dim=256, ffn=128, experts=8, held=held)
-    assert Layer(shape, torch.device("cuda"), "bf16").distance(kernel, LoopKernel()) < 2e-2
+    assert Layer(shape, torch.device("cuda"), "bf16", leave_out=True).distance(kernel, LoopKernel()) < 2e-2
