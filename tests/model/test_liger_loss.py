@@ -43,7 +43,11 @@ CASES = list(product((False, True), ("some", "all")))
 @pytest.mark.slow
 @pytest.mark.skipif(None in map(find_spec, ("liger_kernel", "triton")), reason="needs liger_kernel and triton")
 def test_it_is_the_chunked_loss_when_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
     command = [sys.executable, "-W", "ignore", str(Path(__file__))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
