@@ -39,7 +39,7 @@ class PeerConfig(Section):
     optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
-    kernel: Text = "torch"  # expert kernel
+    kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run

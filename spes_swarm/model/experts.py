@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,8 @@ class SparseExperts(nn.Module):
         self.num_experts = down_EDF.shape[0]
         self.act_fn = act_fn
         self.kernel = kernel
-        self.route: Callable[[Tensor, int, int], Routing] = Routing.of  # a plan of memory has no data to sort
+        # A plan of memory has no data to sort.
+        self.route: Callable[[Tensor, int, int], Routing] = partial(Routing.of, dispatch=kernel.dispatch)
         self.held = check_held(held, self.num_experts)
         self.lower: LowerHalves | None = None  # of the held experts' weights, if they are halved
         self.foreign = nn.ModuleDict()

@@ -27,7 +27,7 @@ from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, mem
 from spes_swarm.peer.memory.choices import step_shape
 from spes_swarm.peer.memory.host_memory import free_host_bytes
 from spes_swarm.peer.memory.step_memory import layers_if_alike, step_memory, with_layers
-from spes_swarm.peer.step_settings import StepSettings, lower_halves_device, replica_of
+from spes_swarm.peer.step_settings import StepSettings, kernel_of, lower_halves_device, replica_of
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.throughput import peak_flops
@@ -209,7 +209,9 @@ class _Probe:
         self._run = run
         self._peer = peer
         self._device = device
-        replica = replica_of(run, peer, device, range(int(peer.experts)), int(peer.micro_batch_size))
+        experts, sequences = int(peer.experts), int(peer.micro_batch_size)
+        kernel = kernel_of(run, peer, device, experts, sequences).kernel
+        replica = replica_of(run, peer, device, range(experts), sequences, kernel)
         self._model = replica.build(device, lower_halves_device(peer, device))
         _fill(self._model)
         training = run.training

@@ -32,7 +32,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, lower_halves_device, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, lower_halves_device, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
 from spes_swarm.protocol.members.identity import Identity
@@ -304,8 +304,11 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
+        settings, at_a_time = (self._run, self._peer, self._device), self._fits.micro_batch_size
+        self._kernel = kernel_of(*settings, len(self._held), at_a_time)
+        self._console.say(f"expert kernel {self._kernel.kernel}: {self._kernel.kernel_reason}")
         self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes(self._peer)}")
-        replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
+        replica = replica_of(*settings, self._held, at_a_time, self._kernel.kernel)
         if self._ranks is not None:
             self._ranks.send_order(replica)
         return replica.build(self._device, lower_halves_device(self._peer, self._device))
@@ -357,6 +360,7 @@ class Joining:
             round=self._table.round,
             seconds=time.monotonic() - self._context.started,
             ranks=self._num_ranks,
+            **asdict(self._kernel),
         )
         text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
         self._console.say(text)

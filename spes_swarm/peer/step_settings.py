@@ -12,6 +12,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
+from spes_swarm.model.kernel_choice import KernelChoice, LayerShape, choose_kernel, try_kernel
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.ranks.orders import Replica
@@ -62,9 +63,10 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
     """Fails early if something is missing that building or running the model needs.
 
     Raises:
-        ConfigError: the expert kernel is unknown or does not load, or there is no working compiler.
+        ConfigError: the expert kernel is unknown or does not work, or there is no working compiler.
     """
-    load_kernel(peer.kernel)
+    if peer.kernel != "auto":
+        try_kernel(peer.kernel, device, StepSettings.of(peer, device).precision)
     if peer.compile:
         check_compiler(device)
 
@@ -74,16 +76,34 @@ def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
     return torch.device("cpu") if peer.optimizer_states == "host" else device
 
 
+def kernel_of(
+    run: RunConfig, peer: PeerConfig, device: torch.device, num_held: int, micro_batch_size: int
+) -> KernelChoice:
+    """Returns the expert kernel of a peer; "auto" is measured on the largest layer of the run, which takes seconds.
+
+    Raises:
+        ConfigError: the peer names a kernel that is unknown or does not load.
+    """
+    if peer.kernel != "auto":
+        return KernelChoice(peer.kernel, f"as set, with {load_kernel(peer.kernel).source}")
+    tokens = micro_batch_size * run.training.sequence_length
+    shape = LayerShape.largest(run.model.type, run.model.settings, tokens, num_held)
+    return choose_kernel(shape, device, StepSettings.of(peer, device).precision)
+
+
 def replica_of(
-    run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int
+    run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int, kernel: str
 ) -> Replica:
-    """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it."""
+    """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it.
+
+    All ranks compute with the same kernel, so it is chosen before: see `kernel_of`.
+    """
     settings = StepSettings.of(peer, device)
     return Replica(
         model_type=run.model.type,
         settings=dict(run.model.settings),
         held=tuple(held),
-        kernel=peer.kernel,
+        kernel=kernel,
         foreign_experts=settings.foreign_experts,
         live_weights=peer.live_weights,
         foreign_storage=settings.foreign_storage,

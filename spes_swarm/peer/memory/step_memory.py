@@ -264,6 +264,8 @@ class Allocations(TorchDispatchMode):
 class _ShapesOnly:
     """A kernel whose results have the right shapes; the first group's matrix stands for all."""
 
+    source, dispatch = "shapes only", None
+
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
         return x_TD @ w_GFD[0].T
@@ -283,5 +285,5 @@ def _even_routing(on_gpu: bool, slots_TK: Tensor, num_slots: int, num_held: int)
     token_S = slots_TK.new_empty((T * K,))
     ends_E = slots_TK.new_empty((num_slots,), dtype=torch.int32)
     ends = [T * K * slot // num_slots for slot in range(num_slots + 1)]
-    counts = None if on_gpu else tuple(end - start for start, end in pairwise(ends))
-    return Routing(token_S, torch.empty_like(slots_TK), ends_E, ends[num_held], counts)
+    counts = tuple(end - start for start, end in pairwise(ends))
+    return Routing(token_S, torch.empty_like(slots_TK), ends_E, counts, ends[num_held], one_by_one=not on_gpu)
