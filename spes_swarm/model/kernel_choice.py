@@ -81,7 +81,10 @@ def choose_kernel(shape: LayerShape, device: torch.device, precision: str) -> Ke
 
 def measured_choice(shape: LayerShape, device: torch.device, precision: str) -> KernelChoice:
     """Returns the kernel that is fastest when measured; arguments as of `choose_kernel`."""
-    layer = Layer(shape, device, precision)
+    try:
+        layer = Layer(shape, device, precision)
+    except torch.OutOfMemoryError:
+        return KernelChoice("torch", "the memory does not suffice to measure others")
     seconds: dict[str, float] = {}
     sources: dict[str, str] = {}
     remarks = []
