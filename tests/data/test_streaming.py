@@ -15,6 +15,7 @@ import pytest
 
 from spes_swarm.base.errors import DataError, DataStoppedError
 from spes_swarm.config.data_source import parse_hf
+from spes_swarm.data.corpus import check_source
 from spes_swarm.data.streaming.dataset import Example, StreamedDataset
 from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, MANY_UNITS
 from spes_swarm.data.streaming.preparing import Preparing
@@ -426,3 +427,16 @@ def test_content_that_cannot_be_decoded_costs_the_rest_of_its_unit(
     numbers = set(numbers_in(peer, 4000))
     assert numbers >= set(range(1, 30))
     assert any("the rest of unit 1 is skipped" in line for line in said)
+
+
+def test_what_can_be_refused_before_anything_slow_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_jsonl(tmp_path / "set", [range(3)])
+    for source in (f"hf:{tmp_path / 'set'}", "hf:user/name@main", f"0.5*hf:{tmp_path / 'set'} + 0.5*stdlib"):
+        check_source(source)
+    with pytest.raises(DataError, match=r"directory \./missing does not exist"):
+        check_source("0.5*hf:./missing + 0.5*stdlib")
+    with pytest.raises(DataError, match="data source 'missing' does not exist"):
+        check_source("0.5*hf:user/name + 0.5*missing")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"^hf:user/name needs the package datasets: pip install 'spes-swarm\[hf\]'$"):
+        check_source("hf:user/name")
