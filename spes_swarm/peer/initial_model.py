@@ -121,9 +121,8 @@ class InitialModel:
             given = run.get("tokenizer")
             tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
             if given is None:
-                run["tokenizer"] = {
-                    "name": BYTES if _is_plain_bytes(tokenizer) else self._pinned_name() or tokenizer.name
-                }
+                name = BYTES if _is_plain_bytes(tokenizer) else self._pinned_name() or tokenizer.name
+                run["tokenizer"] = {"name": name}
             _train_every_token(run["model"], tokenizer)
         if adapt:
             run = _adapted(run)
