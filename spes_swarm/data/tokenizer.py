@@ -307,11 +307,16 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
                 raise
             loaded = attempt(False)
     except Exception as exc:  # the hub client, transformers and tokenizers each raise their own types
-        reason = " ".join(str(exc).split())[:300] or type(exc).__name__
-        raise DataError(
-            f"tokenizer {name!r} could not be loaded: {reason}. Check the name and the network, or "
-            "download it first and give its directory; 'bytes' needs no download"
-        ) from exc
+        reason = " ".join(str(exc).split())[:300]
+        if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a part of a file that is missing
+            reason = f"{type(exc).__name__} {reason}"
+        advice = (
+            "Its files are damaged or incomplete: copy them again, or choose another tokenizer"
+            if Path(source).exists()
+            else "Check the name and the network, or download it first and give its directory; "
+            "'bytes' needs no download"
+        )
+        raise DataError(f"tokenizer {name!r} could not be loaded: {reason.rstrip('. ')}. {advice}") from exc
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise DataError(f"tokenizer {name!r} has no fast version (tokenizer.json), which this package needs")

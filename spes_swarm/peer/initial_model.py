@@ -20,7 +20,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import ModelConfig, RunConfig
-from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -142,8 +142,8 @@ class InitialModel:
         given = run.get("tokenizer")
         tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
         if given is None:
-            is_bytes = tokenizer.digest == ByteTokenizer().digest
-            run["tokenizer"] = {"name": BYTES if is_bytes else self._pinned_name() or tokenizer.name}
+            name = BYTES if _is_plain_bytes(tokenizer) else self._pinned_name() or tokenizer.name
+            run["tokenizer"] = {"name": name}
         _train_every_token(run["model"], tokenizer)
 
     def _run_name(self) -> str:
@@ -191,6 +191,12 @@ class _Repository:
 
     def _download(self, name: str) -> str:
         return str(hf_hub_download(self.repo_id, name, revision=self.commit, endpoint=endpoint()))
+
+
+def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
+    """Returns True for the bytes tokenizer, unless the model's has a chat template, which `bytes` lacks."""
+    has_template = isinstance(tokenizer, FastTokenizer) and "chat_template.jinja" in tokenizer.files
+    return tokenizer.digest == ByteTokenizer().digest and not has_template
 
 
 def check_trainable(name: str, model: Mapping[str, Any]) -> None:

@@ -191,7 +191,10 @@ def test_files_that_are_no_tokenizer(bpe: FastTokenizer, tmp_path: Path) -> None
     with pytest.raises(DataError, match="'</s>' is not in its vocabulary"):
         load_tokenizer(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="could not be loaded"):
+    with pytest.raises(DataError, match=r"could not be loaded: .*\. Its files are damaged or incomplete"):
+        load_tokenizer(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer.json").write_text('{"hello": 1}')
+    with pytest.raises(DataError, match=r"could not be loaded: KeyError 'added_tokens'\. Its files are damaged"):
         load_tokenizer(tmp_path / "empty")
 
 

@@ -157,6 +157,9 @@ def test_the_bytes_tokenizer_of_an_export_needs_no_path(tmp_path: Path) -> None:
     save_moe(tmp_path / "model", "olmoe")
     ByteTokenizer().save(tmp_path / "model")
     assert run_from(tmp_path / "model").tokenizer.name == "bytes"
+    # Chats need the template, and `bytes` has none.
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert run_from(tmp_path / "model").tokenizer.name == str(tmp_path / "model")
 
 
 def test_bytes_need_room_in_the_vocabulary(tmp_path: Path) -> None:
