@@ -122,7 +122,7 @@ class Joining:
         if self._ranks is not None:
             self._device = self._ranks.own_device(self._device)
             self._ranks.connect(self._context.stop)
-        self._step = StepSettings.of(self._peer, self._device)
+        self._step = StepSettings.of(self._peer, self._device, self._num_ranks)
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
@@ -305,11 +305,11 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
-        self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes(self._peer)}")
-        replica = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size)
+        self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes}")
+        order = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size, self._step)
         if self._ranks is not None:
-            self._ranks.give(replica)
-        return replica.build(self._device)
+            self._ranks.give(order)
+        return order.build(self._device, self._ranks)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

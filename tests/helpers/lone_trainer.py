@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import Sampler
+from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
@@ -157,7 +158,14 @@ def trainer_setup(
 class LoneTrainer:
     """A trainer of the tiny run with its stand-ins."""
 
-    def __init__(self, directory: Path, run: RunConfig | None = None, **setup: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig | None = None,
+        foreign_form: str = "fp32",
+        foreign_storage: ForeignStorage | None = None,
+        **setup: Any,
+    ) -> None:
         torch.set_num_threads(1)
         self.run = run or run_config()
         model = build_model(self.run.model.type, self.run.model.settings, 0, "cpu")
@@ -167,7 +175,7 @@ class LoneTrainer:
         reference.finish(0, list(enumerate([0] * len(layout.blocks))))
         self.network = StubNetwork(reference, contribution_N, HELD)
         self.port = LocalPort(self.network)
-        self.model = SparseModel(model, HELD)
+        self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []

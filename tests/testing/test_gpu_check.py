@@ -25,7 +25,7 @@ def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     done = gpu_check("--quick", "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(result.read_text(encoding="utf-8"))["checks"]
-    assert set(checks) == {"kernels", "bf16", "steps", "tests"}
+    assert set(checks) == {"kernels", "storage", "bf16", "steps", "tests"}
     kernels = {row["kernel"]: row for row in checks["kernels"]["rows"]}
     assert all(kernels[name]["relative_error"] < 1e-5 for name in ("torch", "loop"))
     assert "megablocks" in kernels

@@ -23,12 +23,13 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def two_ranks(directory: Path, rounds: int = ROUNDS) -> Iterator[list[subprocess.Popen[str]]]:
-    """Rank 0 trains in a directory, rank 1 is started as a user does."""
+def two_ranks(directory: Path, storage: str, rounds: int = ROUNDS) -> Iterator[list[subprocess.Popen[str]]]:
+    """Rank 0 trains in a directory, rank 1 is started as a user does; `storage` is that of others' experts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    commands = [["tests.helpers.rank_trainer", str(directory), str(rounds)], ["spes_swarm.join", "--unknown-flag"]]
+    trainer = ["tests.helpers.rank_trainer", str(directory), str(rounds), storage]
+    commands = [trainer, ["spes_swarm.join", "--unknown-flag"]]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", *command],
@@ -61,18 +62,21 @@ def wait_for_a_round(ranks: list[subprocess.Popen[str]]) -> None:
     assert output.readline() == "committed\n"
 
 
-def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path) -> None:
-    """Through merges and a change of experts, and through signals, which torchrun sends to all ranks."""
-    with two_ranks(tmp_path / "two") as ranks:
+@pytest.mark.parametrize("storage", ["device", "ranks"])
+def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path, storage: str) -> None:
+    """Through merges, a change of experts and evaluations, and through signals, which torchrun sends to all ranks."""
+    with two_ranks(tmp_path / "two", storage) as ranks:
         wait_for_a_round(ranks)
         for number in (signal.SIGTERM, signal.SIGINT):
             ranks[1].send_signal(number)
-        alone = train(tmp_path / "one")
+        alone = train(tmp_path / "one", storage=storage)
         ends = [process.communicate(timeout=REASONABLE_S) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], ends
     together = json.loads(ends[0][0].splitlines()[-1])
     assert together.pop("losses") == pytest.approx(alone.pop("losses"), rel=1e-6)
+    assert 2 * together.pop("foreign_bytes") == (2 if storage == "device" else 1) * alone.pop("foreign_bytes")
     assert together == alone
+    assert [loss is not None for loss in together["evaluated"]] == [True, True, False, True, True]
     assert len(set(together["digests"])) == ROUNDS
     assert together["merged"] == [2, 4]
     assert together["held"] == list(OTHERS)
@@ -80,9 +84,10 @@ def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path) -> None:
     assert ends[1] == ("", "")
 
 
+@pytest.mark.parametrize("storage", ["device", "ranks"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int) -> None:
-    with two_ranks(tmp_path / "two", rounds=10**6) as ranks:
+def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int, storage: str) -> None:
+    with two_ranks(tmp_path / "two", storage, rounds=10**6) as ranks:
         wait_for_a_round(ranks)
         ranks[killed].kill()
         _, errors = ranks[1 - killed].communicate(timeout=REASONABLE_S)

@@ -60,27 +60,35 @@ class Workload:
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
+    num_ranks: int = 1  # of this peer, all on this machine
 
     @classmethod
-    def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device) -> Workload:
+    def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
         """Derives the workload from the run's shapes; allocates nothing of the model's size."""
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True))
         return cls(
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
-            foreign_storage=StepSettings.of(peer, device).foreign_storage,
+            foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
             optimizer_states=peer.optimizer_states,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
+            num_ranks=num_ranks,
         )
 
     def foreign_bytes(self, num_experts: int) -> ForeignBytes:
-        """Returns what the experts that others train take."""
+        """Returns what the experts that others train take, for each rank."""
         expert = self.layout.expert_block(0)
         stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
         num_layers = len(expert.slots) // len(PROJECTIONS)
-        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
+        return foreign_bytes(
+            self.foreign_storage,
+            int(stored),
+            num_layers,
+            on_gpu=self.device.type != "cpu",
+            num_ranks=self.num_ranks,
+        )
 
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what training takes without activations, by class."""
@@ -108,10 +116,10 @@ class Workload:
         if self.optimizer_states == "host":
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
         if self.foreign_storage == "host":
-            host["foreign"] = self.foreign_bytes(num_experts).on_host
+            host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # It is gone before the first round. Other storage than the device's is filled where it is.
-            moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
+            # It is gone before the first round. Host memory and files are filled where they are.
+            moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
             host["round"] = max(self.result_bytes, moved)
         return host
 
@@ -203,7 +211,7 @@ def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
+def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> int:
     """Returns how many experts this peer will train, activations aside, before anything large is opened or built.
 
     Raises:
@@ -212,7 +220,7 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device) -> int:
     """
     wanted = parse_experts(peer.experts, run.model.num_experts)
     run.training.batch_size_of(peer.batch_size)
-    return experts_that_fit(Workload.of(run, peer, device), wanted, run.experts_per_peer)
+    return experts_that_fit(Workload.of(run, peer, device, num_ranks), wanted, run.experts_per_peer)
 
 
 def choose_device(name: str) -> torch.device:

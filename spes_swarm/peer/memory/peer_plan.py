@@ -43,16 +43,16 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
         ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The
             message says what would fit.
     """
-    experts = plan_experts(run, peer, device)
+    experts = plan_experts(run, peer, device, num_ranks)
     if peer.foreign_storage == "disk":
-        _check_disk(Workload.of(run, peer, device), peer, experts, num_ranks)
+        _check_disk(Workload.of(run, peer, device, num_ranks), peer, experts)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
     if _is_negligible(run, most, free):
         return PeerPlan(experts=experts, micro_batch_size=most)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
-    work = Workload.of(run, peer, device)
+    work = Workload.of(run, peer, device, num_ranks)
     estimate = _estimate(run, peer, work, experts)
     smallest = experts if peer.experts != "auto" else 1
     while experts > smallest and estimate.temporary(1) > free - _static(work, experts):
@@ -72,9 +72,9 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     return PeerPlan(experts=experts, micro_batch_size=max(1, size))
 
 
-def _check_disk(work: Workload, peer: PeerConfig, experts: int, num_ranks: int) -> None:
+def _check_disk(work: Workload, peer: PeerConfig, experts: int) -> None:
     """Refuses a disk without room for others' experts, of which each rank has its own files, and the reference."""
-    files = num_ranks * work.foreign_bytes(experts).on_disk
+    files = work.num_ranks * work.foreign_bytes(experts).on_disk
     vectors = 2 * torch.float32.itemsize * work.layout.num_elements if work.on_disk else 0
     advice = "use --foreign-storage device, a smaller form of --foreign-experts, or an --output-dir on a larger disk"
     check_disk_space(files + vectors, Path(peer.output_dir), advice)
@@ -90,6 +90,7 @@ def _estimate(run: RunConfig, peer: PeerConfig, work: Workload, experts: int) ->
         num_held=experts,
         foreign_experts=work.foreign_experts,
         foreign_storage=work.foreign_storage,
+        num_ranks=work.num_ranks,
         precision=StepSettings.of(peer, work.device).precision,
         activation_checkpointing=peer.activation_checkpointing,
         on_gpu=work.device.type == "cuda",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,3 +102,16 @@ def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "of host memory" in capsys.readouterr().err
     assert command.main(["--experts", "9"]) == 2
     assert "expected 1 to 8 experts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("storage", "layers_left"), [("host", 2), ("ranks", 2 / 4 + 2)])
+def test_others_experts_that_are_elsewhere_do_not_count(storage: str, layers_left: float) -> None:
+    run = eighth_of_2b()  # of two layers
+    here = StepShape(
+        num_held=1, foreign_experts="int8", precision="bf16", activation_checkpointing="none", on_gpu=True, num_ranks=4
+    )
+    model = SparseModel(build_empty_model(run.model.type, run.model.settings), [0], foreign_form="int8")
+    layer = bytes_per_class(model)["foreign_parameters"] / 2
+    on_device, elsewhere = (step_memory(run, replace(here, foreign_storage=kind), 1) for kind in ("device", storage))
+    assert on_device.weights - elsewhere.weights == pytest.approx((2 - layers_left) * layer)
+    assert elsewhere.temporary == on_device.temporary
