@@ -178,7 +178,10 @@ class SparseExperts(nn.Module):
         return frozen
 
     def read(self, projection: str, expert: int) -> Tensor:
-        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached."""
+        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached.
+
+        Of an expert that ranks share, it has zeros in the rows of other ranks.
+        """
         if expert in self.held:
             return read_master(getattr(self, projection), self.held.index(expert))
         return self._frozen(projection).read(self.others.index(expert))
@@ -188,10 +191,13 @@ class SparseExperts(nn.Module):
         if expert in self.held:
             write_master(getattr(self, projection), matrix, self.held.index(expert))
         else:
-            self._frozen(projection).write(self.others.index(expert), matrix)
+            frozen, index = self._frozen(projection), self.others.index(expert)
+            self._storage.written(frozen, index, frozen.write(index, matrix))
 
     def hold(self, held: Sequence[int]) -> None:
         """Changes which experts are held; all keep their values, rounded if they have ever been in a frozen stack.
+
+        Where ranks share the others, an expert that is held from now on lacks values until it is written.
 
         The parameters become new objects without gradients. If `held` is unchanged, nothing happens.
 
@@ -201,12 +207,12 @@ class SparseExperts(nn.Module):
         held = check_held(held, self.num_experts)
         if held == self.held:
             return
+        self._storage.before_hold()
         current = {
             projection: [self.read(projection, expert) for expert in range(self.num_experts)]
             for projection in PROJECTIONS
         }
         self.held = held
-        self._storage.before_write()
         device = self.slot_of_expert.device
         dtype = torch.float32 if self.lower is not None else self.down_proj.dtype
         for projection in PROJECTIONS:

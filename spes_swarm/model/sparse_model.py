@@ -22,6 +22,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
+from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.half_weights import LowerHalves, copy_master, halve_matrices, write_master
 from spes_swarm.model.kernels import load_kernel
@@ -177,6 +178,7 @@ class SparseModel:
         module: the transformers model; call it to compute. Its experts modules and norms have been replaced.
         layout: layout of the untouched model.
         held: the experts that this peer trains, ascending.
+        foreign_storage: where the others are.
         revision: counts writes of weights, and changes of the held experts; optimisers write past it.
     """
 
@@ -196,7 +198,8 @@ class SparseModel:
         """
         self.layout = layout_of(model)
         self.held = check_held(held, self.layout.num_experts)
-        replace_experts(model, self.held, kernel, foreign_form, foreign_storage)
+        self.foreign_storage = foreign_storage or ForeignStorage()
+        replace_experts(model, self.held, kernel, foreign_form, self.foreign_storage)
         replace_norms(model)
         self.module = model
         self.revision = 0
@@ -228,10 +231,12 @@ class SparseModel:
         """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
 
         Raises:
-            ValueError: `out_N` has the wrong size or dtype, or is read-only.
+            ValueError: `out_N` has the wrong size or dtype, or is read-only, or ranks share this block's expert.
         """
         block = self.layout.blocks[block_index]
         _check_array(out_N, block.size)
+        if self.shares_foreign and block not in self.layout.trained_blocks(self.held):
+            raise ValueError("this rank has only a share of an expert that others train; see the reference")
         if not out_N.flags.writeable:
             raise ValueError("out_N is read-only")
         for slot in block.slots:
@@ -257,6 +262,11 @@ class SparseModel:
         flat_N = values.reshape(-1)
         _check_array(flat_N, slot.size)
         self._write(slot, _as_tensor(flat_N, slot, slot.start))
+
+    @property
+    def shares_foreign(self) -> bool:
+        """True if the ranks of the peer share the experts that others train."""
+        return isinstance(self.foreign_storage, SharedStorage)
 
     # Training
 

@@ -211,8 +211,8 @@ class _Probe:
         self._device = device
         experts, sequences = int(peer.experts), int(peer.micro_batch_size)
         kernel = kernel_of(run, peer, device, experts, sequences).kernel
-        replica = replica_of(run, peer, device, range(experts), sequences, kernel)
-        self._model = replica.build(device, lower_halves_device(peer, device))
+        replica = replica_of(run, peer, device, range(experts), sequences, StepSettings.of(peer, device), kernel)
+        self._model = replica.build(device, lower_halves=lower_halves_device(peer, device))
         _fill(self._model)
         training = run.training
         self._optimiser = PeerAdamW(

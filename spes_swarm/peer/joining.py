@@ -125,7 +125,7 @@ class Joining:
         if self._ranks is not None:
             self._device = self._ranks.own_device(self._device)
             self._ranks.connect(self._context.stop)
-        self._step = StepSettings.of(self._peer, self._device)
+        self._step = StepSettings.of(self._peer, self._device, self._num_ranks)
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
@@ -307,11 +307,11 @@ class Joining:
         settings, at_a_time = (self._run, self._peer, self._device), self._fits.micro_batch_size
         self._kernel = kernel_of(*settings, len(self._held), at_a_time)
         self._console.say(f"expert kernel {self._kernel.kernel}: {self._kernel.kernel_reason}")
-        self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes(self._peer)}")
-        replica = replica_of(*settings, self._held, at_a_time, self._kernel.kernel)
+        self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes}")
+        order = replica_of(*settings, self._held, at_a_time, self._step, self._kernel.kernel)
         if self._ranks is not None:
-            self._ranks.send_order(replica)
-        return replica.build(self._device, lower_halves_device(self._peer, self._device))
+            self._ranks.send_order(order)
+        return order.build(self._device, self._ranks, lower_halves_device(self._peer, self._device))
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

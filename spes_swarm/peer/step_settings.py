@@ -26,10 +26,11 @@ class StepSettings:
     foreign_experts: str  # form of other peers' experts: one of `frozen_stack.FORMS`
     foreign_storage: str  # where they are; see `new_storage`
     micro_batch_size: int | None  # most sequences at a time; None: as many as fit
+    notes: str  # what the user should know before the model is built: clauses that begin with a semicolon
 
     @classmethod
-    def of(cls, peer: PeerConfig, device: torch.device) -> Self:
-        """Resolves every "auto".
+    def of(cls, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Self:
+        """Resolves every "auto", and what has no effect.
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
@@ -37,6 +38,7 @@ class StepSettings:
         Raises:
             ConfigError: the weights are to be bf16 where this device computes in fp32.
         """
+        without_effect = _without_effect(peer, device, num_ranks)
         usual = "bf16" if device.type == "cuda" else "fp32"
         precision = usual if peer.precision == "auto" else peer.precision
         if peer.live_weights == "bf16" and precision != "bf16":
@@ -44,19 +46,19 @@ class StepSettings:
         return cls(
             precision=precision,
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
-            # A CPU computes in host memory.
-            foreign_storage="device"
-            if (peer.foreign_storage, device.type) == ("host", "cpu")
-            else peer.foreign_storage,
+            foreign_storage="device" if without_effect else peer.foreign_storage,
             micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
+            notes=("; the first steps compile it and are slow" if peer.compile else "") + without_effect,
         )
 
-    def notes(self, peer: PeerConfig) -> str:
-        """Returns what the user should know before the model is built: clauses that begin with a semicolon."""
-        notes = "; the first steps compile it and are slow" if peer.compile else ""
-        if self.foreign_storage != peer.foreign_storage:
-            notes += f"; --foreign-storage {peer.foreign_storage} has no effect on a CPU, which computes in host memory"
-        return notes
+
+def _without_effect(peer: PeerConfig, device: torch.device, num_ranks: int) -> str:
+    """Returns a note if others' experts are on the device, although the user wants them elsewhere; else nothing."""
+    if peer.foreign_storage == "host" and device.type == "cpu":
+        return "; --foreign-storage host has no effect on a CPU, which computes in host memory"
+    if peer.foreign_storage == "ranks" and num_ranks == 1:
+        return "; --foreign-storage ranks has no effect on a peer of one rank"
+    return ""
 
 
 def check_tools(peer: PeerConfig, device: torch.device) -> None:
@@ -92,13 +94,18 @@ def kernel_of(
 
 
 def replica_of(
-    run: RunConfig, peer: PeerConfig, device: torch.device, held: Sequence[int], micro_batch_size: int, kernel: str
+    run: RunConfig,
+    peer: PeerConfig,
+    device: torch.device,
+    held: Sequence[int],
+    micro_batch_size: int,
+    settings: StepSettings,
+    kernel: str,
 ) -> Replica:
     """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it.
 
     All ranks compute with the same kernel, so it is chosen before: see `kernel_of`.
     """
-    settings = StepSettings.of(peer, device)
     return Replica(
         model_type=run.model.type,
         settings=dict(run.model.settings),

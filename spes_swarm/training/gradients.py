@@ -48,6 +48,9 @@ class GradientSource(Protocol):
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
         """See Gradients."""
 
+    def announce_evaluation(self, num_batches: int) -> None:
+        """See Gradients."""
+
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
 
@@ -91,7 +94,8 @@ class Gradients:
             try:
                 return self._add_up(batch_BS, share, size, progress)
             except (MemoryError, RuntimeError) as exc:
-                if size == 1 or not is_out_of_memory(exc):
+                # Ranks that share others' experts compute equally many micro-batches.
+                if size == 1 or self._model.shares_foreign or not is_out_of_memory(exc):
                     raise
             # Outside the handler: the exception's traceback keeps the activations alive.
             self._forget()
@@ -115,6 +119,13 @@ class Gradients:
             losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += losses.cross_entropy * share.targets
         return float(total)
+
+    def announce_evaluation(self, num_batches: int) -> None:
+        """Makes the model ready to be run on so many batches; other ranks take part if they share others' experts.
+
+        Raises:
+            RankError: another rank of this peer has ended.
+        """
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns and clears the routed copies of tokens per expert (E,) since the last call, over all layers."""

@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from spes_swarm.base.errors import RoundError, TransferError
+from spes_swarm.base.errors import RankError, RoundError, TransferError
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.port.commands import Commands
@@ -425,7 +425,10 @@ class Trainer:
         if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
             return None
         self._setup.status.phase = "evaluating"
-        return self._held_out.measure(self._model.module)
+        with contextlib.suppress(RankError):  # the next step reports it
+            self._gradients.announce_evaluation(len(self._held_out.batches))
+            return self._held_out.measure(self._model.module)
+        return None
 
     def _report(
         self, report: RoundReport, alpha: float | None, losses: RoundLosses, held_out: HeldOutLoss | None

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
+from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
@@ -162,7 +163,15 @@ def trainer_setup(
 class LoneTrainer:
     """A trainer of the tiny run with its stand-ins."""
 
-    def __init__(self, directory: Path, run: RunConfig | None = None, live_weights: str = "fp32", **setup: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig | None = None,
+        foreign_form: str = "fp32",
+        foreign_storage: ForeignStorage | None = None,
+        live_weights: str = "fp32",
+        **setup: Any,
+    ) -> None:
         torch.set_num_threads(1)
         self.run = run or run_config()
         model = build_model(self.run.model.type, self.run.model.settings, 0, "cpu")
@@ -172,7 +181,7 @@ class LoneTrainer:
         reference.finish(0, list(enumerate([0] * len(layout.blocks))))
         self.network = StubNetwork(reference, contribution_N, HELD)
         self.port = LocalPort(self.network)
-        self.model = SparseModel(model, HELD)
+        self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
         if live_weights == "bf16":
             self.model.halve(LowerHalves(torch.device("cpu")))
             setup["precision"] = "bf16"

@@ -1,7 +1,7 @@
 """A trainer of the tiny run that changes its experts on the way, alone or as rank 0 of several.
 
-`main([DIRECTORY, ROUNDS])` is rank 0 of those that the environment names. It prints a line after each round, then the
-outcome as JSON.
+`main([DIRECTORY, ROUNDS, STORAGE])` is rank 0 of those that the environment names. It prints a line after each round,
+then the outcome as JSON. STORAGE is that of others' experts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spes_swarm.base.errors import RankError
+from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.messages import CaughtUp, RoundReport
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Replica
+from spes_swarm.training.ranks.outbox import stacks_of
 from spes_swarm.training.ranks.placement import Placement
 from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, run_config
 
@@ -30,15 +34,18 @@ MERGES = {"alpha": 0.1, "steps": 400, "interval": 6}  # in every other round
 OTHERS = (2, 4)  # the experts held from the second round on
 
 
-def replica(run: Any, held: tuple[int, ...] = HELD) -> Replica:
+FORMS = {"device": "fp32", "ranks": "int8"}  # of others' experts, by where they are stored
+
+
+def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device") -> Replica:
     """The model of a lone trainer."""
     return Replica(
         model_type=run.model.type,
         settings=run.model.settings,
         held=held,
         kernel="torch",
-        foreign_experts="fp32",
-        live_weights="fp32",
+        foreign_experts=FORMS[storage],
+        foreign_storage=storage,
         activation_checkpointing="none",
         compile=False,
         precision="fp32",
@@ -54,12 +61,25 @@ def train(
     ranks: RankGroup | None = None,
     rounds: int = ROUNDS,
     on_round: Callable[[], None] = lambda: None,
+    storage: str = "device",
 ) -> dict[str, Any]:
-    """Trains for some rounds; returns what must not depend on the number of ranks, and the losses."""
-    run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES)
-    lone = LoneTrainer(directory, run, max_rounds=rounds, micro_batch_size=1, ranks=ranks, on_round=on_round)
+    """Trains for some rounds; returns what must not depend on the number of ranks, the losses, and the bytes of others'
+    experts. A `storage` other than the device's is used if there are several ranks.
+    """
+    run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES, evaluation={"every_rounds": 2})
     if ranks is not None:
-        ranks.send_order(replica(run))
+        ranks.send_order(replica(run, storage=storage))
+    lone = LoneTrainer(
+        directory,
+        run,
+        FORMS[storage],
+        SharedStorage(ranks) if ranks is not None and storage == "ranks" else None,
+        max_rounds=rounds,
+        micro_batch_size=1,
+        ranks=ranks,
+        on_round=on_round,
+        evaluation=[np.arange(128).reshape(2, 64) % 250, np.arange(64).reshape(1, 64) * 3 % 250],
+    )
     lone.network.answers = [StubNetwork.commit, _change_experts]
     lone.trainer.run()
     lone.close()
@@ -71,6 +91,8 @@ def train(
         "tokens": [event["tokens"] for event in events["step"]],
         "routed": moved_tokens(lone.model),
         "losses": [event["loss"] for event in events["step"]],
+        "evaluated": [event["eval_loss"] for event in events["round"]],
+        "foreign_bytes": sum(buffer.nbytes for stack in stacks_of(lone.model) for buffer in stack.buffers()),
     }
 
 
@@ -88,14 +110,14 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
 
 def main(arguments: list[str]) -> int:
     """Trains as rank 0; returns the exit code."""
-    directory, rounds = arguments
+    directory, rounds, storage = arguments
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
     ranks.connect()
     try:
         with ranks:
-            outcome = train(Path(directory), ranks, int(rounds), lambda: print("committed", flush=True))
+            outcome = train(Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage)
             print(json.dumps(outcome), flush=True)
     except RankError as exc:
         print(f"rank 0: {exc}", file=sys.stderr)

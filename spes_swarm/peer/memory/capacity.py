@@ -79,7 +79,7 @@ class Workload:
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
-            foreign_storage=StepSettings.of(peer, device).foreign_storage,
+            foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
             optimizer_states=peer.optimizer_states,
             live_weights=peer.live_weights,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
@@ -88,11 +88,17 @@ class Workload:
         )
 
     def foreign_bytes(self, num_experts: int) -> ForeignBytes:
-        """Returns what the experts that others train take."""
+        """Returns what the experts that others train take, for each rank."""
         expert = self.layout.expert_block(0)
         stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
         num_layers = len(expert.slots) // len(PROJECTIONS)
-        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
+        return foreign_bytes(
+            self.foreign_storage,
+            int(stored),
+            num_layers,
+            on_gpu=self.device.type != "cpu",
+            num_ranks=self.num_ranks,
+        )
 
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns what training takes on the device of rank 0 without activations, by class."""
@@ -126,9 +132,9 @@ class Workload:
         if self.foreign_storage == "host":
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # All ranks put their models together at once; these have moved to the GPUs before the first round. Other
-            # storage than the device's is filled where it is.
-            moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
+            # All ranks put their models together at once; these have moved to the GPUs before the first round. Host
+            # memory and files are filled where they are.
+            moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
             host["round"] = max(self.result_bytes, self.num_ranks * moved)
         elif self.num_ranks > 1:
             model = weights + on_device["foreign"]

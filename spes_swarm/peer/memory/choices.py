@@ -64,18 +64,23 @@ _CHOICES = {
 }
 
 
-def choices(device: torch.device) -> tuple[Choice, ...]:
+def choices(device: torch.device, num_ranks: int = 1) -> tuple[Choice, ...]:
     """Returns what to try on a device of this type, fastest first."""
-    return _CHOICES[device.type]
+    found = _CHOICES[device.type]
+    if num_ranks > 1 and device.type == "cuda":  # on a CPU all ranks are in the same memory
+        place = found.index(_INT8) + 1
+        return (*found[:place], replace(_INT8, foreign_storage="ranks"), *found[place:])
+    return found
 
 
-def step_shape(peer: PeerConfig, device: torch.device, num_held: int) -> StepShape:
+def step_shape(peer: PeerConfig, device: torch.device, num_held: int, num_ranks: int = 1) -> StepShape:
     """Returns what decides the activations of this peer's steps."""
-    settings = StepSettings.of(peer, device)
+    settings = StepSettings.of(peer, device, num_ranks)
     return StepShape(
         num_held=num_held,
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
+        num_ranks=num_ranks,
         live_weights=peer.live_weights,
         precision=settings.precision,
         activation_checkpointing=peer.activation_checkpointing,

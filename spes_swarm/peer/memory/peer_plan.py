@@ -46,7 +46,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     """
     experts = plan_experts(run, peer, device, num_ranks)
     if peer.foreign_storage == "disk":
-        _check_disk(Workload.of(run, peer, device), peer, experts, num_ranks)
+        _check_disk(Workload.of(run, peer, device, num_ranks), peer, experts)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
@@ -55,7 +55,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
         return PeerPlan(experts=experts, micro_batch_size=most)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
     work = Workload.of(run, peer, device, num_ranks)
-    estimate = StepEstimate(run, step_shape(peer, device, experts), work.layout)
+    estimate = StepEstimate(run, step_shape(peer, device, experts, num_ranks), work.layout)
     smallest = experts if peer.experts != "auto" else 1
     while experts > smallest and sharing * estimate.temporary(1) > free - _static(work, experts):
         experts -= 1
@@ -74,9 +74,9 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     return PeerPlan(experts=experts, micro_batch_size=max(1, size))
 
 
-def _check_disk(work: Workload, peer: PeerConfig, experts: int, num_ranks: int) -> None:
+def _check_disk(work: Workload, peer: PeerConfig, experts: int) -> None:
     """Refuses a disk without room for others' experts, of which each rank has its own files, and the reference."""
-    files = num_ranks * work.foreign_bytes(experts).on_disk
+    files = work.num_ranks * work.foreign_bytes(experts).on_disk
     vectors = 2 * torch.float32.itemsize * work.layout.num_elements if work.on_disk else 0
     advice = "use --foreign-storage device, a smaller form of --foreign-experts, or an --output-dir on a larger disk"
     check_disk_space(files + vectors, Path(peer.output_dir), advice)
@@ -91,7 +91,7 @@ def _what_would_fit(
     run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int, sharing: int
 ) -> Iterator[str]:
     """Yields settings that would fit, best first; the others' experts' form hardly changes the activations."""
-    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts)
+    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts, work.num_ranks)
     temporary = sharing * StepEstimate(run, layers, work.layout).temporary(1)
     flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
     options = [("", work), *((f"{flags} ", smaller) for flags, smaller in smaller_workloads(work))]

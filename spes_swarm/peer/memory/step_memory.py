@@ -47,8 +47,9 @@ class StepShape:
 
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
+    foreign_storage: str = "device"  # where they are; see PeerConfig
+    num_ranks: int = 1
     live_weights: str = "fp32"  # or "bf16"
-    foreign_storage: str = "device"  # see `new_storage`
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -116,7 +117,9 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
     stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
-    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu).on_device
+    on_device = foreign_bytes(
+        shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu, num_ranks=shape.num_ranks
+    ).on_device
     return StepMemory(
         weights=weights - stored + on_device,
         gradients=trained,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ _START_S = 600.0  # until all ranks have started: importing torch on a busy mach
 _ORDER_S = 30 * 24 * 3600.0
 _STEP_S = 3600.0  # by which one rank may finish its share of a step after another, or hear the next order
 _POLL_S = 0.1
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
 _LOST = "another rank of this peer has ended"
 
 
@@ -40,6 +41,8 @@ class RankGroup:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
+        self.rank = placement.rank
+        self.world_size = placement.world_size
         self._data: dist.ProcessGroup | None = None  # for tensors; the default group is for orders
         self._usable = False
 
@@ -129,6 +132,17 @@ class RankGroup:
     def _broadcast(self, x_N: Tensor) -> None:
         # Bytes, because gloo lacks some dtypes of the forms in which experts are stored.
         dist.broadcast(x_N.view(torch.uint8), src=0, group=self._data)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Returns the tensors of all ranks (W, ...), which have the same shape; for W ranks.
+
+        Raises:
+            RankError: a rank has ended.
+        """
+        all_ranks = own.new_empty((self.world_size, *own.shape))
+        with self._exchange():
+            _all_gather(all_ranks.view(-1), own.reshape(-1), group=self._data)
+        return all_ranks
 
     def reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replaces rank 0's tensors by the sums over all ranks; those of other ranks are undefined afterwards.

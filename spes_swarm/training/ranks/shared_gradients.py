@@ -17,11 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spes_swarm.model.foreign.shares import SharedStorage
+from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.out_of_memory import is_out_of_memory
 from spes_swarm.training.ranks.group import RankGroup
-from spes_swarm.training.ranks.orders import Step
+from spes_swarm.training.ranks.orders import Evaluation, Step
+from spes_swarm.training.ranks.outbox import Outbox
 
 
 class SharedGradients:
@@ -35,6 +38,10 @@ class SharedGradients:
         self._device = device
         self._sent_revision: int | None = None  # of the weights that the other ranks have
         self._routed_E: npt.NDArray[np.int64] = np.zeros(model.layout.num_experts, dtype=np.int64)
+        self._outbox = Outbox(group, model)
+        if isinstance(model.foreign_storage, SharedStorage):
+            model.foreign_storage.publish = self._outbox.add
+            model.foreign_storage.flush = self._outbox.flush
 
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
         """See Gradients.
@@ -46,11 +53,13 @@ class SharedGradients:
         try:
             return self._compute(batch_BS, progress)
         except BaseException as exc:
-            if not is_out_of_memory(exc):  # after which the step is over for all ranks
+            # Without memory the step is over for all ranks, unless the others wait for this one's share of experts.
+            if not is_out_of_memory(exc) or self._model.shares_foreign:
                 self._group.abandon()
             raise
 
     def _compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
+        self._outbox.flush()
         sequences, tokens = batch_BS.shape
         step = Step(
             held=self._model.held,
@@ -65,14 +74,30 @@ class SharedGradients:
         loss, self._routed_E = compute_share(self._group, self._model, self._own, batch_BS, progress)
         return loss
 
+    def announce_evaluation(self, num_batches: int) -> None:
+        """See Gradients."""
+        if not self._model.shares_foreign:
+            return
+        self._outbox.flush()
+        order = Evaluation(
+            held=self._model.held,
+            all_weights=self._model.revision != self._sent_revision,
+            num_batches=num_batches,
+        )
+        self._group.send_order(order)
+        exchange_weights(self._group, self._model, order)
+        self._sent_revision = self._model.revision
+
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
         routed_E, self._routed_E = self._routed_E, np.zeros_like(self._routed_E)
         return routed_E
 
 
-def exchange_weights(group: RankGroup, model: SparseModel, step: Step) -> None:
+def exchange_weights(group: RankGroup, model: SparseModel, step: Step | Evaluation) -> None:
     """Brings the weights of all ranks to those of rank 0: all of them, or only the trained ones.
+
+    Others' experts that the ranks share have been sent already.
 
     Raises:
         RankError: another rank of this peer has ended.
@@ -86,7 +111,10 @@ def _trained_weights(model: SparseModel) -> Iterator[Tensor]:
 
 def _all_weights(model: SparseModel) -> Iterator[Tensor]:
     yield from _trained_weights(model)
-    yield from model.module.buffers()  # others' experts in their stored form: all ranks get the same bits
+    for module in model.module.modules():
+        if not (model.shares_foreign and isinstance(module, FrozenStack)):
+            # Others' experts in their stored form: all ranks get the same bits.
+            yield from module.buffers(recurse=False)
 
 
 def compute_share(
@@ -98,6 +126,7 @@ def compute_share(
 
     Raises:
         MemoryError, RuntimeError: not even one sequence fits on one of the ranks; the others have not been waiting.
+            If the ranks share others' experts, it is this rank, and the others do wait.
         RankError: another rank of this peer has ended.
     """
     failure: BaseException | None = None
@@ -106,7 +135,7 @@ def compute_share(
         summary[1] = own.compute(batch_BS, progress, group.placement.share(len(batch_BS)))
         summary[2:] = torch.from_numpy(model.pop_routed_tokens())
     except (MemoryError, RuntimeError) as exc:
-        if not is_out_of_memory(exc):
+        if not is_out_of_memory(exc) or model.shares_foreign:
             raise
         failure = exc
         summary[0] = 1

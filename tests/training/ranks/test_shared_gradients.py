@@ -38,12 +38,12 @@ class Rank:
 
 
 @contextmanager
-def two_ranks(directory: Path, rounds: int = ROUNDS) -> Iterator[list[Rank]]:
-    """Rank 0 trains in a directory; rank 1 is what torchrun starts."""
+def two_ranks(directory: Path, storage: str, rounds: int = ROUNDS) -> Iterator[list[Rank]]:
+    """Rank 0 trains in a directory; rank 1 is what torchrun starts. `storage` is that of others' experts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    commands = [(rank_trainer.main, [str(directory), str(rounds)]), (join.main, [])]
+    commands = [(rank_trainer.main, [str(directory), str(rounds), storage]), (join.main, [])]
     ranks: list[Rank] = []
     with ExitStack() as stack:
         for number, (main, arguments) in enumerate(commands):
@@ -68,13 +68,14 @@ def wait_for_a_round(ranks: list[Rank]) -> None:
     assert ranks[0].output.readline() == "committed\n"
 
 
-def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path) -> None:
-    """Through merges and a change of experts, and through signals, which torchrun sends to all ranks."""
-    with two_ranks(tmp_path / "two") as ranks:
+@pytest.mark.parametrize("storage", ["device", "ranks"])
+def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path, storage: str) -> None:
+    """Through merges, a change of experts and evaluations, and through signals, which torchrun sends to all ranks."""
+    with two_ranks(tmp_path / "two", storage) as ranks:
         wait_for_a_round(ranks)
         for number in (signal.SIGTERM, signal.SIGINT):
             ranks[1].process.send_signal(number)
-        alone = rank_trainer.train(tmp_path / "one")
+        alone = rank_trainer.train(tmp_path / "one", storage=storage)
         (code, output), other = [rank.end() for rank in ranks]
     assert code == 0, output
     assert other == (0, "")
@@ -82,16 +83,19 @@ def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path) -> None:
     assert committed == ["committed"] * (ROUNDS - 1)
     together = json.loads(outcome)
     assert together.pop("losses") == pytest.approx(alone.pop("losses"), rel=1e-6)
+    assert 2 * together.pop("foreign_bytes") == (2 if storage == "device" else 1) * alone.pop("foreign_bytes")
     assert together == alone
+    assert [loss is not None for loss in together["evaluated"]] == [True, True, False, True, True]
     assert len(set(together["digests"])) == ROUNDS
     assert together["merged"] == [2, 4]
     assert together["held"] == list(OTHERS)
     assert together["tokens"] == [2 * 64] * ROUNDS * INNER_STEPS
 
 
+@pytest.mark.parametrize("storage", ["device", "ranks"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int) -> None:
-    with two_ranks(tmp_path / "two", rounds=10**6) as ranks:
+def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int, storage: str) -> None:
+    with two_ranks(tmp_path / "two", storage, rounds=10**6) as ranks:
         wait_for_a_round(ranks)
         ranks[killed].process.kill()
         code, output = ranks[1 - killed].end()
