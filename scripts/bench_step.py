@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spes_swarm.model.frozen_stack import FORMS
+from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
 from spes_swarm.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes

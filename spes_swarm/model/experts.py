@@ -20,8 +20,8 @@ from transformers.integrations import moe
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.expert_mlp import ExpertWeights, Routing, expert_mlp
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.storage import ForeignStorage
-from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.half_weights import LowerHalves, halve, read_master, write_master
 from spes_swarm.model.kernels import ExpertKernel
 

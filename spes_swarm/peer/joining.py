@@ -24,6 +24,7 @@ from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.peer.barrier import await_training
 from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
@@ -34,7 +35,7 @@ from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
 from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, lower_halves_device, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
-from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
+from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
@@ -45,8 +46,6 @@ from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
-_BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
-_ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
 
 _Args = ParamSpec("_Args")
@@ -237,7 +236,7 @@ class Joining:
         self._contribution.close()
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
-        # From here on this peer answers others: a script that starts a swarm need not wait for its first step.
+        # From here on it answers others: a script that starts a swarm need not wait for its first step.
         context.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
         context.directory.remember(self.manifest)
         context.data.remember(self._local)
@@ -488,20 +487,3 @@ class Joining:
     def _say_round(self) -> None:
         if not self._console.is_terminal:  # on a terminal the panel shows it
             self._console.say(round_line(self._context.status))
-
-
-def await_training(
-    view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
-) -> None:
-    """Waits until the other peers train, so that no peer starts before all have seen each other.
-
-    This takes about a second, or half a minute if they are connected through a relay on a busy machine.
-    """
-    begun = all_there = now()
-    while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):
-        seen = view()
-        if seen.num_training >= others:
-            return
-        if seen.num_ready >= others:
-            all_there = now()
-        stop.wait(_STOP_POLL_S)

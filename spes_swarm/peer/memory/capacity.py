@@ -32,8 +32,8 @@ from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
+from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
-from spes_swarm.model.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings

@@ -7,7 +7,7 @@ from contextlib import suppress
 from torch import Tensor, nn
 
 from spes_swarm.base.errors import RankError
-from spes_swarm.model.frozen_stack import FrozenStack
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Matrices

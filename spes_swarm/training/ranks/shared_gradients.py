@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.shares import SharedStorage
-from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.out_of_memory import is_out_of_memory
