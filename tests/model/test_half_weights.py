@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.model.half_weights import LowerHalves, is_halved, join, read_master, split
 from spes_swarm.model.losses import LossWeights
+from spes_swarm.model.output_head import output_head
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients, autocast
 from spes_swarm.training.optimiser.adamw import PeerAdamW
@@ -169,6 +170,19 @@ def test_a_rank_that_takes_no_steps_keeps_no_lower_halves() -> None:
     for (name, one), (_, other) in zip(model.trainable_parameters(), full.trainable_parameters(), strict=True):
         if ".experts." not in name:
             assert torch.equal(one, other), name
+
+
+def test_logits_that_differ_by_less_than_bf16_shows_are_not_taken_for_the_heads() -> None:
+    plain, scaled = model_of(), model_of()
+
+    def scale(module: nn.Module, arguments: object, output: Any) -> None:
+        output.logits *= 1.001
+
+    scaled.module.register_forward_hook(scale)
+    for model in (plain, scaled):
+        model.halve(HERE)
+    assert isinstance(output_head(plain.module), nn.Linear)
+    assert output_head(scaled.module) is None
 
 
 def test_many_micro_batches_add_up_in_fp32() -> None:
