@@ -68,9 +68,9 @@ def _measured_head(model: Any) -> nn.Linear | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()) or model.base_model is model:
         return None
-    # In bf16 a small factor would pass for rounding; but equal products of equal operands have equal bits.
+    # In bf16 a small factor could pass for rounding, but products of equal operands have equal bits.
     is_bf16 = head.weight.dtype == torch.bfloat16
-    tolerance = {"rtol": 0.0, "atol": 0.0} if is_bf16 else {"rtol": 1e-4, "atol": 1e-6}
+    rtol, atol = (0.0, 0.0) if is_bf16 else (1e-4, 1e-6)
     ids_BS = torch.tensor([[0, 1]], device=head.weight.device)
     was_training = model.training
     model.eval()
@@ -78,7 +78,7 @@ def _measured_head(model: Any) -> nn.Linear | None:
         with torch.autocast(head.weight.device.type, torch.bfloat16, enabled=is_bf16):
             logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
             hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
-            same = torch.allclose(head(hidden_BSD), logits_BSV, **tolerance)
+            same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=rtol, atol=atol)
     finally:
         model.train(was_training)
     return head if same else None
