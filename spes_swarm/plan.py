@@ -131,11 +131,13 @@ def _table(made: Plan, speed: Speed | None) -> str:
         rows = [(name.replace("_", " "), gigabytes(size)) for name, size in classes.items()]
         return f"{title}\n{two_columns([*rows, ('together', gigabytes(peak))])}"
 
+    on_cpu = made.trains_on == "cpu"
+    device = "host memory for training" if on_cpu else f"memory of {'each' if made.ranks > 1 else 'the'} GPU"
+    host = {"training": made.device_peak, **made.host} if on_cpu else made.host
     settings = [(f"--{name.replace('_', '-')}", str(value)) for name, value in made.settings().items()]
-    each = f"each of the {made.ranks} devices" if made.ranks > 1 else "the device"
     parts = [
-        sizes(f"memory of {each}", made.device, made.device_peak),
-        sizes("memory of the host", made.host, made.host_peak),
+        sizes(device, made.device, made.device_peak),
+        sizes("host memory", host, made.host_peak),
         f"settings\n{two_columns(settings)}",
     ]
     if speed is not None:

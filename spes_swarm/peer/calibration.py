@@ -279,7 +279,7 @@ def _fill(model: SparseModel) -> None:
     pool_N = 0.02 * torch.randn(_POOL_ELEMENTS, generator=torch.Generator().manual_seed(0))
     for _, parameter in model.trainable_parameters():
         if parameter.dim() > 1:
-            for piece_N in parameter.view(-1).split(_POOL_ELEMENTS):
+            for piece_N in torch.split(parameter.view(-1), _POOL_ELEMENTS):
                 piece_N.copy_(pool_N[: len(piece_N)])
         else:
             parameter.fill_(1.0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spes_swarm import plan
 from spes_swarm.base.errors import CheckpointError, HubError
 from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.run import RunConfig
@@ -60,6 +61,17 @@ def test_the_weights_are_fetched_after_the_run_is_described(tmp_path: Path, hub:
     stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
     torch.testing.assert_close(stored["lm_head.weight"], model.state_dict()["lm_head.weight"], rtol=0, atol=0)
     assert said[0] == f"fetching {len(names) - 1} weight files of user/described@{commit}, commit {commit[:7]}"
+
+
+def test_a_plan_fetches_the_configuration_only(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_moe(tmp_path / "model", "mixtral")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    hub.upload(tmp_path / "model", "user/planned")
+    assert plan.main(["--initial-weights", "user/planned", "--device", "cpu"]) == 0
+    assert "--experts                   4\n" in capsys.readouterr().out
+    assert fetched(tmp_path) == {"config.json"}
 
 
 def test_pickled_weights_are_refused_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ class Machine:
 class Plan:
     """Settings for a peer, and what follows from them. Sizes in bytes."""
 
+    trains_on: str  # "gpu" or "cpu"
     experts: int
     choice: Choice
     reference_storage: str
     ranks: int
     batch_size: int  # sequences of a local step, of all ranks together
     micro_batch_size: int  # sequences that a rank computes at a time
-    device: dict[str, int]  # by class, of each GPU; on a CPU of the host
+    device: dict[str, int]  # by class, of each GPU; on a CPU in host memory, beside `host`
     host: dict[str, int]
     peers: int  # in the swarm
     round_bytes: int  # that a peer sends, and as many that it receives
@@ -54,8 +56,8 @@ class Plan:
 
     @property
     def host_peak(self) -> int:
-        """All classes of the host."""
-        return sum(self.host.values())
+        """All that is in host memory."""
+        return sum(self.host.values()) + (self.device_peak if self.trains_on == "cpu" else 0)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings of a peer by their names in a PeerConfig."""
@@ -101,6 +103,7 @@ class _Shortage:
     choice: Choice
     memory: str  # which is too small
     least: int  # bytes that are needed there
+    size: int  # bytes that are there
 
 
 def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batch_size: int | None = None) -> Plan:
@@ -130,7 +133,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
         fewer, fewer_fit = planner.most(wanted - 1)
         if experts is not None or fewer_fit is None:
             raise CapacityError(
-                f"training {plural(wanted, 'expert')} needs at least {gigabytes(found.least)} of {found.memory}, even "
+                f"training {plural(wanted, 'expert')} needs at least {gigabytes(found.least)} of {found.memory}, "
                 f"with {as_flags(found.choice.to_dict())}: "
                 + (f"--experts {fewer} would fit" if fewer else "plan with more memory, or with a smaller model")
             )
@@ -144,6 +147,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
     sharing = planner.sharing
     step = {"activations": sharing * found.step.activations, "logits": sharing * found.step.logits}
     return Plan(
+        trains_on="cpu" if machine.device.type == "cpu" else "gpu",
         experts=wanted,
         choice=found.choice,
         reference_storage=found.storage,
@@ -172,16 +176,15 @@ class _Planner:
         self._estimates: dict[StepShape, StepEstimate] = {}
 
     def fit(self, experts: int) -> _Fit | _Shortage:
-        """Returns the fastest settings with which so many experts fit; if there are none, what the last ones lack."""
-        shortage: _Shortage | None = None
+        """Returns the fastest settings with which so many experts fit; if there are none, those that lack the least."""
+        shortages = []
         for choice in choices(self._machine.device):
             for storage in ("memory", "disk"):
                 found = self._try(experts, choice, storage)
                 if isinstance(found, _Fit):
                     return found
-                shortage = found
-        assert shortage is not None
-        return shortage
+                shortages.append(found)
+        return min(shortages, key=lambda each: each.least / each.size)
 
     def most(self, limit: int) -> tuple[int, _Fit | None]:
         """Returns the largest number of experts up to `limit` that fits, with its settings, or (0, None)."""
@@ -199,19 +202,19 @@ class _Planner:
         machine = self._machine
         peer = choice.apply(PeerConfig(reference_storage=storage))
         work = Workload.of(self._run, peer, machine.device, machine.ranks)
-        static, host = sum(work.device_bytes(experts).values()), sum(work.host_bytes(experts).values())
-        on_gpu = machine.device.type == "cuda"
-        name = "GPU memory" if on_gpu else "host memory"
+        fixed, host = sum(work.device_bytes(experts).values()), sum(work.host_bytes(experts).values())
+        name, size = "GPU memory", machine.memory
+        if machine.device.type == "cpu":
+            name, size, fixed = "host memory", machine.host_memory, fixed + host
+        short = partial(_Shortage, choice=choice)
         if host > machine.host_memory:
-            return _Shortage(choice=choice, memory="host memory", least=host)
-        fixed, size = (static, machine.memory) if on_gpu else (static + host, machine.host_memory)
+            return short(memory="host memory", least=host, size=machine.host_memory)
         if fixed > size:
-            return _Shortage(choice=choice, memory=f"{name} before the first activation", least=fixed)
+            return short(memory=f"{name} before the first activation", least=fixed, size=size)
         estimate = self._estimate(step_shape(peer, machine.device, experts), work.layout)
-        batch_size = self._run.training.batch_size
-        sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, batch_size)
+        sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, self._run.training.batch_size)
         if not sequences:
-            return _Shortage(choice=choice, memory=name, least=fixed + self.sharing * estimate.at_least(1))
+            return short(memory=name, least=fixed + self.sharing * estimate.at_least(1), size=size)
         return _Fit(
             choice=choice, work=work, storage=storage, micro_batch_size=sequences, step=estimate.step(sequences)
         )
