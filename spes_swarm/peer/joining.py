@@ -28,7 +28,7 @@ from spes_swarm.peer.barrier import await_training
 from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
-from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
+from spes_swarm.peer.memory.peer_plan import plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
@@ -128,13 +128,8 @@ class Joining:
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
-        if self._context.run is not None:
-            self._fits = self._plan(self._context.run)
-
-    def _plan(self, run: RunConfig) -> PeerPlan:
-        if self._ranks is not None:
-            self._ranks.placement.check_batch(run.training.batch_size_of(self._peer.batch_size))
-        return plan_peer(run, self._peer, self._device, self._num_ranks)
+        if (run := self._context.run) is not None:
+            self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
 
     def _listen(self) -> None:
         self._maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._context.directory.known_port()))
@@ -172,7 +167,7 @@ class Joining:
         run, context = self._run, self._context
         self._batch_size = run.training.batch_size_of(self._peer.batch_size)
         if context.run is None:
-            self._fits = self._plan(run)
+            self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
         self._sampler = self._local.batches(
@@ -283,7 +278,7 @@ class Joining:
                 device=self._device,
                 batch_size=self._batch_size,
                 micro_batch_size=self._fits.micro_batch_size,
-                precision=self._step.precision,
+                precision=StepSettings.of(peer, self._device).precision,
                 ranks=self._ranks,
                 optimizer_states=peer.optimizer_states,
                 metrics=context.metrics,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from spes_swarm import plan
 from spes_swarm.base.errors import CheckpointError, HubError
 from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.run import RunConfig
@@ -96,6 +97,17 @@ def digests_elsewhere(hub: HubServer, names: list[str]) -> list[str]:
         check=True,
     )
     return done.stdout.split()
+
+
+def test_a_plan_fetches_the_configuration_only(
+    tmp_path: Path, hub: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_moe(tmp_path / "model", "mixtral")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    hub.upload(tmp_path / "model", "user/planned")
+    assert plan.main(["--initial-weights", "user/planned", "--device", "cpu"]) == 0
+    assert "--experts                   4\n" in capsys.readouterr().out
+    assert fetched(tmp_path) == {"config.json"}
 
 
 def test_pickled_weights_are_refused_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:

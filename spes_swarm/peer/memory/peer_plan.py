@@ -17,6 +17,7 @@ from spes_swarm.peer.memory.choices import step_shape
 from spes_swarm.peer.memory.host_memory import check_disk_space, free_host_bytes
 from spes_swarm.peer.memory.step_memory import StepEstimate
 from spes_swarm.peer.step_settings import StepSettings
+from spes_swarm.training.ranks.placement import Placement
 
 # Of the free memory, for whole micro-batches. A GPU's allocator reports what it cannot find, and the micro-batch is
 # halved; on a CPU the C library keeps freed memory, and the kernel kills the process.
@@ -41,9 +42,11 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     needs the most, is counted.
 
     Raises:
-        ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The
-            message says what would fit.
+        ConfigError: as `plan_experts`, or the batch cannot be divided evenly among the ranks.
+        CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The message says what
+            would fit.
     """
+    Placement(rank=0, world_size=num_ranks).check_batch(run.training.batch_size_of(peer.batch_size))
     experts = plan_experts(run, peer, device, num_ranks)
     if peer.foreign_storage == "disk":
         _check_disk(Workload.of(run, peer, device, num_ranks), peer, experts)
