@@ -12,7 +12,7 @@ Shapes: B sequences, S tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +48,7 @@ class GradientSource(Protocol):
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
         """See Gradients."""
 
-    def announce_evaluation(self, num_batches: int) -> None:
+    def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
         """See Gradients."""
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
@@ -120,12 +120,13 @@ class Gradients:
             total += losses.cross_entropy * share.targets
         return float(total)
 
-    def announce_evaluation(self, num_batches: int) -> None:
-        """Makes the model ready to be run on so many batches; other ranks take part if they share others' experts.
+    def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
+        """Returns the context in which the model is run on so many batches; ranks that share others' experts take part.
 
         Raises:
             RankError: another rank of this peer has ended.
         """
+        return nullcontext()
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns and clears the routed copies of tokens per expert (E,) since the last call, over all layers."""

@@ -425,10 +425,9 @@ class Trainer:
         if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
             return None
         self._setup.status.phase = "evaluating"
-        with contextlib.suppress(RankError):  # the next step reports it
-            self._gradients.announce_evaluation(len(self._held_out.batches))
+        with contextlib.suppress(RankError), self._gradients.evaluating(len(self._held_out.batches)):
             return self._held_out.measure(self._model.module)
-        return None
+        return None  # a rank has ended: the next step reports it
 
     def _report(
         self, report: RoundReport, alpha: float | None, losses: RoundLosses, held_out: HeldOutLoss | None

@@ -47,9 +47,13 @@ class Outbox:
         places = tuple((number[stack], index) for stack, index in zip(self._stacks, self._indices, strict=True))
         tensors, self._tensors = self._tensors, []
         self._stacks, self._indices, self._num_bytes = [], [], 0
-        with suppress(RankError):
-            self._group.send_order(Matrices(held=self._model.held, places=places))
-            self._group.broadcast(tensors)
+        try:
+            with suppress(RankError):
+                self._group.send_order(Matrices(held=self._model.held, places=places))
+                self._group.broadcast(tensors)
+        except BaseException:
+            self._group.abandon()  # the others may wait for the matrices
+            raise
 
 
 def receive_matrices(group: RankGroup, model: SparseModel, order: Matrices) -> None:

@@ -11,6 +11,7 @@ Shapes: B sequences, S tokens, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -74,9 +75,11 @@ class SharedGradients:
         loss, self._routed_E = compute_share(self._group, self._model, self._own, batch_BS, progress)
         return loss
 
-    def announce_evaluation(self, num_batches: int) -> None:
+    @contextmanager
+    def evaluating(self, num_batches: int) -> Iterator[None]:
         """See Gradients."""
         if not self._model.shares_foreign:
+            yield
             return
         self._outbox.flush()
         order = Evaluation(
@@ -84,9 +87,14 @@ class SharedGradients:
             all_weights=self._model.revision != self._sent_revision,
             num_batches=num_batches,
         )
-        self._group.send_order(order)
-        exchange_weights(self._group, self._model, order)
-        self._sent_revision = self._model.revision
+        try:
+            self._group.send_order(order)
+            exchange_weights(self._group, self._model, order)
+            self._sent_revision = self._model.revision
+            yield
+        except BaseException:
+            self._group.abandon()  # the others wait for the rest of the evaluation
+            raise
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
@@ -102,6 +110,8 @@ def exchange_weights(group: RankGroup, model: SparseModel, step: Step | Evaluati
     Raises:
         RankError: another rank of this peer has ended.
     """
+    if step.all_weights:
+        model.foreign_storage.before_write()
     group.broadcast(_all_weights(model) if step.all_weights else _trained_weights(model))
 
 

@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spes_swarm.base.errors import ConfigError, RankError
+from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.shares import SharedStorage
-from spes_swarm.model.foreign.storage import ForeignStorage
+from spes_swarm.model.foreign.storage import ForeignStorage, StagedStorage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup
-from spes_swarm.training.ranks.orders import Evaluation, Matrices, Step, Stop, decode_order, encode_order
+from spes_swarm.training.ranks.orders import Evaluation, Matrices, Order, Step, Stop, decode_order, encode_order
 from spes_swarm.training.ranks.placement import Placement
-from spes_swarm.training.ranks.shared_gradients import SharedGradients, compute_share
+from spes_swarm.training.ranks.shared_gradients import SharedGradients, compute_share, exchange_weights
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rank_trainer import replica
 from tests.helpers.repository import ROOT
@@ -146,6 +147,17 @@ class Meeting(RankGroup):
         super().__init__(Placement(rank=0, world_size=2))
         self.failures = failures
         self.added: list[Tensor] = []
+        self.orders: list[Order] = []
+        self.abandoned = False
+
+    def give(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        list(tensors)
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     def all_reduce(self, values: Tensor) -> None:
         values[0] += self.failures
@@ -247,6 +259,47 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
     with pytest.raises(type(error)):
         SharedGradients(group, model, own, torch.device("cpu")).compute(BATCH_BS, 0.0)
     assert bool(abandoned) == expected
+
+
+def test_an_evaluation_that_only_rank_0_gives_up_is_the_last_that_ranks_do_together() -> None:
+    for shares in (False, True):
+        group = Meeting(failures=0.0)
+        model, own = own_gradients(2, SharedStorage(group) if shares else None)
+        gradients = SharedGradients(group, model, own, torch.device("cpu"))
+        with pytest.raises(KeyboardInterrupt), gradients.evaluating(1):
+            raise KeyboardInterrupt
+        assert group.abandoned == shares
+        assert group.orders == ([Evaluation(held=(1, 4), all_weights=True, num_batches=1)] if shares else [])
+
+
+def test_weights_that_arrive_replace_prefetched_copies() -> None:
+    class Arriving(Meeting):
+        def broadcast(self, tensors: Iterable[Tensor]) -> None:
+            for tensor in tensors:
+                tensor.fill_(3)
+
+    class Fixed(ForeignStorage):
+        is_fixed = True
+
+    class Copied:
+        def __init__(self, sources: list[Tensor]) -> None:
+            self.tensors = [source.clone() for source in sources]
+
+        def ready(self) -> list[Tensor]:
+            return self.tensors
+
+        def drop(self) -> None:
+            pass
+
+        finish = drop
+
+    model, _ = own_gradients(2, StagedStorage(Fixed(), Copied))
+    experts = next(module for module in model.module.modules() if isinstance(module, SparseExperts))
+    before = experts.fetch().matrices("down_proj", torch.float32, slice(None))
+    step = Step(held=(1, 4), all_weights=True, batch_shape=(1, 2), progress=0.0)
+    exchange_weights(Arriving(failures=0.0), model, step)
+    assert not (before == 3).any()
+    assert (experts.fetch().matrices("down_proj", torch.float32, slice(None)) == 3).all()
 
 
 def test_a_rank_that_others_wait_for_does_not_try_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
