@@ -150,7 +150,7 @@ class Meeting(RankGroup):
         self.orders: list[Order] = []
         self.abandoned = False
 
-    def give(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         self.orders.append(order)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
