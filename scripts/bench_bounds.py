@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.corpus import STDLIB, open_corpus
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.protocol.members.identity import Identity

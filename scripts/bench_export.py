@@ -25,7 +25,6 @@ import io
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import time
@@ -57,6 +56,7 @@ from spes_swarm.publishing.snapshot import take_snapshot
 from spes_swarm.storage.checkpoint import CheckpointMeta
 from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.testing.benchmark import reset_peak, status_bytes
 
 SHARD_SIZES = (MAX_SHARD_SIZE, "50MB")
 NOISE_STDS = (0.0, 0.02)  # exact copies, and the paper's
@@ -69,25 +69,18 @@ _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, 
 Figures = dict[str, Any]
 
 
-def status_bytes(process_id: int | str, key: str) -> int:
-    """A value of /proc/PID/status in bytes; 0 for a process that has ended."""
-    text = Path(f"/proc/{process_id}/status").read_text(encoding="ascii")
-    match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
-    return 1024 * int(match[1]) if match else 0
-
-
 @contextlib.contextmanager
 def observed(pipe: Connection) -> Iterator[None]:
     """Measures the code inside, together with the process at the other end of the pipe."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM: proc_pid_clear_refs(5)
-    before = status_bytes("self", "VmRSS")
+    reset_peak()
+    before = status_bytes("VmRSS")
     pipe.send(None)
     pipe.recv()
     started = time.perf_counter()
     yield
     seconds = time.perf_counter() - started
-    pipe.send({"seconds": seconds, "peak_resident_bytes": status_bytes("self", "VmHWM") - before})
+    pipe.send({"seconds": seconds, "peak_resident_bytes": status_bytes("VmHWM") - before})
 
 
 def measured(task: Callable[..., None], *arguments: Any) -> Figures:
@@ -99,11 +92,11 @@ def measured(task: Callable[..., None], *arguments: Any) -> Figures:
     there.close()
     try:
         here.recv()
-        before = peak = status_bytes(process.pid or 0, "RssAnon")
+        before = peak = status_bytes("RssAnon", process.pid or 0)
         times = [time.perf_counter()]
         here.send(None)
         while not here.poll(_SAMPLE_S):
-            peak = max(peak, status_bytes(process.pid or 0, "RssAnon"))
+            peak = max(peak, status_bytes("RssAnon", process.pid or 0))
             times.append(time.perf_counter())
         figures: Figures = here.recv() | here.recv()
     except EOFError:

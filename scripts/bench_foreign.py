@@ -5,9 +5,9 @@
 Four peers, each with a quarter of the experts, train in turn in one process and hold rounds with the real statements,
 plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). Model and data are the quickstart's, without expert
 merging and bounds. All runs of a seed have the same weights, steps and data, and differ by the form of the others'
-experts (spes_swarm/model/frozen_stack.py). `ulp` shows what chance alone does: fp32, but all initial weights are moved
-to the next larger number. Chance grows with the learning rate: with the quickstart's 6e-3, rounding nothing but the
-initial weights to bf16 moves the loss by more than 1 %, which hides what is measured here.
+experts (spes_swarm/model/foreign/frozen_stack.py). `ulp` shows what chance alone does: fp32, but all initial weights
+are moved to the next larger number. Chance grows with the learning rate: with the quickstart's 6e-3, rounding nothing
+but the initial weights to bf16 moves the loss by more than 1 %, which hides what is measured here.
 
 The loss is that of the swarm's reference, in fp32, on held-out text after all steps. `seen` is that of one peer's live
 weights, others' experts as it stores them: the loss that the peer itself reports. Prints a table and writes JSON.
@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from spes_swarm.base.errors import UserError
+from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.corpus import STDLIB, open_corpus
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
-from spes_swarm.model.frozen_stack import FORMS
+from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, new_identities
 

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import default_config_path, load_config
-from spes_swarm.data.corpus import STDLIB, open_corpus
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import cross_entropy_of_sequences

@@ -1,7 +1,9 @@
-"""Compares the forms of AdamW's moments: the loss that they lead to, their bytes, and the time of a step.
+"""Compares the forms of AdamW's moments and of trained weights: the loss that they lead to, and the time of a step.
 
     .venv/bin/python scripts/bench_optimizer_states.py
+    .venv/bin/python scripts/bench_optimizer_states.py --live-weights
 
+With `--live-weights` all steps are under bf16 autocast, and bf16 weights with fp32 masters are compared with fp32 ones.
 The quickstart's model is trained alone on the standard library's source, once per form and seed, with half of the
 experts held and a schedule as long as the training. The floor is what a change of every initial weight by one unit in
 the last place does to the loss. Prints a table and writes JSON.
@@ -10,7 +12,6 @@ the last place does to the loss. Prints a table and writes JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -18,23 +19,27 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
-from spes_swarm.data.corpus import STDLIB, open_corpus
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.model.sparse_model import SparseModel, build_model
-from spes_swarm.training.gradients import Gradients, loss_weights
+from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.moment_storage import FORMS
 
-FLOOR = "device, one ulp"
+FLOOR = "device, one ulp"  # of each initial weight
+HALVED = "bf16 weights"
 EVALUATION_BATCH = 16
 
 
@@ -53,7 +58,7 @@ class Outcome:
 class Training:
     """One training with its own model."""
 
-    def __init__(self, run: RunConfig, sampler: Sampler, variant: str, seed: int) -> None:
+    def __init__(self, run: RunConfig, sampler: Sampler, variant: str, seed: int, precision: str) -> None:
         training = run.training
         model = build_model(run.model.type, run.model.settings, seed, "cpu")
         if variant == FLOOR:
@@ -61,20 +66,23 @@ class Training:
                 for parameter in model.parameters():
                     parameter.copy_(torch.nextafter(parameter, torch.tensor(torch.inf)))
         self._run, self._sampler, self._variant, self._seed = run, sampler, variant, seed
+        self._autocast = partial(autocast, torch.device("cpu"), precision)
         self._sparse = SparseModel(model, range(run.model.num_experts // 2))
+        if variant == HALVED:
+            self._sparse.halve(LowerHalves(torch.device("cpu")))
         self._optimiser = PeerAdamW(
             self._sparse.param_groups(training.weight_decay),
             lr=training.learning_rate,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,
-            form="device" if variant == FLOOR else variant,
+            form=variant if variant in FORMS else "device",
         )
         self._gradients = Gradients(
             self._sparse,
             loss_weights(training),
             training.batch_size,
             device=torch.device("cpu"),
-            autocast=contextlib.nullcontext,
+            autocast=self._autocast,
             warn=lambda kind, text: None,
         )
 
@@ -111,7 +119,8 @@ class Training:
     def _held_out_loss(self) -> float:
         losses: list[float] = []
         for batch_BS in self._sampler.evaluation_batches(self._run.evaluation.sequences, EVALUATION_BATCH):
-            losses += cross_entropy_of_sequences(self._sparse.module, torch.from_numpy(batch_BS)).tolist()
+            with self._autocast():
+                losses += cross_entropy_of_sequences(self._sparse.module, torch.from_numpy(batch_BS)).tolist()
         return statistics.fmean(losses)
 
 
@@ -137,6 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--live-weights", action="store_true", help="compare forms of weights instead of moments")
     parser.add_argument("--json", type=Path, default=Path("runs/optimizer_states.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -146,7 +156,8 @@ def main() -> int:
     run = dataclasses.replace(run, training=dataclasses.replace(run.training, total_steps=options.steps))
     files = open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))
     outcomes: list[Outcome] = []
-    for variant in (*FORMS, FLOOR):
+    precision, variants = ("bf16", ("device", HALVED, FLOOR)) if options.live_weights else ("fp32", (*FORMS, FLOOR))
+    for variant in variants:
         for seed in range(options.seeds):
             sampler = Sampler(
                 TokenStream(files),
@@ -155,7 +166,7 @@ def main() -> int:
                 peer_seed=seed,
                 holdout_fraction=run.evaluation.holdout_fraction,
             )
-            outcomes.append(Training(run, sampler, variant, seed).train(options.steps))
+            outcomes.append(Training(run, sampler, variant, seed, precision).train(options.steps))
             print(outcomes[-1], flush=True)
     show(outcomes)
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -30,20 +30,18 @@ from unittest.mock import patch
 import torch
 
 from spes_swarm.base.errors import UserError
-from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import Sampler
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.peer.session import Session
 from spes_swarm.storage.metrics_file import Metrics
+from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training import gradients
 from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.trainer import Trainer
 
-# Hidden size, expert's FFN, layers, heads.
-SIZES = {"1M": (96, 192, 2, 4), "30M": (384, 768, 4, 6), "300M": (768, 1536, 10, 12)}
-NUM_EXPERTS, NUM_HELD = 8, 2
+NUM_HELD = 2
 WARM_UP_STEPS = 2
 STEP = ("forward", "backward", "clipping", "AdamW")
 DETAILS = ("data", "routed tokens", "metrics", "status", "is a round due", "checkpoints")
@@ -132,22 +130,10 @@ def children_cpu_s() -> float:
 
 def run_of(size: str, options: argparse.Namespace) -> RunConfig:
     """Returns the quickstart's run with a model of this size, and no round in sight."""
-    run = load_config(default_config_path()).run
-    assert run is not None
-    hidden, ffn, layers, heads = SIZES[size]
-    settings = run.model.settings | {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "num_experts": NUM_EXPERTS,
-        "max_position_embeddings": options.sequence_length,
-    }
+    run = quickstart_run(*SIZES[size], options.sequence_length)
     return replace(
         run,
-        model=replace(run.model, settings=settings),
-        training=replace(run.training, batch_size=options.batch_size, sequence_length=options.sequence_length),
+        training=replace(run.training, batch_size=options.batch_size),
         round=replace(run.round, inner_steps=1000),
         experts_per_peer=NUM_HELD,
     )

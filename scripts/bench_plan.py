@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/bench_plan.py --sizes 3M 30M 120M
 
-Every case trains three steps of the real model on the CPU in a process of its own. Measured is how far its resident set
-grows over what it was after a step of a tiny model. Prints a table and writes JSON.
+Every case trains a few steps of the real model on the CPU, twice, in a process of its own. Measured is how far its
+resident set grows in the second round over what it was after the first: what libraries keep for themselves does not
+count. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
+from spes_swarm.testing.benchmark import reset_peak, status_bytes
 from spes_swarm.testing.tiny_run import tiny_run
 from spes_swarm.training.gradients import Gradients, loss_weights
 
 # (hidden size, expert FFN, layers, vocabulary)
-SIZES = {"tiny": (64, 64, 2, 512), "3M": (128, 128, 4, 2048), "30M": (256, 320, 6, 4096), "120M": (512, 512, 8, 8192)}
+SIZES = {"3M": (128, 128, 4, 2048), "30M": (256, 320, 6, 4096), "120M": (512, 512, 8, 8192)}
 NUM_EXPERTS, SEQUENCE_LENGTH, BATCH_SIZE = 16, 256, 8
 # (held experts, form of the others, activation checkpointing, sequences at a time)
 SETTINGS = ((4, "fp32", "none", 8), (4, "int8", "none", 2), (1, "bf16", "layers", 8), (1, "int4", "selective", 4))
@@ -79,14 +81,6 @@ def run_of(size: str) -> RunConfig:
     return RunConfig.from_dict(run, "bench_plan")
 
 
-def resident(field: str) -> int:
-    """Returns a field of this process's memory, "VmRSS" or "VmHWM" (its peak), in bytes."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"the kernel does not report {field}")
-
-
 def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> None:
     """Trains a few steps in this process."""
     run = run_of(size)
@@ -106,9 +100,7 @@ def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: i
         warn=lambda kind, text: print(f"{kind}: {text}", file=sys.stderr),
     )
     batch_BS = np.random.default_rng(0).integers(0, run.model.vocab_size, (BATCH_SIZE, SEQUENCE_LENGTH))
-    if size != "tiny":
-        # From here on, so that how the model was built does not count.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts anew: proc(5)
+    reset_peak()  # how the model was built does not count
     for _ in range(STEPS):
         gradients.compute(batch_BS, 0.5)
         optimiser.step()
@@ -117,10 +109,10 @@ def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: i
 def serve(size: str, held: str, foreign: str, checkpointing: str, micro_batch: str) -> None:
     """Prints the bytes that a case takes."""
     torch.set_num_threads(1)
-    train("tiny", int(held), foreign, checkpointing, int(micro_batch))
-    before = resident("VmRSS")
     train(size, int(held), foreign, checkpointing, int(micro_batch))
-    print(resident("VmHWM") - before)
+    before = status_bytes("VmRSS")
+    train(size, int(held), foreign, checkpointing, int(micro_batch))
+    print(status_bytes("VmHWM") - before)
 
 
 def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> Row:
@@ -130,8 +122,11 @@ def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch:
     )
     planned = step_memory(run_of(size), shape, micro_batch).peak
     case = [size, str(held), foreign, checkpointing, str(micro_batch)]
-    # glibc keeps freed memory for later, which differs from run to run; told to return it, it shows what was in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    # glibc keeps freed memory for later, which differs from run to run. Told to map whatever has four pages or more by
+    # itself, it returns that at once. With a larger threshold, up to 10 MB of free heap were resident before a step
+    # began, and the tensors that went there did not count.
+    names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    environment = os.environ | dict.fromkeys(names, "16384") | {"MALLOC_TOP_PAD_": "0"}
     command = [sys.executable, __file__, "--serve", *case]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     return Row(size, held, foreign, checkpointing, micro_batch, planned, int(answer.stdout))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import build_model
+from spes_swarm.testing.benchmark import quickstart_run
 from spes_swarm.training.gradients import Gradients, GradientSource, autocast
 from spes_swarm.training.ranks.follower import follow
 from spes_swarm.training.ranks.group import RankGroup
@@ -55,37 +56,27 @@ class TimedGroup(RankGroup):
         with self._timed("exchange"):
             super().broadcast(tensors)
 
-    def add_up(self, tensors: Any) -> None:
+    def reduce(self, tensors: Any) -> None:
         with self._timed("exchange"):
-            super().add_up(tensors)
+            super().reduce(tensors)
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         with self._timed("waiting"):
-            super().add_up_for_all(values)
+            super().all_reduce(values)
 
 
 def replica_of_size(hidden: int, batch_size: int, device_type: str) -> Replica:
     """Returns a model of this width with a quarter of its experts held."""
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": hidden,
-        "num_hidden_layers": 6,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": 4,
-        "max_position_embeddings": SEQUENCE_LENGTH,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": None,
-    }
+    experts = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 4}
+    size = (hidden, hidden, 6, hidden // 32)
+    model = quickstart_run(*size, SEQUENCE_LENGTH, vocab_size=VOCABULARY, **experts).model
     return Replica(
-        model_type="olmoe",
-        settings=settings,
+        model_type=model.type,
+        settings=model.settings,
         held=tuple(range(HELD)),
         kernel="torch",
         foreign_experts="bf16" if device_type == "cuda" else "fp32",
+        live_weights="fp32",
         activation_checkpointing="none",
         compile=False,
         precision="bf16" if device_type == "cuda" else "fp32",
@@ -120,7 +111,7 @@ def main() -> int:
 
 def measure(group: TimedGroup, replica: Replica, device: torch.device) -> dict[str, float]:
     """Returns medians in milliseconds, and the exchange's share of a step."""
-    group.give(replica)
+    group.send_order(replica)
     model = replica.build(device)
     drawn = build_model(replica.model_type, replica.settings, seed=0, device="cpu").state_dict()
     parameters = dict(model.trainable_parameters())

@@ -38,23 +38,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from spes_swarm.model.frozen_stack import FORMS
+from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
+from spes_swarm.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes
 from spes_swarm.training.gradients import Gradients
 
-NUM_EXPERTS, TOP_K, NUM_HELD = 8, 2, 2
-VOCABULARY = 272  # bytes
+TOP_K, NUM_HELD = 2, 2
 MAX_NORM = 1.0
 WEIGHTS = LossWeights()
-TINY = "tiny"  # its step is the baseline of memory
-# Hidden size, expert's FFN, layers, heads.
-SIZES = {
-    TINY: (32, 32, 1, 2),
-    "1M": (96, 192, 2, 4),
-    "30M": (384, 768, 4, 6),
-    "300M": (768, 1536, 10, 12),
-}
 WARM_UP_STEPS = 2
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 # glibc keeps freed memory for later, which differs from run to run; told to return it, it shows what was in use.
@@ -106,22 +98,8 @@ class Arm(Protocol):
 
 def new_model(size: str, sequence_length: int) -> nn.Module:
     """Builds the model of this size."""
-    hidden, ffn, layers, heads = SIZES[size]
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "max_position_embeddings": sequence_length,
-        "bos_token_id": None,
-        "eos_token_id": 256,
-        "pad_token_id": None,
-    }
-    model: nn.Module = build_model("olmoe", settings, seed=0, device="cpu")
+    section = quickstart_run(*SIZES[size], sequence_length).model
+    model: nn.Module = build_model(section.type, section.settings, seed=0, device="cpu")
     return model
 
 
@@ -207,14 +185,6 @@ def batches(count: int, batch_size: int, sequence_length: int) -> list[np.ndarra
     """Draws batches of random bytes."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (batch_size, sequence_length)) for _ in range(count)]
-
-
-def status_bytes(field: str) -> int:
-    """Returns a field of this process's status, e.g. VmHWM: the largest resident size so far."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"this kernel does not report {field}")
 
 
 def measure_memory(arm: str, size: str, options: argparse.Namespace) -> int:

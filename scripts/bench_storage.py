@@ -21,8 +21,8 @@ import torch
 from blake3 import blake3
 
 from spes_swarm.base.errors import UserError
+from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.model.foreign.storage import new_storage
-from spes_swarm.model.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 

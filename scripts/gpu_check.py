@@ -4,9 +4,11 @@
     bash scripts/gpu_check.sh --quick       small sizes, on a CPU too: what the tests run
 
 - tests: those marked `cuda`.
-- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from float64.
+- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop;
+  and which one `auto` picks.
 - storage: the gradients of a step with others' experts in host memory and on a disk against those on the device, and
   the peaks of memory.
+- losses: the output layer with its loss, in chunks and with liger_kernel: time, memory, distance of the gradients.
 - bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
 - steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
   peak of memory against the planned one.
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -35,14 +36,17 @@ import torch
 from torch import Tensor
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.foreign.storage import new_storage
-from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, load_kernel
+from spes_swarm.model.kernel_choice import Layer, LayerShape, choose_kernel, try_kernel
+from spes_swarm.model.kernels import KERNELS, LoopKernel
+from spes_swarm.model.output_head import IGNORED_TARGET, chunked_loss, liger_loss, load_liger
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
+from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.throughput import peak_flops
 
@@ -66,35 +70,16 @@ class StepCase:
     storage: str = "device"  # of others' experts
 
 
-def quickstart(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int) -> RunConfig:
-    """Returns the quickstart's run with a model of this size."""
-    run = load_config(default_config_path()).run
-    assert run is not None
-    sizes = {
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "max_position_embeddings": sequence_length,
-    }
-    return replace(
-        run,
-        model=replace(run.model, settings=run.model.settings | sizes),
-        training=replace(run.training, sequence_length=sequence_length),
-    )
-
-
 def step_cases(quick: bool) -> Iterator[StepCase]:
     """Yields the steps to measure."""
     if quick:
-        small = quickstart(64, 96, 2, 4, 32)
+        small = quickstart_run(64, 96, 2, 4, 32)
         yield StepCase(name="small", run=small, held=2, foreign="bf16", checkpointing="none", micro_batch=2)
         int8 = StepCase(name="small, int8", run=small, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
         yield int8
         yield replace(int8, name="small, int8, disk", storage="disk")
         return
-    middle = quickstart(768, 1536, 10, 12, 1024)
+    middle = quickstart_run(*SIZES["300M"], 1024)
     yield StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
     large = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert large is not None
@@ -132,47 +117,86 @@ def run_tests(device: torch.device, quick: bool) -> list[Row]:
     return [{"tests": done.stdout.splitlines()[-1].strip("= ")}]
 
 
+def peak_bytes_of(action: Callable[[], object], device: torch.device) -> int | None:
+    """Returns the peak of memory during an action; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    action()
+    return torch.cuda.max_memory_allocated(device)
+
+
 def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
-    """Measures one linear layer of all experts with each kernel: product and both gradients."""
-    rows, features, experts = (64, 32, 4) if quick else (16384, 2048, 16)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device).manual_seed(0)
-    x, grad = (torch.randn((rows, features), generator=generator, device=device).to(dtype) for _ in range(2))
-    w = (torch.randn((experts, features, features), generator=generator, device=device) / math.sqrt(features)).to(dtype)
-    ends = (torch.arange(1, experts + 1, device=device) * (rows // experts)).to(torch.int32)
-    exact = LoopKernel().product(x.double(), w.double(), Groups(ends))
+    """Measures one layer of experts with each kernel, forward and backward, and says which one `auto` picks."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    shape = LayerShape(tokens=8192, top_k=8, dim=2048, ffn=1024, experts=64, held=8)
+    if quick:
+        shape = LayerShape(tokens=64, top_k=2, dim=32, ffn=16, experts=4, held=2)
+    layer = Layer(shape, device, precision)
     found: list[Row] = []
     for name in KERNELS:
         try:
-            kernel = load_kernel(name)
+            kernel = try_kernel(name, device, precision)
         except ConfigError as exc:
             found.append({"kernel": name, "missing": str(exc)})
             continue
-
-        def layer(kernel: Any = kernel) -> Tensor:
-            groups = Groups(ends)
-            kernel.input_gradient(grad, w, groups)
-            kernel.weight_gradient(grad, x, groups)
-            product: Tensor = kernel.product(x, w, groups)
-            return product
-
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds = seconds_of(layer, device)
-        error = ((layer().double() - exact).norm() / exact.norm()).item()
-        if not error < 1e-2:
+        error = layer.distance(kernel, LoopKernel())
+        if not error < 5e-2:
             raise RuntimeError(f"kernel {name} is off by {error:.2%}")
+        seconds = layer.seconds(kernel)
         found.append(
             {
                 "kernel": name,
+                "source": kernel.source,
                 "ms": 1e3 * seconds,
-                "rows_per_second": rows / seconds,
-                "teraflops": 3 * 2 * rows * features**2 / seconds / 1e12,
-                "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+                "tokens_per_second": shape.tokens / seconds,
+                "peak_bytes": peak_bytes_of(partial(layer.compute, kernel), device),
                 "relative_error": error,
             }
         )
+    choice = choose_kernel(shape, device, precision)
+    return [*found, {"kernel": "auto", "picks": choice.kernel, "because": choice.kernel_reason}]
+
+
+def measure_losses(device: torch.device, quick: bool) -> list[Row]:
+    """Measures the output layer with its loss and gradients, in both ways."""
+    rows, dim, vocabulary = (64, 16, 300) if quick else (8192, 2048, 50304)
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=device)
+    leaves = [draw((rows, dim)).requires_grad_(), draw((vocabulary, dim)).mul_(dim**-0.5).requires_grad_()]
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
+    targets[::5] = IGNORED_TARGET
+    found: list[Row] = []
+    exact: list[Tensor] | None = None
+    for name, function in {"chunked": chunked_loss, "liger": liger_loss}.items():
+        if name == "liger" and (missing := missing_liger(device)) is not None:
+            found.append({"loss": name, "missing": missing})
+            continue
+
+        def step(function: Callable[..., tuple[Tensor, ...]] = function) -> list[Tensor]:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                loss, *reported = function(*leaves, targets, 1e-4)
+            return [loss.detach(), *reported, *torch.autograd.grad(loss, leaves)]
+
+        results = step()
+        exact = results if exact is None else exact
+        pairs = zip(results, exact, strict=True)
+        error = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+        del results
+        if not error < 2e-2:
+            raise RuntimeError(f"loss {name} is off by {error:.2%}")
+        row = {"loss": name, "ms": 1e3 * seconds_of(step, device), "peak_bytes": peak_bytes_of(step, device)}
+        found.append({**row, "relative_error": error})
     return found
+
+
+def missing_liger(device: torch.device) -> str | None:
+    """Returns why liger_kernel cannot be used here, or None."""
+    if find_spec("liger_kernel") is None:
+        return "liger_kernel is not installed: pip install liger-kernel"
+    if device.type != "cuda":
+        return "liger_kernel needs a CUDA device"
+    return "liger_kernel does not load" if load_liger() is None else None
 
 
 def new_model(case: StepCase, device: torch.device) -> SparseModel:
@@ -313,6 +337,7 @@ def measure_steps(device: torch.device, quick: bool) -> list[Row]:
 CHECKS: dict[str, Callable[[torch.device, bool], list[Row]]] = {
     "kernels": measure_kernels,
     "storage": compare_storage,
+    "losses": measure_losses,
     "bf16": compare_precisions,
     "steps": measure_steps,
     "tests": run_tests,

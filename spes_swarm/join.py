@@ -7,13 +7,15 @@ Without --initial-peers it founds a run from --config (default: the quickstart) 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import logging
 import os
 import sys
 from pathlib import Path
 
 from spes_swarm.base.arguments import OneLineParser, exit_code
-from spes_swarm.base.errors import LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -70,7 +72,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--output-dir", metavar="DIR", help="checkpoints, metrics and identity (default: runs/peer)")
     peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
     peer.add_argument("--name", help="public nickname")
-    peer.add_argument("--data", metavar="SOURCE", help="stdlib, .npy token files, text or chats (default: as before)")
+    peer.add_argument("--data", metavar="SOURCE", help="stdlib, hf:NAME, a path, or a mixture such as 0.7*A + 0.3*B")
     peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
@@ -83,6 +85,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-storage", metavar="device|host|disk|ranks", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
+    peer.add_argument("--live-weights", metavar="fp32|bf16", help="how trained matrices are stored (default: fp32)")
     peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )
@@ -110,17 +113,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str] | None, signals: StopSignals) -> int:
+    placement = Placement.from_environment(os.environ)
     try:
         with signals.interruptible():
-            placement = Placement.from_environment(os.environ)
             if placement is not None and placement.rank > 0:
-                from spes_swarm.training.ranks.follower import follow
-
-                return follow(placement)  # rank 0 reads the command line, and tells the others what they need
+                return _follow(arguments, placement)
             options = parse_arguments(arguments)
             # Even these imports are slow enough to be interrupted.
             from spes_swarm.peer.join_request import read_request
-            from spes_swarm.peer.preflight import check_machine, check_run
+            from spes_swarm.peer.preflight import check_machine, check_memory, check_run
 
             draft = read_request(options)
             check_machine(draft.peer)
@@ -128,16 +129,33 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
             # before that.
             run = draft.build_run()
+            if run is not None:
+                check_memory(draft.peer, run, placement)  # hivemind takes another second
             from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(draft.peer, run, signals=signals, placement=placement).run()
     except LeftEarlyError:
-        return 0
+        # Until the ranks have met, torchrun alone can end the others, and it does so only if this one fails.
+        return 1 if placement is not None and signals.requested.is_set() else 0
     except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
     return 0
+
+
+def _follow(arguments: list[str] | None, placement: Placement) -> int:
+    """Runs a rank other than 0, which tells it what it needs."""
+    # All ranks end at --help and at mistakes in the command line: otherwise they would wait for rank 0, which prints
+    # the text or the reason. Were another rank to fail as well, torchrun might end rank 0 before it has printed.
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            parse_arguments(arguments)
+        except ConfigError:
+            return 0
+    from spes_swarm.training.ranks.follower import follow
+
+    return follow(placement)
 
 
 if __name__ == "__main__":

@@ -2,27 +2,32 @@
 
     python -m spes_swarm.plan --config configs/spes-2b.yaml --memory 16GB --host-memory 24GB --experts 1
 
-Prints the memory of a peer by class, the settings with which it fits, and what a round costs.
+Prints the memory of a peer by class, the settings with which it fits, and what a round costs. Of a model on the Hub
+only config.json is fetched. With --calibrate it also measures on this machine, for some seconds, how fast a peer is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spes_swarm.base.arguments import command_parser, exit_code
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
+    from spes_swarm.config.run import RunConfig
+    from spes_swarm.peer.calibration import Speed
     from spes_swarm.peer.memory.plan import Plan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_DEFAULT_MEMORY = "16GB"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,13 +39,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("plan", __doc__)
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="YAML file with a `run` section (default: quickstart)")
-    add("--experts", type=int, metavar="N", help="experts that the peer trains (default: the run's)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="where it trains (default: gpu)")
-    add("--memory", default="16GB", metavar="SIZE", help="of the GPU (default: 16GB)")
-    add("--host-memory", default="32GB", metavar="SIZE", help="of the machine (default: 32GB)")
-    add("--upload", type=float, default=20.0, metavar="MBIT", help="Mbit/s (default: 20)")
-    add("--download", type=float, default=100.0, metavar="MBIT", help="Mbit/s (default: 100)")
-    add("--peers", type=int, default=16, metavar="N", help="in the swarm (default: 16)")
+    add("--initial-weights", metavar="MODEL", help="found the run from it: a directory, or USER/REPO[@REVISION]")
+    add("--experts", default="auto", metavar="auto|N|i,j", help="to train; auto: the run's number, or what fits")
+    add("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step (default: the run's)")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="where it trains")
+    add("--memory", metavar="SIZE", help=f"of each GPU (default: {_DEFAULT_MEMORY})")
+    add("--host-memory", default="32GB", metavar="SIZE", help="of the machine")
+    add("--ranks", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, that are one peer")
+    add("--upload", type=float, default=20.0, metavar="MBIT", help="Mbit/s")
+    add("--download", type=float, default=100.0, metavar="MBIT", help="Mbit/s")
+    add("--peers", type=int, default=16, metavar="N", help="in the swarm")
+    add("--calibrate", action="store_true", help="measure on this machine how fast a peer trains; takes some seconds")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
@@ -49,69 +58,105 @@ def parse_size(flag: str, text: str) -> int:
     """Returns the bytes of a size such as 16GB, 16GiB, 16g or 17179869184.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
-    if match is None or float(match[1]) == 0:
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", text.strip().lower(), re.ASCII)
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2] or ""])
+    if size == 0:
         raise ConfigError(f"{flag}: found {text!r}, expected a size such as 16GB or 16GiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return size
 
 
 def _run(options: argparse.Namespace) -> None:
-    memory = parse_size("--memory", options.memory)
+    if options.device == "cpu" and options.memory is not None:
+        raise ConfigError("--memory is that of a GPU; with --device cpu, give --host-memory")
+    memory = parse_size("--memory", options.memory or _DEFAULT_MEMORY)
     host_memory = parse_size("--host-memory", options.host_memory)
-    for flag, value in (("--upload", options.upload), ("--download", options.download), ("--peers", options.peers)):
-        if not value > 0:
-            raise ConfigError(f"{flag}: found {value}, expected more than 0")
+    for name in ("upload", "download", "peers", "ranks", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')}: found {value}, expected more than 0")
     # Everything below imports torch and transformers, which takes seconds.
+    import torch
+
     from spes_swarm.config.experts_wanted import parse_experts
-    from spes_swarm.config.file import default_config_path, load_config
     from spes_swarm.peer.memory.plan import Machine, plan
 
-    run = load_config(options.config or default_config_path()).run
-    if run is None:
-        raise ConfigError(f"{options.config}: a plan needs a `run` section")
-    experts = run.experts_per_peer if options.experts is None else options.experts
-    parse_experts(str(experts), run.model.num_experts)
+    device = torch.device("cuda" if options.device == "gpu" else "cpu")
+    if options.calibrate and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--calibrate measures on this machine, which has no GPU; give --device cpu, or leave it out")
+    run = _read_run(options)
+    wanted = parse_experts(options.experts, run.model.num_experts)
+    experts = None if wanted == "auto" else len(wanted) if isinstance(wanted, tuple) else wanted
     machine = Machine(
-        device=options.device,
+        device=device,
         memory=memory,
         host_memory=host_memory,
         upload=options.upload,
         download=options.download,
+        ranks=options.ranks,
     )
-    made = plan(run, experts, machine, options.peers)
-    print(json.dumps(made.to_json(), indent=1) if options.json else _table(made))
+    made = plan(run, experts, machine, options.peers, options.batch_size)
+    speed = None
+    if options.calibrate:
+        from spes_swarm.peer.calibration import calibrate
+
+        speed = calibrate(run, made.peer(), device, options.ranks)
+    print(json.dumps(_to_json(made, speed), indent=1) if options.json else _table(made, speed))
 
 
-def _table(made: Plan) -> str:
+def _read_run(options: argparse.Namespace) -> RunConfig:
+    """Returns the run that `join` would found with the same --config and --initial-weights."""
+    from spes_swarm.config.peer import override
+    from spes_swarm.peer.join_request import draft_request
+
+    weights: str | None = options.initial_weights
+    draft = draft_request(options.config, weights, lambda peer: override(peer, initial_weights=weights))
+    run = draft.founded_run(with_tokenizer=False)
+    if run is None:
+        raise ConfigError(f"{options.config}: a plan needs a `run` section")
+    return run
+
+
+def _to_json(made: Plan, speed: Speed | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return made.to_json() | {"speed": None if speed is None else asdict(speed)}
+
+
+def _table(made: Plan, speed: Speed | None) -> str:
     from spes_swarm.peer.memory.capacity import gigabytes
 
     def sizes(title: str, classes: dict[str, int], peak: int) -> str:
-        rows = [(name, gigabytes(size)) for name, size in classes.items()]
+        rows = [(name.replace("_", " "), gigabytes(size)) for name, size in classes.items()]
         return f"{title}\n{two_columns([*rows, ('together', gigabytes(peak))])}"
 
-    settings = [
-        ("--experts", str(made.experts)),
-        ("--foreign-experts", made.foreign_experts),
-        ("--activation-checkpointing", made.activation_checkpointing),
-        ("--optimizer-states", made.optimizer_states),
-        ("--micro-batch-size", str(made.micro_batch_size)),
-        ("--reference-storage", made.reference_storage),
+    on_cpu = made.trains_on == "cpu"
+    device = "host memory for training" if on_cpu else f"memory of {'each' if made.ranks > 1 else 'the'} GPU"
+    host = {"training": made.device_peak, **made.host} if on_cpu else made.host
+    settings = [(f"--{name.replace('_', '-')}", str(value)) for name, value in made.settings().items()]
+    parts = [
+        sizes(device, made.device, made.device_peak),
+        sizes("host memory", host, made.host_peak),
+        f"settings\n{two_columns(settings)}",
     ]
+    if speed is not None:
+        rows = [
+            ("device", speed.device),
+            ("tokens per second", f"{speed.tokens_per_second:,.0f}"),
+            (f"seconds of a step of {made.batch_size} sequences", f"{speed.step_seconds:,.3g}"),
+            ("TFLOP/s", f"{speed.teraflops:,.3g}"),
+            ("model FLOPs utilisation", "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"),
+            ("seconds of the steps of a round", f"{speed.round_step_seconds:,.0f}"),
+        ]
+        parts.append(f"speed\n{two_columns(rows)}")
     costs = [
         ("bytes each way in a round", gigabytes(made.round_bytes)),
         ("seconds for them", f"{made.round_seconds:,.0f}"),
         ("such peers that cover all experts", str(made.covering_peers)),
     ]
-    return "\n\n".join(
-        [
-            sizes("memory of the device", made.device, made.device_peak),
-            sizes("memory of the host", made.host, made.host_peak),
-            f"settings\n{two_columns(settings)}",
-            f"swarm\n{two_columns(costs)}",
-        ]
-    )
+    parts.append(f"swarm of {made.peers}\n{two_columns(costs)}")
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

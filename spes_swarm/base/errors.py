@@ -6,7 +6,8 @@ SwarmError
 │   ├── AddressError      an address that cannot be parsed or announced
 │   ├── BootstrapError    no initial peer could be reached, or none takes part in the run
 │   ├── ManifestError     the run's manifest fails verification, or describes another run
-│   ├── DataError         a token file, corpus or tokenizer that cannot be used
+│   ├── DataError         a token file, corpus, data set or tokenizer that cannot be used
+│   │   └── DataStoppedError  waiting for data has ended because the peer is to leave
 │   ├── CapacityError     the run does not fit into the memory of this machine or its GPU
 │   ├── CheckpointError   a checkpoint that is corrupt, of another run, or cannot be written
 │   ├── DivergenceError   the loss stays NaN or inf after several restarts from the reference
@@ -52,7 +53,11 @@ class ManifestError(UserError):
 
 
 class DataError(UserError):
-    """A token file, corpus or tokenizer is missing, corrupt or does not fit the model."""
+    """A token file, corpus, data set or tokenizer is missing, corrupt or does not fit the model."""
+
+
+class DataStoppedError(DataError):
+    """Waiting for data has ended because the peer is to leave."""
 
 
 class CapacityError(UserError):

@@ -6,8 +6,8 @@ A field's declared type states what it accepts, and error messages are derived f
     class Example(Section):
         rounds: Annotated[int, Range(1)]
 
-Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]`,
-`dict[str, ...]` for JSON values, and any of these `| None`.
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]` of
+any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
 """
 
 from __future__ import annotations
@@ -173,7 +173,14 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(base) is tuple:
         if not isinstance(value, list | tuple):
             raise wrong
-        return tuple(_checked(get_args(base)[0], item, f"{key}.{index}") for index, item in enumerate(value))
+        item_hint = get_args(base)[0]
+        if _is_section(item_hint):
+            built = (
+                item if isinstance(item, item_hint) else read_section(item_hint, item, "", f"{key}.{index}")
+                for index, item in enumerate(value)
+            )
+            return tuple(built)
+        return tuple(_checked(item_hint, item, f"{key}.{index}") for index, item in enumerate(value))
     if get_origin(base) is dict:
         if not isinstance(value, dict):
             raise wrong

@@ -111,8 +111,11 @@ def refusals(message: str) -> Iterator[None]:
 
     try:
         yield
+    except KeyError as exc:
+        raise ConfigError(f"{message}: {exc} is not one of the possible values") from exc
     except (
         ArithmeticError,
+        AssertionError,
         AttributeError,
         LookupError,
         RuntimeError,
@@ -120,4 +123,5 @@ def refusals(message: str) -> Iterator[None]:
         TypeError,
         ValueError,
     ) as exc:
-        raise ConfigError(f"{message}: {' '.join(str(exc).split())}") from exc
+        reason = " ".join(str(exc).split()).partition(". Errors: ")[0]  # of each type in a union
+        raise ConfigError(f"{message}: {reason}") from exc

@@ -41,6 +41,7 @@ _POSITIVE: Final = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
+    "head_dim",
     "max_position_embeddings",
 )
 
@@ -73,8 +74,8 @@ def check_numbers(settings: Mapping[str, Any], where: str = "settings") -> None:
             check_numbers(value, f"{where}.{key}")
 
 
-def check_positive(config: PreTrainedConfig) -> None:
-    """Refuses sizes below 1.
+def check_values(config: PreTrainedConfig) -> None:
+    """Refuses sizes below 1, dropout that is not a probability, and an epsilon below 0.
 
     Raises:
         ConfigError: its message starts with the key.
@@ -83,6 +84,13 @@ def check_positive(config: PreTrainedConfig) -> None:
         number = first_of(config, (key,))
         if isinstance(number, int) and number < 1:
             raise ConfigError(f"settings.{key}: found {number}, expected at least 1")
+    for key, number in vars(config).items():
+        if not isinstance(number, int | float):
+            continue
+        if key.endswith(("dropout", "pdrop")) and not 0 <= number <= 1:
+            raise ConfigError(f"settings.{key}: found {number}, expected 0 to 1")
+        if key.endswith("_eps") and number < 0:
+            raise ConfigError(f"settings.{key}: found {number}, expected at least 0")
 
 
 def _integers(value: Any) -> Iterator[int]:

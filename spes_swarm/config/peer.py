@@ -29,6 +29,8 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Where they are: on the device, in host memory (beside a GPU), in files of output_dir, or divided among the ranks.
     foreign_storage: Annotated[str, Pattern(r"device|host|disk|ranks", "device, host, disk or ranks")] = "device"
+    # Trained matrices: fp32, or bf16 with the rest of their fp32 masters kept apart, with the moments.
+    live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
@@ -36,7 +38,7 @@ class PeerConfig(Section):
     optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
-    kernel: Text = "torch"  # expert kernel
+    kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of the data order; None = derived from the peer id
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
@@ -68,10 +70,8 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
-        if self.compile and self.activation_checkpointing == "selective":
-            raise ConfigError(
-                "compile: found true, expected false with activation_checkpointing selective; none and layers work"
-            )
+        if self.live_weights == "bf16" and self.precision == "fp32":
+            raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

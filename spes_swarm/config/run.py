@@ -31,12 +31,13 @@ from spes_swarm.config.constraints import (
     Setting,
     Text,
 )
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture
 from spes_swarm.config.model_size import (
     EXPERTS_PER_TOKEN,
     NUM_EXPERTS,
-    check_positive,
     check_size,
+    check_values,
     first_of,
     num_parameters,
 )
@@ -80,7 +81,7 @@ class ModelConfig(Section):
                 f"settings: a token goes to {plural(self.experts_per_token, 'expert')}, "
                 f"expected {one_to(self.num_experts, 'expert')} (all that the model has)"
             )
-        check_positive(config)
+        check_values(config)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             number = first_of(config, (key,))
             if isinstance(number, int) and not 0 <= number < self.vocab_size:
@@ -167,32 +168,9 @@ def _config_of(model_type: str, settings: str) -> PreTrainedConfig:
 class TokenizerConfig(Section):
     """How text becomes token ids."""
 
-    name: Text = "bytes"  # "bytes", a tokenizer.json, or a directory or hub name of a transformers tokenizer
+    # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
+    name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
-
-
-_DataKind = Annotated[str, Pattern(r"stdlib|corpus|own", "stdlib, corpus or own")]
-_DataName = Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}", "up to 64 of A-Z, a-z, 0-9, _ . + -")]
-_PythonVersion = Annotated[str, Pattern(r"[0-9][0-9a-z.+]{0,31}", "a version of Python")]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class DataConfig(Section):
-    """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
-
-    kind: _DataKind | None = None  # own: each peer brings its own data
-    name: _DataName | None = None  # of a corpus, for people; appears in commands that users paste into a shell
-    digest: Hex64 | None = None  # of a corpus's tokens; see data/corpus_index.py
-    python_version: _PythonVersion | None = None  # of the standard library's text
-
-    def _check(self) -> None:
-        if self.kind != "corpus" and (self.name or self.digest):
-            key = "name" if self.name else "digest"
-            raise ConfigError(f"{key}: found {show(getattr(self, key))}, expected null unless kind is corpus")
-        if self.kind != "stdlib" and self.python_version:
-            raise ConfigError(f"python_version: found {show(self.python_version)}, expected null unless kind is stdlib")
-        if self.name == "stdlib":
-            raise ConfigError("name: found 'stdlib', expected another (it means the Python standard library)")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

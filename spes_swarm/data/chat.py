@@ -1,15 +1,16 @@
 """Chat conversations as training data: rendered with the tokenizer's chat template, with a loss on the answers only.
 
 A record is a line of JSON, `{"messages": [{"role": ..., "content": ...}, ...]}` or `{"conversations": [{"from": ...,
-"value": ...}, ...]}`. An answer is what the template adds for an assistant's message to the prompt that it writes
+"value": ...}, ...]}`. It is a conversation even if it has a `text` as well, which is usually the same conversation in
+another model's form. An answer is what the template adds for an assistant's message to the prompt that it writes
 before one; that includes the marks that end the answer. Conversations follow each other in the stream like other
 documents, each ended by the end of text.
 
 A token that is no target is stored as its complement `~id`, a negative number: ids and targets travel in one array.
 
 Templates are untrusted: transformers renders them in a sandbox. So is text, and a template's marks are special tokens
-of the tokenizer: a conversation with one of them in a message is skipped. Kinds of skipped records: those of
-readers.py, `no_answer`, `special_token`, and `template` if that fails.
+of the tokenizer: a conversation with one of them anywhere in a message, its role included, is skipped. Kinds of skipped
+records: those of readers.py, `no_answer`, `special_token`, and `template` if that fails.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError
 from spes_swarm.base.wording import plural
 from spes_swarm.data.corpus_index import write_index
-from spes_swarm.data.readers import Broken, read_lines
+from spes_swarm.data.readers import Broken, is_json_lines, read_lines
 from spes_swarm.data.token_file import TokenFile, TokenWriter
 from spes_swarm.data.tokenizer import FastTokenizer, Tokenizer
 
@@ -73,6 +75,9 @@ class ChatTemplate:
         added = self._backend.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special]
         self._end_of_text = tokenizer.end_of_text
+        # All that decides the tokens of a conversation, besides the tokenizer's digest.
+        parts = [self.source, sorted(self._names.items(), key=str), sorted(self._special)]
+        self.digest: str = blake3(json.dumps(parts).encode()).hexdigest()
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """Returns the text of messages; with `prompt`, also what comes before an answer to them.
@@ -114,8 +119,8 @@ class ChatTemplate:
             yield Rendered(text, tuple(answers))
 
     def has_special(self, messages: Sequence[Message]) -> bool:
-        """Returns True if the text of a message contains a special token of the tokenizer."""
-        return any(token in message["content"] for message in messages for token in self._special)
+        """Returns True if any text in a message, its role for instance, contains a special token of the tokenizer."""
+        return any(token in text for text in _texts(messages) for token in self._special)
 
     def encode(self, rendered: Rendered) -> NDArray[np.int64]:
         """Returns the ids of a text and the end of text, 1-D; the complement of those that are not of an answer."""
@@ -128,15 +133,32 @@ class ChatTemplate:
         return np.where(is_target_N, ids_N, ~ids_N)
 
 
-def is_chat(files: Sequence[Path]) -> bool:
-    """Returns True if the first record of the first file is a conversation.
+def is_chat(file: Path) -> bool | None:
+    """Returns True if the first record of a file is a conversation; None if it has no record.
 
     Raises:
         DataError: the file cannot be read.
     """
-    for record in read_lines(files[0], Counter()):
-        return _messages_of(record) is not None
-    return False
+    if not is_json_lines(file):
+        return False
+    for record in read_lines(file, Counter()):
+        return messages_of(record) is not None
+    return None
+
+
+def check_same_kind(files: Sequence[Path], *, chats: bool) -> None:
+    """Refuses files some of which begin with a conversation and others with other text, which would be left out.
+
+    Raises:
+        DataError: a file is of the other kind, or cannot be read.
+    """
+    for file in files:
+        if is_chat(file) not in (chats, None):
+            found, other = ("conversations", "other text") if chats else ("other text", "conversations")
+            raise DataError(
+                f"{files[0]} has {found}, but {file} has {other}: keep the two kinds in different directories, "
+                "and train on both as a mixture (--data '0.5*CHATS + 0.5*TEXTS')"
+            )
 
 
 def write_chat_shard(
@@ -153,7 +175,7 @@ def write_chat_shard(
     try:
         for path in files:
             for record in read_lines(path, broken):
-                arrays = _tokenised(record, template, broken)
+                arrays = tokenised_chat(record, template, broken)
                 if arrays:
                     writer.append(np.concatenate(arrays), len(arrays))
                     count += 1
@@ -166,9 +188,9 @@ def write_chat_shard(
         writer.abort()
 
 
-def _tokenised(record: Any, template: ChatTemplate, broken: Broken) -> list[NDArray[np.int64]]:
-    """Returns the samples of one record; if it cannot be used, none, and counts why."""
-    messages = _messages_of(record)
+def tokenised_chat(record: Any, template: ChatTemplate, broken: Broken) -> list[NDArray[np.int64]]:
+    """Returns the samples of a record, each 1-D (see `ChatTemplate.encode`); if unusable, none, and counts why."""
+    messages = messages_of(record)
     if messages is None:
         broken["wrong_type" if not isinstance(record, Mapping) else "missing_field"] += 1
     elif not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
@@ -185,7 +207,7 @@ def _tokenised(record: Any, template: ChatTemplate, broken: Broken) -> list[NDAr
     return []
 
 
-def _messages_of(record: Any) -> list[Message] | None:
+def messages_of(record: Any) -> list[Message] | None:
     """Returns the messages of a record in the first form; None if it is no conversation."""
     if not isinstance(record, Mapping):
         return None
@@ -200,3 +222,16 @@ def _message(turn: Mapping[str, Any]) -> Message:
     if "from" not in turn:
         return dict(turn)
     return {"role": _ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All text in a JSON value, the keys of mappings included: a template may write any of it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.base.wording import plural
-from spes_swarm.data.chat import ChatTemplate, is_chat, write_chat_shard
+from spes_swarm.config.data_source import STDLIB, parse_hf, parse_mixture
+from spes_swarm.data.chat import ChatTemplate, check_same_kind, is_chat, write_chat_shard
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import FILE_LIST, listed_token_files
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
 from spes_swarm.data.readers import find_documents
 from spes_swarm.data.sharding import DocumentFormat, write_shards
+from spes_swarm.data.streaming.dataset import check_installed
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
-
-STDLIB = "stdlib"
 
 _CACHE_VERSION = 1  # increment it when the same files would give different tokens
 _LOCK_TIMEOUT_S = 600.0
@@ -62,10 +62,11 @@ def open_corpus(
     """Opens the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
-    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by their first
-    record (chat.py). Tokenised text is kept in `cache_dir`, by default `default_cache_dir()`, and so are descriptions
-    of token files without a header. `say` gets a message before a long one of these is read, if some never end a
-    document, and about conversations. `pause` is called before each of these, and may raise to abort.
+    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the first
+    record of the first file (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by
+    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
+    a long one of these is read, if some never end a document, and about conversations. `pause` is called before each of
+    these, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -78,21 +79,37 @@ def open_corpus(
         path = user_path(source)
         name, files = path.name if path.exists() else "glob", find_documents([path])
     cache = cache_dir or default_cache_dir()
-    if source != STDLIB and is_chat(files):
-        template = ChatTemplate(tokenizer)
-        entry = cache / f"{name}-{_fingerprint(files, tokenizer, f'chat {template.source}')[:24]}"
-        return _tokenised(entry, tokenizer, lambda to: write_chat_shard(files, to, tokenizer, template, say))
+    chats = source != STDLIB and bool(is_chat(files[0]))
+    template = ChatTemplate(tokenizer) if chats else None
     chosen = document_format or DocumentFormat()
-    entry = cache / f"{name}-{_fingerprint(files, tokenizer, str(chosen))[:24]}"
-    return _tokenised(entry, tokenizer, lambda to: write_shards(files, to, tokenizer, document_format=chosen))
+    how = str(chosen) if template is None else f"chat {template.digest}"
+
+    def write(output: Path) -> None:
+        if source != STDLIB:
+            check_same_kind(files, chats=chats)
+        if template is not None:
+            write_chat_shard(files, output, tokenizer, template, say)
+        else:
+            write_shards(files, output, tokenizer, document_format=chosen)
+
+    return _tokenised(cache / f"{name}-{_fingerprint(files, tokenizer, how)[:24]}", tokenizer, write)
 
 
 def check_source(source: str) -> None:
-    """Checks a data source (see `open_corpus`), as far as possible without the run's tokenizer.
+    """Checks --data (see config/data_source.py), as far as possible without the run's tokenizer and a network.
 
     Raises:
-        DataError: the source does not exist, holds neither text nor token files, or a token file is damaged.
+        DataError: it is malformed, a source does not exist, holds neither text nor token files, or needs a package that
+            is not installed; or a token file is damaged.
     """
+    terms = parse_mixture(source)
+    if len(terms) > 1:
+        for term in terms:
+            check_source(term.source)
+        return
+    if (hf := parse_hf(source)) is not None:
+        check_installed(hf)
+        return
     if source == STDLIB:
         return
     token_files = _existing_token_files(source)

@@ -47,7 +47,7 @@ def check_size(path: Path) -> int:
     with os_errors_as(DataError, f"{path} cannot be read"):
         size = path.stat().st_size
     if size == 0 or size % 2:
-        state = "is empty" if size == 0 else f"has {size} bytes, which are no whole number of token ids"
+        state = "is empty" if size == 0 else f"has {size} bytes, which is not a whole number of token ids"
         raise DataError(f"{path} has no .npy header and {state}: copy it again")
     return size
 
@@ -91,7 +91,7 @@ def _described(path: Path, size: int, tokenizer: Tokenizer) -> Sidecar:
     may_be_uint16 = token_dtype(tokenizer.vocab_size) == _UINT16
     for dtype in (_UINT32, _UINT16) if may_be_uint16 else (_UINT32,):
         if size % dtype.itemsize:
-            refused.append(f"it has {size} bytes, which are no whole number of {dtype.name} ids")
+            refused.append(f"it has {size} bytes, which is not a whole number of {dtype.name} ids")
             continue
         found = _scan(path, tokenizer, dtype)
         if isinstance(found, Sidecar):

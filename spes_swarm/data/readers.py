@@ -120,13 +120,18 @@ def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Brok
     return documents, broken
 
 
+def is_json_lines(path: Path) -> bool:
+    """Returns True if a file is JSON Lines by its name."""
+    return _format(path) == "json"
+
+
 def read_lines(path: Path, broken: Broken) -> Iterator[Any]:
     """Yields the records of a JSON Lines file, none of a file of another format, and counts broken lines.
 
     Raises:
         DataError: the file cannot be opened.
     """
-    if _format(path) != "json":
+    if not is_json_lines(path):
         return
     for piece in read_pieces(path):
         broken.update(piece.broken)

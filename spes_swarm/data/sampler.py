@@ -18,12 +18,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError
+from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.corpus_index import corpus_digest
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.token_file import TokenFile
@@ -219,7 +221,7 @@ def _laid(length: int) -> int:
     return length - 1 if length >= _MIN_SPAN_FOR_OFFSET else length
 
 
-class Sampler:
+class Sampler(BatchSource):
     """Endless training batches for one peer, and the evaluation batches that all peers share.
 
     Args:
@@ -250,12 +252,12 @@ class Sampler:
         self._key = f"{run_seed} {peer_seed}"
         # The meaning of a cursor depends on all of this, so the state includes it.
         split = self.split.splits[0] if len(lengths) == 1 else self.split
-        self._identity = _short_digest(f"{stream.digest} {split} {self._key}")
-        self._data = _short_digest(stream.digest)
+        self._identity = short_digest(f"{stream.digest} {split} {self._key}")
+        self._data = short_digest(stream.digest)
         self._enter(0, 0)
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """Returns the next windows in this peer's order, int64 (B, S); negative: `~id`, a token that is no target.
+        """Returns the next windows in this peer's order, int64 (B, S); negative: `~id`, a token that is not a target.
 
         Raises:
             DataError: a token file is corrupt; the cursor has not moved.
@@ -270,11 +272,11 @@ class Sampler:
             raise
         return batch_BS
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> Cursor:
         """Returns the cursor, from which `restore` continues exactly here."""
         return {"epoch": self.epoch, "position": self.position, "identity": self._identity, "data": self._data}
 
-    def restore(self, state: Mapping[str, int]) -> bool:
+    def restore(self, state: Mapping[str, Any]) -> bool:
         """Moves the cursor to a saved one.
 
         Returns:
@@ -345,8 +347,3 @@ class Sampler:
             starts += [self.split.training_start(index, self._offset) for index in order.tolist()]
             self.position = stop
         return starts
-
-
-def _short_digest(text: str) -> int:
-    """Returns 63 bits of a digest, which fit every integer encoding."""
-    return int.from_bytes(blake3(text.encode()).digest()[:8], "little") >> 1

@@ -158,11 +158,16 @@ def tokenize_piece(piece: Piece, tokenizer: Tokenizer, text_field: str) -> _Toke
     arrays: list[TokenArray] = []
     lengths = np.empty(len(documents), dtype=np.int64)
     for number, text in enumerate(documents):
-        parts = [tokenizer.encode(part) for part in _bounded(text)]
+        parts = encoded_parts(text, tokenizer)
         arrays += [*parts, end]
         lengths[number] = sum(map(len, parts)) + 1
     tokens = np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else end[:0]
     return _Tokenized(tokens, lengths, broken, piece.source_bytes)
+
+
+def encoded_parts(text: str, tokenizer: Tokenizer) -> list[TokenArray]:
+    """Returns the tokens of a document as one or more arrays, without the end of text."""
+    return [tokenizer.encode(part) for part in _bounded(text)]
 
 
 def _bounded(text: str) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Token files: a `.npy` array of token ids and a JSON sidecar that describes them.
 
-`X.npy` holds one 1-D little-endian uint16 or uint32 array, or an int32 array in which tokens that are no targets are
+`X.npy` holds one 1-D little-endian uint16 or uint32 array, or an int32 array in which tokens that are not targets are
 stored as their complement `~id` (chat.py); `X.npy.json` names the tokenizer (with its digest), counts
 tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
 only when complete, the sidecar first: an `X.npy` that exists is complete. Readers map the file and never unpickle.
@@ -47,7 +47,7 @@ class Sidecar:
     tokenizer_digest: str  # hex BLAKE3, see Tokenizer.digest
     vocab_size: int
     end_of_text: int
-    dtype: str  # "uint16" or "uint32"; "int32" if some tokens are no targets
+    dtype: str  # "uint16" or "uint32"; "int32" if some tokens are not targets
     num_tokens: int
     num_documents: int
     max_token: int
@@ -63,7 +63,7 @@ class TokenWriter:
     """Streams tokens into a file that appears only on `commit`.
 
     A killed process leaves at most a `.X.npy.PID.partial`, which readers ignore. The dtype is uint16 if all ids fit,
-    otherwise uint32, and int32 with `has_context`: some tokens may be no targets.
+    otherwise uint32, and int32 with `has_context`: some tokens may not be targets.
 
     Raises:
         DataError: the directory cannot be written.

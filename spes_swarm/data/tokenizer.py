@@ -2,7 +2,7 @@
 
 Three kinds share one protocol. `bytes` needs no file at all: token id = byte value, 256 = end of text. A byte-level BPE
 is trained here (`train_bpe`) and loaded by the path of its tokenizer.json. Anything else is a fast tokenizer that
-`transformers` can load, by path or by name.
+`transformers` can load, by path or by name, `USER/REPO[@REVISION]`.
 
 Text is data, never a command: the characters "<|endoftext|>" inside a document become ordinary tokens, so only the
 end of a document yields the end-of-text id, whatever a corpus contains.
@@ -11,6 +11,7 @@ end of a document yields the end-of-text id, whatever a corpus contains.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ from spes_swarm.base.errors import DataError, os_errors_as
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_VOCAB_SIZE = 257  # 256 bytes and the end of text
+
+# A repository and a revision of it: a tag, a branch or a commit. The library uses it as the name of a file.
+_PINNED = re.compile(r"(?P<repo>[^@]+)@(?P<revision>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 TokenArray = NDArray[Any]  # 1-D, an integer dtype
 
@@ -160,6 +164,8 @@ class ByteTokenizer(FastTokenizer):
 def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Tokenizer:
     """Loads a tokenizer: "bytes"; a `tokenizer.json`; or a directory or hub name for `transformers.AutoTokenizer`.
 
+    A revision (`USER/REPO@REVISION`) may follow the hub name. A commit gives every machine the same tokenizer.
+
     Code that comes with a tokenizer is never run. A name is looked up in the local cache first, so a peer that has used
     it once starts without a network. With `local_files_only` (or HF_HUB_OFFLINE=1) the network is never used.
 
@@ -179,7 +185,15 @@ def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Token
         return _load_json(path)
     if not path.exists() and name.startswith((".", "/", "~")):
         raise DataError(f"tokenizer {name!r}: no such file or directory")
-    return _load_transformers(name, str(path) if path.exists() else name, local_files_only or path.exists())
+    if path.exists():
+        return _load_transformers(name, str(path), None, local_files_only=True)
+    source, revision = name, None
+    if "@" in name:
+        pinned = _PINNED.fullmatch(name)
+        if pinned is None:
+            raise DataError(f"tokenizer {name!r}: expected USER/REPO@REVISION, with a tag or a commit as revision")
+        source, revision = pinned["repo"], pinned["revision"]
+    return _load_transformers(name, source, revision, local_files_only=local_files_only)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
@@ -277,11 +291,13 @@ def _configured_end_of_text(path: Path) -> str:
     return token if isinstance(token, str) else END_OF_TEXT
 
 
-def _load_transformers(name: str, source: str, local_files_only: bool) -> FastTokenizer:
+def _load_transformers(name: str, source: str, revision: str | None, *, local_files_only: bool) -> FastTokenizer:
     from transformers import AutoTokenizer  # takes seconds to import; "bytes" and tokenizer.json do not need it
 
     def attempt(local: bool) -> Any:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
+        return AutoTokenizer.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=False, local_files_only=local
+        )
 
     try:
         try:
@@ -291,11 +307,16 @@ def _load_transformers(name: str, source: str, local_files_only: bool) -> FastTo
                 raise
             loaded = attempt(False)
     except Exception as exc:  # the hub client, transformers and tokenizers each raise their own types
-        reason = " ".join(str(exc).split())[:300] or type(exc).__name__
-        raise DataError(
-            f"tokenizer {name!r} could not be loaded: {reason}. Check the name and the network, or "
-            "download it first and give its directory; 'bytes' needs no download"
-        ) from exc
+        reason = " ".join(str(exc).split())[:300]
+        if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a part of a file that is missing
+            reason = f"{type(exc).__name__} {reason}"
+        advice = (
+            "Its files are damaged or incomplete: copy them again, or choose another tokenizer"
+            if Path(source).exists()
+            else "Check the name and the network, or download it first and give its directory; "
+            "'bytes' needs no download"
+        )
+        raise DataError(f"tokenizer {name!r} could not be loaded: {reason.rstrip('. ')}. {advice}") from exc
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         raise DataError(f"tokenizer {name!r} has no fast version (tokenizer.json), which this package needs")

@@ -10,6 +10,8 @@ routing weights follows from the gradient before the second product (`g . (W a) 
 
 A GPU computes all held experts in one pass and all others in a second one. A CPU has nothing to gain from that: it
 takes one expert at a time, so that only one expert's copies of tokens, and one expanded matrix, exist at once.
+
+A kernel that moves rows with operations of its own moves those of both passes at once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spes_swarm.model.kernels import ExpertKernel, Groups
+from spes_swarm.model.kernels import Dispatch, ExpertKernel, Groups, SortedChoices
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,33 @@ class Routing:
     token_S: Tensor  # the token of each row, rows sorted by slot
     row_TK: Tensor  # the row of each choice of each token
     ends_E: Tensor  # int32: one past the last row of each slot
+    counts: tuple[int, ...]  # rows of each slot; a GPU is waited for once, here, because they decide shapes
     num_held_rows: int  # the held experts' rows come first
-    counts: tuple[int, ...] | None  # rows of each slot, known on a CPU; a GPU would have to be waited for
+    one_by_one: bool  # one expert is computed at a time
+    choices: SortedChoices | None = None  # for a kernel that moves the rows itself
 
     @classmethod
-    def of(cls, slots_TK: Tensor, num_slots: int, num_held: int) -> Routing:
-        """Sorts the choices by slot. Waits for the device once: where the held rows end decides shapes."""
+    def of(cls, slots_TK: Tensor, num_slots: int, num_held: int, dispatch: Dispatch | None = None) -> Routing:
+        """Sorts the choices by slot, with the operations of `dispatch` if there is one."""
         T, K = slots_TK.shape
-        slots_S, order_S = torch.sort(slots_TK.reshape(-1), stable=True)
-        every_slot_E = torch.arange(num_slots, device=slots_S.device)
-        ends_E = torch.searchsorted(slots_S, every_slot_E, right=True, out_int32=True)
+        choices = None
+        if dispatch is not None and T > 0:
+            choices = dispatch.sort(slots_TK, num_slots)
+            order_S, ends_E = choices.order_S.long(), choices.ends_E
+        else:
+            slots_S, order_S = torch.sort(slots_TK.reshape(-1), stable=True)
+            every_slot_E = torch.arange(num_slots, device=slots_S.device)
+            ends_E = torch.searchsorted(slots_S, every_slot_E, right=True, out_int32=True)
         row_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(T * K, device=order_S.device))
-        num_held_rows = int(ends_E[num_held - 1]) if num_held > 0 else 0
-        counts = tuple(Groups(ends_E).counts) if slots_TK.device.type == "cpu" else None
-        return cls(order_S // K, row_S.view(T, K), ends_E, num_held_rows, counts)
+        counts = tuple(Groups(ends_E).counts)
+        one_by_one = choices is None and slots_TK.device.type == "cpu"
+        return cls(order_S // K, row_S.view(T, K), ends_E, counts, sum(counts[:num_held]), one_by_one, choices)
+
+    def dispatch_of(self, kernel: ExpertKernel, features: int) -> Dispatch | None:
+        """Returns the operations with which `kernel` moves these rows of so many features; None: it does not."""
+        if self.choices is None or kernel.dispatch is None or not kernel.dispatch.fits(len(self.token_S), features):
+            return None
+        return kernel.dispatch
 
 
 class ExpertWeights(Protocol):
@@ -135,10 +150,11 @@ class _ExpertMlp(torch.autograd.Function):
         act_fn: Callable[[Tensor], Tensor],
     ) -> Tensor:
         dtype = compute_dtype(x_TD)
-        sums = _TokenSums(routing, x_TD, weights_TK)
+        dispatch = routing.dispatch_of(kernel, x_TD.shape[1])
+        tokens, sums = _TokenRows(routing, x_TD, dtype, dispatch), _TokenSums(routing, x_TD, dispatch, weights_TK)
         products = []
         for one in _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign.fetch(), routing):
-            x_ND = x_TD[routing.token_S[one.rows]].to(dtype)
+            x_ND = tokens.of(one.rows)
             gate_up_NF = kernel.product(x_ND, one.weights.matrices("gate_up_proj", dtype, one.slots), one.groups)
             gate_NF, up_NF = gate_up_NF.chunk(2, dim=-1)
             a_NF = act_fn(gate_NF) * up_NF
@@ -154,15 +170,17 @@ class _ExpertMlp(torch.autograd.Function):
         x_TD, weights_TK, gate_up_HFD, down_HDF, *products = ctx.saved_tensors
         foreign, routing, kernel, act_fn, dtype = ctx.rest
         passes = _passes(_HeldWeights(gate_up_HFD, down_HDF), foreign.fetch(), routing)
-        sums = _TokenSums(routing, x_TD)
+        dispatch = routing.dispatch_of(kernel, x_TD.shape[1])
+        tokens, gradients = (_TokenRows(routing, each_TD, dtype, dispatch) for each_TD in (x_TD, grad_TD))
+        sums = _TokenSums(routing, x_TD, dispatch)
         held_gate_up = _HeldGradient(gate_up_HFD, kernel, ctx.needs_input_grad[2])
         held_down = _HeldGradient(down_HDF, kernel, ctx.needs_input_grad[3])
         weight_S = torch.empty(len(routing.token_S), dtype=dtype, device=x_TD.device)
         weight_S[routing.row_TK.reshape(-1)] = weights_TK.reshape(-1).to(dtype)
         grad_weight_S = torch.empty_like(weight_S)
         for one, gate_up_NF in zip(passes, products, strict=True):
-            token_N, weight_N1 = routing.token_S[one.rows], weight_S[one.rows, None]
-            grad_ND = grad_TD[token_N].to(dtype)
+            weight_N1 = weight_S[one.rows, None]
+            grad_ND = gradients.of(one.rows)
             # The routing weight is a factor of the whole row, so it can be applied after the product.
             down_GDF = one.weights.matrices("down_proj", dtype, one.slots)
             grad_a_NF = kernel.input_gradient(grad_ND, down_GDF, one.groups)
@@ -178,7 +196,7 @@ class _ExpertMlp(torch.autograd.Function):
                 held_down.add(one, grad_ND, a_NF.detach().mul_(weight_N1))
             del grad_ND, a_NF
             if one.is_held:
-                held_gate_up.add(one, grad_h_NF, x_TD[token_N].to(dtype))
+                held_gate_up.add(one, grad_h_NF, tokens.of(one.rows))
             if ctx.needs_input_grad[0]:
                 gate_up_GFD = one.weights.matrices("gate_up_proj", dtype, one.slots)
                 sums.add(one.rows, kernel.input_gradient(grad_h_NF, gate_up_GFD, one.groups))
@@ -190,10 +208,12 @@ class _ExpertMlp(torch.autograd.Function):
 def _passes(held: _HeldWeights, foreign: ExpertWeights, routing: Routing) -> list[_Pass]:
     """Returns the passes that have rows, those of held experts first."""
     num_held, split, num_rows = len(held.down_HDF), routing.num_held_rows, len(routing.token_S)
-    if routing.counts is None:
+    if not routing.one_by_one:
+        ends_E, counts = routing.ends_E, routing.counts
+        both = Groups(ends_E[:num_held], counts[:num_held]), Groups(ends_E[num_held:] - split, counts[num_held:])
         halves = [
-            _Pass(held, slice(None), Groups(routing.ends_E[:num_held]), slice(0, split), True),
-            _Pass(foreign, slice(None), Groups(routing.ends_E[num_held:] - split), slice(split, num_rows), False),
+            _Pass(held, slice(None), both[0], slice(0, split), True),
+            _Pass(foreign, slice(None), both[1], slice(split, num_rows), False),
         ]
         return [half for half in halves if half.rows.stop > half.rows.start]
     found = []
@@ -217,7 +237,8 @@ class _HeldGradient:
 
     def __init__(self, parameter_HYX: Tensor, kernel: ExpertKernel, is_needed: bool) -> None:
         self._kernel = kernel
-        self._total_HYX = torch.zeros_like(parameter_HYX) if is_needed and len(parameter_HYX) else None
+        dtype = torch.promote_types(parameter_HYX.dtype, torch.float32)  # micro-batches add up in it
+        self._total_HYX = torch.zeros_like(parameter_HYX, dtype=dtype) if is_needed and len(parameter_HYX) else None
 
     def add(self, one: _Pass, grad_y_NY: Tensor, x_NX: Tensor) -> None:
         """Writes the gradients of the experts of one pass."""
@@ -229,20 +250,44 @@ class _HeldGradient:
         return self._total_HYX
 
 
+class _TokenRows:
+    """The rows of tokens, sorted by slot: (S, D). Without a dispatch, only those of one pass exist at a time."""
+
+    def __init__(self, routing: Routing, tokens_TD: Tensor, dtype: torch.dtype, dispatch: Dispatch | None) -> None:
+        self._routing = routing
+        self._tokens_TD = tokens_TD
+        self._dtype = dtype
+        self._dispatch = dispatch
+        self._rows_SD: Tensor | None = None
+
+    def of(self, rows: slice) -> Tensor:
+        """Returns those of one pass, (N, D); they must not be changed."""
+        if self._dispatch is None:
+            return self._tokens_TD[self._routing.token_S[rows]].to(self._dtype)
+        if self._rows_SD is None:
+            assert self._routing.choices is not None
+            self._rows_SD = self._dispatch.gather(self._tokens_TD.to(self._dtype), self._routing.choices)
+        return self._rows_SD[rows]
+
+
 class _TokenSums:
     """Sums of rows, or of rows times their routing weights, by token: (T, D), in fp32 at least.
 
     bf16 would round each of the sums. The order of additions is fixed: on a CPU that of the passes, on a GPU, where an
-    `index_add` would race, that of the choices. No (T, K, D) exists.
+    `index_add` would race, that of the choices. No (T, K, D) exists. All of this is so without a dispatch, which adds
+    as it does.
     """
 
-    def __init__(self, routing: Routing, like_TD: Tensor, weights_TK: Tensor | None = None) -> None:
+    def __init__(
+        self, routing: Routing, like_TD: Tensor, dispatch: Dispatch | None, weights_TK: Tensor | None = None
+    ) -> None:
         self._routing = routing
+        self._dispatch = dispatch
         self._like_TD = like_TD
         self._weights_TK = weights_TK
         self._dtype = torch.promote_types(like_TD.dtype, torch.float32)
         self._rows: list[Tensor] = []
-        if routing.counts is not None:
+        if routing.one_by_one:
             self._total_TD = torch.zeros_like(like_TD, dtype=self._dtype)
             if weights_TK is not None:
                 self._weight_S = torch.empty(len(routing.token_S), dtype=weights_TK.dtype, device=like_TD.device)
@@ -250,7 +295,7 @@ class _TokenSums:
 
     def add(self, rows: slice, y_ND: Tensor) -> None:
         """Adds the rows of one pass; passes come in order."""
-        if self._routing.counts is None:
+        if not self._routing.one_by_one:
             self._rows.append(y_ND)
             return
         if self._weights_TK is not None:
@@ -259,9 +304,12 @@ class _TokenSums:
 
     def total(self) -> Tensor:
         """Returns the sums."""
-        if self._routing.counts is not None:
+        if self._routing.one_by_one:
             return self._total_TD
         y_SD = torch.cat(self._rows) if self._rows else self._like_TD[:0]
+        if self._dispatch is not None:
+            assert self._routing.choices is not None
+            return self._dispatch.combine(y_SD, self._routing.choices, self._weights_TK)
         total_TD: Tensor | None = None
         for choice in range(self._routing.row_TK.shape[1]):
             y_TD = y_SD[self._routing.row_TK[:, choice]]

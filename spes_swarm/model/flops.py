@@ -47,7 +47,7 @@ class ModelFlops:
     """Operations of a model's forward pass, by what their number depends on.
 
     Exact for the architectures of `tests/model/test_flops.py`. Where heads of queries and values differ in size, or
-    layers have something else than softmax attention over the whole sequence, attention's share is an estimate.
+    layers have anything other than softmax attention over the whole sequence, attention's share is an estimate.
     """
 
     dense_per_token: int  # matrices that every token meets, in the layers

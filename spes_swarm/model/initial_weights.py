@@ -140,7 +140,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}") from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise CheckpointError(f"{path} has no model_type")
@@ -296,7 +296,7 @@ class _Assignment:
         return Piece(block.index, start, shape, strides)
 
     def _check_without_place(self, name: str, weights: WeightDirectory) -> None:
-        """Checks a tensor that is no parameter of the model."""
+        """Checks a tensor that is not a parameter of the model."""
         if name == TIED[0] and (TIED[1], None) in self._slots:
             return  # this model ties them; `check_tied` compares
         if any(re.search(pattern, name) for pattern in self._ignored):

@@ -69,12 +69,12 @@ WHOLE_BATCH = BatchShare()
 
 
 def token_ids(samples_BS: Tensor) -> Tensor:
-    """Returns the token ids (B, S) of samples, in which a token that is no target is the complement of its id."""
+    """Returns the token ids (B, S) of samples, in which a token that is not a target is the complement of its id."""
     return torch.where(samples_BS < 0, ~samples_BS, samples_BS)
 
 
 def next_tokens(samples_BS: Tensor) -> Tensor:
-    """Returns the targets (B, S): the token after each, and `IGNORED_TARGET` where that is no target or there is none.
+    """Returns the targets (B, S): the token after each, or `IGNORED_TARGET` if it is not a target or does not exist.
 
     The last position is masked rather than sliced off, because slicing would copy the hidden states. SPES's own code
     divides its loss by B * S instead of the B * (S - 1) predictions.
@@ -154,7 +154,7 @@ def language_model_loss(
 
     Args:
         model: a transformers causal language model (`SparseModel.module` or an untouched one).
-        samples_BS: token ids, int64; the complement `~id` of a token that is no target.
+        samples_BS: token ids, int64; the complement `~id` of a token that is not a target.
         weights: factors of the auxiliary losses.
         held: experts trained here; used only with `weights.decayed_balance`.
         progress: fraction of the whole training that is done, 0 to 1.

@@ -82,7 +82,7 @@ def _is_rms_norm(module: nn.Module, epsilon: float) -> bool:
         return False
     if [key for key, _ in module.named_parameters()] != ["weight"] or next(module.children(), None) is not None:
         return False
-    # A plan of memory runs in modes in which tensors have no numbers.
+    # A plan of memory runs in modes in which tensors have no data.
     with _disable_current_modes(), torch.no_grad():
         weight_D = nn.Parameter(torch.linspace(0.5, 1.5, _PROBE_FEATURES))
         probe = copy.copy(module)

@@ -2,14 +2,20 @@
 
 The logits of a batch are by far its largest tensor: 256 sequences of 2048 tokens with Qwen's vocabulary of 151,665
 would take 318 GB in fp32. So the layer and the loss are one function here, and its gradients are computed along with
-it, chunk by chunk; that costs no matrix product more, and what is kept is the gradient of the weight.
+it, chunk by chunk; that costs no matrix product more, and what is kept is the gradient of the weight. On a GPU, the
+package liger_kernel does the same in fewer operations, if it is installed.
 
 Tensor suffixes: N rows (positions), C rows of one chunk, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,12 +25,14 @@ from torch.autograd.function import once_differentiable
 
 from spes_swarm.model.expert_mlp import compute_dtype
 
+_LOGGER = logging.getLogger(__name__)
+
 IGNORED_TARGET = -100
 # Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
-_CHUNK_ELEMENTS = 2**24
-_CHUNK_ELEMENTS_CUDA = 2**26
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
 _heads: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()
+_planned_device: str | None = None
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:
@@ -39,9 +47,20 @@ def output_head(model: nn.Module) -> nn.Linear | None:
 
 
 def assume_output_head(model: nn.Module) -> None:
-    """Takes the logits of a model for the product with its output embeddings, where there are no numbers to compare."""
+    """Assumes that a model's logits are the product with its output embeddings; for tensors without data."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     _heads[model] = head if isinstance(head, nn.Linear) else None
+
+
+@contextmanager
+def chunks_of(device_type: str) -> Iterator[None]:
+    """Makes chunks as large as on a device of this type: a plan for a GPU is made on a CPU. Not for several threads."""
+    global _planned_device
+    before, _planned_device = _planned_device, device_type
+    try:
+        yield
+    finally:
+        _planned_device = before
 
 
 @torch.no_grad()
@@ -49,14 +68,17 @@ def _measured_head(model: Any) -> nn.Linear | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()) or model.base_model is model:
         return None
+    # In bf16 a small factor would pass for rounding; but equal products of equal operands have equal bits.
+    is_bf16 = head.weight.dtype == torch.bfloat16
+    tolerance = {"rtol": 0.0, "atol": 0.0} if is_bf16 else {"rtol": 1e-4, "atol": 1e-6}
     ids_BS = torch.tensor([[0, 1]], device=head.weight.device)
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(head.weight.device.type, enabled=False):
+        with torch.autocast(head.weight.device.type, torch.bfloat16, enabled=is_bf16):
             logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
             hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
-            same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=1e-4, atol=1e-6)
+            same = torch.allclose(head(hidden_BSD), logits_BSV, **tolerance)
     finally:
         model.train(was_training)
     return head if same else None
@@ -74,8 +96,53 @@ def linear_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_
         targets_N: int64.
         z_weight: factor of the mean squared log-sum-exp.
     """
+    if weight_VD is not None and rows_NX.is_cuda and liger_applies(rows_NX, weight_VD, z_weight):
+        return liger_loss(rows_NX, weight_VD, targets_N, z_weight)
+    return chunked_loss(rows_NX, weight_VD, targets_N, z_weight)
+
+
+def chunked_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
+    """Returns what `linear_loss` returns, in plain torch: for every device and dtype."""
     losses: tuple[Tensor, ...] = _LinearLoss.apply(rows_NX, weight_VD, targets_N, z_weight)  # type: ignore[no-untyped-call]
     return losses
+
+
+def liger_applies(rows_ND: Tensor, weight_VD: Tensor, z_weight: float) -> bool:
+    """Returns True if `liger_loss` is as exact here as `chunked_loss`, and can be used.
+
+    Liger sums the weight's gradient, and rounds the z-loss that it reports, in the dtype of its operands, so they must
+    be fp32; autocast may still multiply in bf16. It reports no log-sum-exp that has no weight, and without a gradient
+    of the hidden states it has none of the weight.
+    """
+    in_fp32 = rows_ND.dtype == weight_VD.dtype == torch.float32
+    return in_fp32 and rows_ND.requires_grad and z_weight > 0.0 and load_liger() is not None
+
+
+def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
+    """Returns what `linear_loss` returns, from liger_kernel, where `liger_applies`."""
+    fused = load_liger()
+    assert fused is not None
+    found = fused(
+        rows_ND, weight_VD, targets_N, ignore_index=IGNORED_TARGET, lse_square_scale=z_weight, return_z_loss=True
+    )
+    weighted_z = found.z_loss.detach()  # already a part of the loss
+    return found.loss, found.loss.detach() - weighted_z, weighted_z / z_weight
+
+
+@functools.cache
+def load_liger() -> Callable[..., Any] | None:
+    """Returns the function of liger_kernel; None if that is not installed, or, with a warning, if it does not load."""
+    if find_spec("liger_kernel") is None:
+        return None
+    try:
+        function: Callable[..., Any] = importlib.import_module(
+            "liger_kernel.transformers.functional"
+        ).liger_fused_linear_cross_entropy
+    except Exception as exc:  # it, or triton, was made for another torch
+        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
+        _LOGGER.warning("liger_kernel does not load: %s; the loss is computed with torch", reason)
+        return None
+    return function
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -87,7 +154,9 @@ class _LinearLoss(torch.autograd.Function):
         valid_N = targets_N != IGNORED_TARGET
         share_N = valid_N / valid_N.sum().clamp_min(1)
         grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
-        grad_VD = torch.zeros_like(weight_VD) if weight_VD is not None and ctx.needs_input_grad[1] else None
+        grad_VD = None
+        if weight_VD is not None and ctx.needs_input_grad[1]:  # chunks and micro-batches add up in fp32
+            grad_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
         nats = torch.zeros((), device=rows_NX.device)
         squares = nats.clone()
         for rows in head.chunks():
@@ -100,12 +169,12 @@ class _LinearLoss(torch.autograd.Function):
             lse_C1, share_C1 = largest_C1 + sum_C1.log(), share_N[rows].unsqueeze(1)
             nats += ((lse_C1 - target_logits_C1) * share_C1).sum()
             squares += (lse_C1.square() * share_C1).sum()
-            if grad_NX is None and grad_VD is None:
-                continue
-            # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
-            grad_CV = exp_CV.mul_(share_C1 * (1.0 + 2.0 * z_weight * lse_C1) / sum_C1)
-            grad_CV.scatter_add_(1, targets_C1, -share_C1)
-            head.differentiate(rows, grad_CV, grad_NX, grad_VD)
+            if grad_NX is not None or grad_VD is not None:
+                # d lse / d logits = softmax; the cross-entropy also has - onehot(target).
+                exp_CV.mul_(share_C1 * (1.0 + 2.0 * z_weight * lse_C1) / sum_C1)
+                exp_CV.scatter_add_(1, targets_C1, -share_C1)
+                head.differentiate(rows, exp_CV, grad_NX, grad_VD)
+            del logits_CV, exp_CV  # before the next chunk is made
         ctx.gradients = grad_NX, grad_VD
         ctx.mark_non_differentiable(nats, squares)
         return nats + z_weight * squares, nats, squares
@@ -129,7 +198,7 @@ class _Head:
 
     def chunks(self) -> Iterator[slice]:
         """Yields the rows of each chunk."""
-        elements = _CHUNK_ELEMENTS_CUDA if self._rows_NX.is_cuda else _CHUNK_ELEMENTS
+        elements = _CHUNK_ELEMENTS["cuda" if (_planned_device or self._rows_NX.device.type) == "cuda" else "cpu"]
         vocabulary = (self._rows_NX.T if self._weight_VD is None else self._weight_VD).shape[0]
         step = max(1, elements // vocabulary)
         for start in range(0, len(self._rows_NX), step):

@@ -1,8 +1,8 @@
 """The form in which `transformers` saves a model: each tensor of the files as strided views of the reference.
 
-Some architectures save other tensors than they compute with: experts one by one, projections split, other names. That
-is a rearrangement, which transformers describes in its weight conversions; here it is followed on tensors without
-values. An export reads the views, and initial weights are written to them.
+Some architectures save tensors that differ from those they compute with: experts one by one, projections split, other
+names. transformers describes this rearrangement in its weight conversions; here it is applied to meta tensors. An
+export reads the views, and initial weights are written to them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _pieces(name: str, tensor: torch.Tensor, slots: Sequence[tuple[Block, Tensor
 
 
 def _extent(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """Returns the number of elements that a view spans, from its first to its last."""
+    """Returns the number of elements that a view spans, from the first to the last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

@@ -24,6 +24,7 @@ from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage
+from spes_swarm.model.half_weights import LowerHalves, copy_master, halve_matrices, write_master
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.norm import replace_norms
 from spes_swarm.model.truncation import redraw_tails
@@ -211,16 +212,17 @@ class SparseModel:
 
     # Blocks of the flat vector
 
-    def _read(self, slot: TensorSlot) -> Tensor:
+    def _copy(self, slot: TensorSlot, out: Tensor) -> None:
         if slot.expert is None:
-            return self._shared[slot.name].detach()
+            copy_master(self._shared[slot.name], out)
+            return
         experts, _, projection = slot.name.rpartition(".")
-        return self._experts[experts].read(projection, slot.expert)
+        out.copy_(self._experts[experts].read(projection, slot.expert))
 
     def _write(self, slot: TensorSlot, values: Tensor) -> None:
         self.revision += 1
         if slot.expert is None:
-            self._shared[slot.name].detach().copy_(values)
+            write_master(self._shared[slot.name], values)
             return
         experts, _, projection = slot.name.rpartition(".")
         self._experts[experts].write(projection, slot.expert, values)
@@ -238,7 +240,7 @@ class SparseModel:
         if not out_N.flags.writeable:
             raise ValueError("out_N is read-only")
         for slot in block.slots:
-            _as_tensor(out_N, slot, block.start).copy_(self._read(slot))
+            self._copy(slot, _as_tensor(out_N, slot, block.start))
 
     def write_block(self, block_index: int, in_N: FloatArray) -> None:
         """Overwrites the live weights of a block (shared, held or foreign) with `in_N`: fp32, of the block's size.
@@ -267,6 +269,16 @@ class SparseModel:
         return isinstance(self.foreign_storage, SharedStorage)
 
     # Training
+
+    def halve(self, lower: LowerHalves) -> None:
+        """Halves the matrices that are trained: they are bf16 from now on, and must be computed with under autocast.
+
+        Blocks are read and written in fp32 as before, in every bit if the lower halves are kept. Call it before an
+        optimiser is made, and once the model is on its device.
+        """
+        halve_matrices(self.module, lower)
+        for experts in self._experts.values():
+            experts.halve(lower)
 
     def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
         """Changes the held experts; all weights keep their values, as far as `SparseExperts.hold` does.

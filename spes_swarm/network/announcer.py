@@ -127,6 +127,7 @@ class Announcer:
             bytes_sent=self.traffic[0],
             bytes_received=self.traffic[1],
             in_round=self.in_round,
+            data=list(presence.data),
             total_tokens=presence.total_tokens,
             swarm_tokens=self.run_state.swarm_tokens.published_count,
             faults=self.faults.notes(),

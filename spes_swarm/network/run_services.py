@@ -269,10 +269,11 @@ class RunServices(RunCommands):
         roster, own_round, me = self._state.roster, self._state.reference.round, self._state.identity.peer_id
         volunteering = self._announcer.volunteering
         answering, voices = roster.answering(), roster.voices()
+        ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
         held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
         return SwarmView(
             num_peers=len(answering),
-            num_ready=sum(view.progress.state in ("waiting", "training") for view in answering),
+            num_ready=len(ready),
             num_training=sum(view.progress.state == "training" for view in answering),
             tokens_per_step=roster.tokens_per_step(self._announcer.tokens_per_step),
             tokens=roster.tokens_since_commit(own_round, self._state.run.round.progress_ttl_s),
@@ -280,6 +281,8 @@ class RunServices(RunCommands):
             at=time.monotonic(),
             swarm_round=roster.swarm_round(own_round),
             experts_covered=len(held),
+            ready=ready,
+            data=roster.data_positions(),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
 
@@ -347,7 +350,7 @@ class RunServices(RunCommands):
         return max(self._state.roster.swarm_round(self._state.reference.round) + 1, self._ahead)
 
     def _on_ahead(self, round_number: int) -> None:
-        # At most one round beyond this peer's next one: calls are no proof, and must not drive the round number.
+        # At most one round beyond this peer's next one: calls prove nothing, and must not drive the round number.
         if round_number <= self._state.reference.round + 2:
             self._ahead = round_number
 

@@ -19,8 +19,8 @@ from spes_swarm.base.errors import CheckpointError, ConfigError, HubError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
-from spes_swarm.config.run import RunConfig
-from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from spes_swarm.config.run import ModelConfig, RunConfig
+from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -65,11 +65,11 @@ class InitialModel:
         """
         return cls(name, parse_model(name))
 
-    def description(self) -> Path:
-        """Returns a directory with config.json and tokenizer; fetches them from a Hub.
+    def description(self, *, with_tokenizer: bool = True) -> Path:
+        """Returns a directory with config.json and, if wanted, the tokenizer; fetches them from a Hub.
 
         Raises:
-            CheckpointError: the repository is no model, or has no safetensors.
+            CheckpointError: the repository is not a model, or has no safetensors.
             HubError: the Hub refuses or cannot be reached.
         """
         if self.location.path is not None:
@@ -78,7 +78,8 @@ class InitialModel:
         check_has_weights(repository.files, self.name)
         if CONFIG_FILE not in repository.files:
             raise CheckpointError(f"{self.name} is not a transformers model: it has no {CONFIG_FILE}")
-        return repository.fetch(sorted(_DESCRIPTION_FILES & repository.files))
+        wanted = _DESCRIPTION_FILES if with_tokenizer else {CONFIG_FILE}
+        return repository.fetch(sorted(wanted & repository.files))
 
     def weights(self, say: Callable[[str], None]) -> Path:
         """Returns a directory with the safetensors; fetches them from a Hub.
@@ -100,13 +101,17 @@ class InitialModel:
                 say(f"{number} of {len(names)} weight files are here")
         return directory
 
-    def describe_run(self, settings: Mapping[str, Any], source: str, *, adapt: bool) -> RunConfig:
+    def describe_run(
+        self, settings: Mapping[str, Any], source: str, *, adapt: bool, with_tokenizer: bool = True
+    ) -> RunConfig:
         """Returns the configuration of a run that starts from this model.
 
         Args:
             settings: a `run` section; `name`, `model` and `tokenizer` are added where it lacks them.
             source: where they come from, for messages.
             adapt: limit the sequence length and the number of experts to those of the model.
+            with_tokenizer: take the model's tokenizer, and set a pad token that it produces to null. A run without it
+                has the same shapes, and of a repository only config.json is fetched.
 
         Raises:
             CheckpointError: config.json is missing or cannot be read.
@@ -115,18 +120,31 @@ class InitialModel:
         """
         run = {"name": self._run_name(), **settings}
         if "model" not in run:
-            directory = self.description()
+            directory = self.description(with_tokenizer=with_tokenizer)
             run["model"] = model_section(directory)
             check_trainable(self.name, run["model"])
-            given = run.get("tokenizer")
-            tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
-            if given is None:
-                is_bytes = tokenizer.digest == ByteTokenizer().digest
-                run["tokenizer"] = {"name": BYTES if is_bytes else self.location.repo_id or tokenizer.name}
-            _train_every_token(run["model"], tokenizer)
+            if with_tokenizer:
+                self._add_tokenizer(run, directory)
+            else:
+                run.setdefault("tokenizer", {"name": self.name})
+                run["model"]["settings"]["pad_token_id"] = None
         if adapt:
             run = _adapted(run)
         return RunConfig.from_dict(run, source)
+
+    def _pinned_name(self) -> str | None:
+        """Returns the name under which every peer finds the files of this commit; None for a directory."""
+        if self.location.repo_id is None:
+            return None
+        return f"{self.location.repo_id}@{_Repository.of(self.location).commit}"
+
+    def _add_tokenizer(self, run: dict[str, Any], directory: Path) -> None:
+        given = run.get("tokenizer")
+        tokenizer = self._tokenizer(directory) if given is None else load_tokenizer(given.get("name", BYTES))
+        if given is None:
+            name = BYTES if _is_plain_bytes(tokenizer) else self._pinned_name() or tokenizer.name
+            run["tokenizer"] = {"name": name}
+        _train_every_token(run["model"], tokenizer)
 
     def _run_name(self) -> str:
         last = self.location.repo_id or self.description().resolve().name
@@ -175,6 +193,12 @@ class _Repository:
         return str(hf_hub_download(self.repo_id, name, revision=self.commit, endpoint=endpoint()))
 
 
+def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
+    """Returns True for the bytes tokenizer, unless the model's has a chat template, which `bytes` lacks."""
+    has_template = isinstance(tokenizer, FastTokenizer) and "chat_template.jinja" in tokenizer.files
+    return tokenizer.digest == ByteTokenizer().digest and not has_template
+
+
 def check_trainable(name: str, model: Mapping[str, Any]) -> None:
     """Refuses a model that a swarm cannot train or export, before any of its weights are read.
 
@@ -185,19 +209,28 @@ def check_trainable(name: str, model: Mapping[str, Any]) -> None:
         check_mixture(model["type"])
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc}; upcycle a dense model first: python -m spes_swarm.upcycle --help") from exc
+    # What a pad token may be depends on the tokenizer, which has not been loaded yet.
+    settings = {**model["settings"], "pad_token_id": None}
     try:
-        empty = build_model(model["type"], model["settings"], seed=0, device="cpu", on_meta=True)
+        ModelConfig(type=model["type"], settings=settings)
+        empty = build_model(model["type"], settings, seed=0, device="cpu", on_meta=True)
         saved_tensors(empty, layout_of(empty))
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc}") from exc
 
 
 def _train_every_token(model: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Sets the pad token to null where it occurs in text, since torch never trains the embedding of a pad token."""
-    settings = model["settings"]
-    pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
-    if pad is not None and (tokenizer.produces(pad) or pad in (ends if isinstance(ends, list) else [ends])):
-        settings["pad_token_id"] = None
+    """Sets the pad token to null where it occurs in text, since torch never trains the embedding of a pad token.
+
+    Also if it is outside the vocabulary, which torch refuses: published configurations contain -1.
+    """
+    config = config_from_settings(model["type"], model["settings"])
+    pad, ends = first_of(config, ("pad_token_id",)), first_of(config, ("eos_token_id",))
+    if pad is None:
+        return
+    is_end = pad in (ends if isinstance(ends, list) else [ends])
+    if is_end or tokenizer.produces(pad) or not 0 <= pad < first_of(config, ("vocab_size",)):
+        model["settings"]["pad_token_id"] = None
 
 
 def _adapted(run: dict[str, Any]) -> dict[str, Any]:

@@ -35,16 +35,28 @@ class DraftRequest:
         # The packaged configurations are only for founding: nothing is expected of a run that is joined or continued.
         if not self.run_is_explicit and not founds_run(self.peer):
             return None
+        if self.file.lacks_model and not founds_run(self.peer):
+            return _with_known_model(self.file, self.peer)
+        return self.founded_run()
+
+    def founded_run(self, *, with_tokenizer: bool = True) -> RunConfig | None:
+        """Builds the run of a peer that founds one; None without a `run` section. Imports transformers.
+
+        Args:
+            with_tokenizer: see `InitialModel.describe_run`.
+
+        Raises:
+            UserError: as `build_run`.
+        """
         if not self.file.lacks_model:
             return self.file.build_run()
         assert self.file.run is not None
         assert self.peer.initial_weights is not None  # else read_config_file has refused it
-        if not founds_run(self.peer):
-            return _with_known_model(self.file, self.peer)
         from spes_swarm.peer.initial_model import InitialModel
 
         model = InitialModel.find(self.peer.initial_weights)
-        return model.describe_run(self.file.run, self.file.source, adapt=not self.run_is_explicit)
+        adapt = not self.run_is_explicit
+        return model.describe_run(self.file.run, self.file.source, adapt=adapt, with_tokenizer=with_tokenizer)
 
 
 def _with_known_model(file: RawConfigFile, peer: PeerConfig) -> RunConfig | None:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from blake3 import blake3
 
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
@@ -22,20 +21,21 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
-from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.peer.barrier import await_training
+from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
-from spes_swarm.peer.memory.peer_plan import plan_peer
+from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, lower_halves_device, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
-from spes_swarm.port.messages import Presence, Reach, RunSettings, SwarmView
+from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
@@ -46,9 +46,6 @@ from spes_swarm.training.setup import TrainerSetup, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
 _DEFAULT_BANDWIDTH_MBPS = 100.0
-_EVALUATION_BATCH = 8
-_BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
-_ABSENCE_S = 20.0  # limit once a peer has left or failed
 _STOP_POLL_S = 0.1
 
 _Args = ParamSpec("_Args")
@@ -114,6 +111,11 @@ class Joining:
         self._tell_joined()
         return self.trainer
 
+    def close(self) -> None:
+        """Ends what still reads data in the background."""
+        if hasattr(self, "_sampler"):
+            self._sampler.close()
+
     # The steps, in order.
 
     def _prepare_machine(self) -> None:
@@ -126,6 +128,13 @@ class Joining:
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
+        if self._context.run is not None:
+            self._fits = self._plan(self._context.run)
+
+    def _plan(self, run: RunConfig) -> PeerPlan:
+        if self._ranks is not None:
+            self._ranks.placement.check_batch(run.training.batch_size_of(self._peer.batch_size))
+        return plan_peer(run, self._peer, self._device, self._num_ranks)
 
     def _listen(self) -> None:
         self._maddrs = self._start_daemon(listen_again(self._peer.host_maddrs, self._context.directory.known_port()))
@@ -162,25 +171,14 @@ class Joining:
     def _open_data(self) -> None:
         run, context = self._run, self._context
         self._batch_size = run.training.batch_size_of(self._peer.batch_size)
-        if self._ranks is not None:
-            self._ranks.placement.check_batch(self._batch_size)
-        self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
+        if context.run is None:
+            self._fits = self._plan(run)
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
-        # By default each identity has its own data order, the same in every session.
-        own_seed = int.from_bytes(blake3(context.identity.peer_id.encode()).digest()[:6], "little")
-        self._sampler = Sampler(
-            TokenStream(self._local.files),
-            sequence_length=run.training.sequence_length,
-            run_seed=run.training.seed,
-            peer_seed=self._peer.seed if self._peer.seed is not None else own_seed,
-            holdout_fraction=run.evaluation.holdout_fraction,
+        self._sampler = self._local.batches(
+            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop, say=self._console.say
         )
-        self._evaluation = (
-            list(self._sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
-            if run.evaluation.every_rounds
-            else []
-        )
+        self._evaluation = held_out_batches(self._sampler, run.evaluation)
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""
@@ -238,7 +236,7 @@ class Joining:
         self._contribution.close()
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
-        # From here on this peer answers others: a script that starts a swarm need not wait for its first step.
+        # From here on it answers others: a script that starts a swarm need not wait for its first step.
         context.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
         context.directory.remember(self.manifest)
         context.data.remember(self._local)
@@ -305,11 +303,14 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
+        settings, at_a_time = (self._run, self._peer, self._device), self._fits.micro_batch_size
+        self._kernel = kernel_of(*settings, len(self._held), at_a_time)
+        self._console.say(f"expert kernel {self._kernel.kernel}: {self._kernel.kernel_reason}")
         self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes}")
-        order = replica_of(self._run, self._peer, self._device, self._held, self._fits.micro_batch_size, self._step)
+        order = replica_of(*settings, self._held, at_a_time, self._step, self._kernel.kernel)
         if self._ranks is not None:
-            self._ranks.give(order)
-        return order.build(self._device, self._ranks)
+            self._ranks.send_order(order)
+        return order.build(self._device, self._ranks, lower_halves_device(self._peer, self._device))
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""
@@ -335,6 +336,11 @@ class Joining:
             self.trainer.load_reference(self._table)
         else:
             self.trainer.restore(self._checkpoint, self._table)
+        if self._checkpoint is None or self._checkpoint.meta.round < self._table.round:
+            # What the others have trained on meanwhile is not to be repeated.
+            view = self._ask(Commands.view, COMMAND_TIMEOUT_S)
+            self._sampler.follow(view.ready)
+            self._sampler.advance(view.data)
 
     def _await_training(self) -> None:
         if (others := self._peer.wait_for_peers - 1) > 0:
@@ -353,6 +359,7 @@ class Joining:
             round=self._table.round,
             seconds=time.monotonic() - self._context.started,
             ranks=self._num_ranks,
+            **asdict(self._kernel),
         )
         text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
         self._console.say(text)
@@ -480,20 +487,3 @@ class Joining:
     def _say_round(self) -> None:
         if not self._console.is_terminal:  # on a terminal the panel shows it
             self._console.say(round_line(self._context.status))
-
-
-def await_training(
-    view: Callable[[], SwarmView], others: int, stop: threading.Event, now: Callable[[], float] = time.monotonic
-) -> None:
-    """Waits until the other peers train, so that no peer starts before all have seen each other.
-
-    This takes about a second, or half a minute if they are connected through a relay on a busy machine.
-    """
-    begun = all_there = now()
-    while not stop.is_set() and now() < min(begun + _BARRIER_S, all_there + _ABSENCE_S):
-        seen = view()
-        if seen.num_training >= others:
-            return
-        if seen.num_ready >= others:
-            all_there = now()
-        stop.wait(_STOP_POLL_S)

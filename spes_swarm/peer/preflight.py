@@ -1,4 +1,4 @@
-"""Checks that run before torch is imported, which takes seconds. They leave nothing on disk.
+"""Checks that run before torch is imported, which takes seconds, or before all else is. They leave nothing on disk.
 
 A request that passes may still fail later, with the same message: files can vanish, and a driver can be broken.
 """
@@ -102,6 +102,21 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
         batch_size = read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
         if placement is not None:
             placement.check_batch(batch_size)
+
+
+def check_memory(peer: PeerConfig, run: RunConfig, placement: Placement | None) -> None:
+    """Refuses a run that cannot fit into host memory; imports torch and transformers, and touches no GPU.
+
+    A GPU's memory, and that of activations, are checked once the network process has been forked.
+
+    Raises:
+        ConfigError: the model lacks the wanted experts, or the batch is too large.
+        CapacityError: the message says what would fit.
+    """
+    from spes_swarm.peer.memory.capacity import check_host_memory
+
+    on_gpu = peer.device != "cpu" and has_cuda_hardware()
+    check_host_memory(run, peer, on_gpu, 1 if placement is None else placement.world_size)
 
 
 def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:

@@ -1,11 +1,14 @@
 """The data that a run trains on, and whether this peer has the same data.
 
-The run's description (`DataConfig`) names one of three kinds:
+The run's description (`DataConfig`) names one of these kinds:
 
 - `stdlib`: the Python standard library. The text differs slightly between versions of Python. Only the kind is
   compared; the founder's version is recorded.
 - `corpus`: token files or text, identified by the digest of the tokens (data/corpus_index.py). A peer with all shards,
   or with some of them and the corpus's index, has the same data.
+- `hf`: a data set that streams, from the Hub at the founder's commit, or from a directory whose files are compared
+  (data/streaming/dataset.py).
+- `mixture`: several of these with weights, in the same order on every peer.
 - `own`: every peer brings its own data, and nothing is compared.
 
 A peer whose data differ is rejected before it fetches any weights, unless the user passes --data-differs.
@@ -15,42 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import math
 import platform
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
-from spes_swarm.base.user_paths import user_path
-from spes_swarm.config.join_command import describe_data
+from spes_swarm.config.data import DataConfig
+from spes_swarm.config.data_source import HF_PREFIX, STDLIB, parse_mixture
+from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.config.run import DataConfig
-from spes_swarm.data.content_check import check_contents_once
-from spes_swarm.data.corpus import STDLIB, default_cache_dir, open_corpus
-from spes_swarm.data.corpus_index import Membership, membership
-from spes_swarm.data.file_list import FILE_LIST
-from spes_swarm.data.token_file import TokenFile
+from spes_swarm.data.corpus_index import Membership
 from spes_swarm.data.tokenizer import Tokenizer
+from spes_swarm.peer.local_data import LocalData, absolute_source, apparent, open_source
 from spes_swarm.storage.run_directory import RunDirectory
-
-
-@dataclass(frozen=True)
-class LocalData:
-    """What this peer trains on."""
-
-    source: str  # for open_corpus; a path is absolute
-    files: tuple[TokenFile, ...]
-    described: DataConfig  # as a founder would describe it
-    num_shards: int  # of the whole corpus; at least as many as files
-    differs: bool  # from the run's data
-
-    def to_event(self) -> dict[str, Any]:
-        """Returns the fields of the `data` event, without paths, since trackers get it too."""
-        shards = {"shards": len(self.files), "shards_total": self.num_shards}
-        return {**self.described.to_dict(), **shards, "differs": self.differs}
 
 
 @dataclass(eq=False)
@@ -73,24 +56,28 @@ class PeerData:
         if source is None and (last := self.directory.known_data()) is not None:
             source, may_differ = last.source, last.differs or may_differ
         if source is None:
-            if run.kind == "corpus":
-                raise DataError(f"the run trains on {describe_data(run)}: give --data PATH with the path of your copy")
             if run.kind == "own":
                 raise DataError(
                     "every peer of this run brings its own data: name yours with --data "
                     "('stdlib' is the Python standard library)"
                 )
-            source = STDLIB
-        if source != STDLIB:
-            source = str(user_path(source).absolute())
-        if run.kind in ("stdlib", "corpus") and (source == STDLIB) != (run.kind == "stdlib") and not may_differ:
-            here = DataConfig(kind="stdlib") if source == STDLIB else DataConfig(kind="corpus", name=name_of(source))
+            source = STDLIB if run.kind is None else source_of(run)
+        if source is None:
+            raise DataError(f"the run trains on {describe_data(run)}: give --data PATH with the path of your copy")
+        source = absolute_source(source)
+        if run.kind in (None, "own") or may_differ:
+            return source, may_differ
+        terms = parse_mixture(source)
+        here = DataConfig.mixed(tuple((term.weight, apparent(term.source)) for term in terms))
+        if [part.kind for _, part in run.parts] != [part.kind for _, part in here.parts]:
             raise _refusal(run, here)
-        if run.kind == "corpus" and not may_differ and not Path(source).exists() and not glob.has_magic(source):
-            raise DataError(
-                f"the run trains on {describe_data(run)}, but --data {self.peer.data or source!r} does not exist here: "
-                "give the path of your copy"
-            )
+        for term in terms:
+            is_path = term.source != STDLIB and not term.source.startswith(HF_PREFIX)
+            if is_path and not Path(term.source).exists() and not glob.has_magic(term.source):
+                raise DataError(
+                    f"the run trains on {describe_data(run)}, but --data {self.peer.data or source!r} does not exist "
+                    "here: give the path of your copy"
+                )
         return source, may_differ
 
     def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
@@ -106,9 +93,13 @@ class PeerData:
                 f"{describe_data(data.described)}: a founder needs the run's data (--data-differs is for joiners)"
             )
         self._founded = data
-        if wanted.kind == "own":
-            return wanted
-        return dataclasses.replace(data.described, name=wanted.name or data.described.name)
+        if wanted.kind in (None, "own"):
+            return data.described if wanted.kind is None else wanted
+        names = [given.name for _, given in wanted.parts]
+        named = zip(names, data.described.parts, strict=True)
+        return DataConfig.mixed(
+            tuple((weight, dataclasses.replace(part, name=name or part.name)) for name, (weight, part) in named)
+        )
 
     def open(self, run: DataConfig, tokenizer: Tokenizer) -> LocalData:
         """Opens this peer's data, tokenising text that has no cached tokens, and compares them with the run's.
@@ -121,25 +112,42 @@ class PeerData:
             return self._founded
         source, may_differ = self.choose(run)
         self.say(f"opening data: {source}")
-        files = tuple(open_corpus(source, tokenizer, say=self.say, pause=self._leave_if_stopped))
-        if source == STDLIB:
-            here, member = DataConfig(kind="stdlib", python_version=platform.python_version()), None
-            if run.python_version not in (None, here.python_version):
+        terms = parse_mixture(source)
+        of_run = [part for _, part in run.parts]
+        if len(of_run) != len(terms):
+            of_run = [DataConfig()] * len(terms)
+        parts = tuple(
+            (
+                term.weight,
+                open_source(
+                    term.source,
+                    tokenizer,
+                    described,
+                    check_content=run.kind != "own",  # `own` is compared with nothing
+                    say=self.say,
+                    pause=self._leave_if_stopped,
+                ),
+            )
+            for term, described in zip(terms, of_run, strict=True)
+        )
+        self._tell_python_version(of_run)
+        data = LocalData(source, parts, differs=False)
+        if _same(run, data.described):
+            return data
+        if not may_differ:
+            members = [part.member for _, part in parts if part.member is not None]
+            raise _refusal(run, data.described, members[0] if len(members) == len(parts) == 1 else None)
+        self.say(f"training on {describe_data(data.described)}, although the run trains on {describe_data(run)}")
+        return dataclasses.replace(data, differs=True)
+
+    def _tell_python_version(self, of_run: list[DataConfig]) -> None:
+        here = platform.python_version()
+        for described in of_run:
+            if described.kind == "stdlib" and described.python_version not in (None, here):
                 self.say(
-                    f"the run uses the standard library of Python {run.python_version}, this peer that of "
-                    f"{here.python_version}: the text differs slightly"
+                    f"the run uses the standard library of Python {described.python_version}, this peer that of "
+                    f"{here}: the text differs slightly"
                 )
-        else:
-            if run.kind != "own":  # `own` is compared with nothing
-                check_contents_once(files, default_cache_dir(), self.say, self._leave_if_stopped)
-            member = membership(files)
-            here = DataConfig(kind="corpus", name=name_of(source), digest=member.digest)
-        differs = not _same(run, here)
-        if differs and not may_differ:
-            raise _refusal(run, here, member)
-        if differs:
-            self.say(f"training on {describe_data(here)}, although the run trains on {describe_data(run)}")
-        return LocalData(source, files, here, member.num_shards if member is not None else len(files), differs)
 
     def remember(self, data: LocalData) -> None:
         """Stores where the data are, for the next start in this directory.
@@ -159,32 +167,35 @@ def same_run_data(given: DataConfig, run: DataConfig) -> bool:
 
     The Python version is not compared: the founder recorded its own.
     """
-    stated = {key: value for key, value in dataclasses.asdict(given).items() if key != "python_version"}
+    if given.kind == "mixture":
+        return run.kind == "mixture" and _same_parts(given, run, same_run_data)
+    stated = {key: value for key, value in given.to_dict().items() if key not in ("python_version", "sources")}
     return all(value is None or value == getattr(run, key) for key, value in stated.items())
-
-
-def name_of(source: str) -> str:
-    """Returns a name for a data source: the last part of its path, in characters that a shell does not interpret."""
-    path = Path(source)
-    if path.name == FILE_LIST:
-        path = path.absolute().parent
-    while not path.exists() and glob.has_magic(path.name):
-        path = path.parent
-    name = re.sub(r"[^A-Za-z0-9_.+-]+", "-", path.name).lstrip(".+-")[:64]
-    return name if name not in ("", STDLIB) else "corpus"
 
 
 def _same(run: DataConfig, here: DataConfig) -> bool:
     if run.kind in (None, "own"):
         return True
+    if run.kind == here.kind == "mixture":
+        return _same_parts(run, here, _same)
+    if run.kind == here.kind == "hf" and run.digest is None:  # a founder's configuration
+        return same_run_data(run, here)
     return run.kind == here.kind and run.digest in (None, here.digest)
+
+
+def _same_parts(a: DataConfig, b: DataConfig, same: Callable[[DataConfig, DataConfig], bool]) -> bool:
+    """Compares the sources of two mixtures."""
+    return len(a.parts) == len(b.parts) and all(
+        math.isclose(weight_a, weight_b, rel_tol=1e-6) and same(part_a, part_b)
+        for (weight_a, part_a), (weight_b, part_b) in zip(a.parts, b.parts, strict=True)
+    )
 
 
 def _refusal(run: DataConfig, here: DataConfig, member: Membership | None = None) -> DataError:
     hint = ""
     if run.kind == "corpus" and member is not None and not member.is_indexed:
         hint = " (if these are shards of it, put its corpus.json beside them)"
-    copy = "give --data PATH with the path of your copy" if run.kind == "corpus" else "leave out --data"
+    copy = "leave out --data" if source_of(run) is not None else "give --data PATH with the path of your copy"
     return DataError(
         f"the run trains on {describe_data(run)}, but this peer's data are {describe_data(here)}{hint}: {copy}, or "
         "pass --data-differs if this is intended"

@@ -18,7 +18,6 @@ from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.peer.memory.capacity import choose_device, plan_experts
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
@@ -123,7 +122,6 @@ class RunFinder:
     def _found(self) -> Manifest:
         run = self.run
         assert run is not None  # preflight.check_run has rejected that
-        plan_experts(run, self.peer, choose_device(self.peer.device))  # before any slow step
         tokenizer = run_tokenizer(run)
         if Path(run.tokenizer.name).is_absolute():
             self.console.say(

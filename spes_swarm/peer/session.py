@@ -170,6 +170,7 @@ class Session:
             started=started,
         )
         joining = Joining(context)
+        stack.callback(joining.close)
         stack.callback(_record_leave, context, joining)
         stack.callback(network.stop)
         return context, joining

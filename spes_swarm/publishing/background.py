@@ -2,7 +2,9 @@
 
 Publishing runs in a separate process at the lowest priority (`python -m spes_swarm.publish`), which reads this peer's
 newest checkpoint and dies with this peer. protocol/members/election.py decides which of several volunteers publishes.
-What is already published is looked up at the target, so a volunteer that is silent or lies cannot stop the others.
+What is already published is looked up at the target, so a volunteer that is silent or lies cannot stop the others: a
+round that the n-th in line after the first does not find there, it publishes itself when it is n periods overdue, and
+two later if the first announces an upload.
 """
 
 from __future__ import annotations
@@ -84,22 +86,20 @@ class Publishing:
         self.network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], Future[Written]]) -> None:
-        """Calls `save` if the last commit makes a publication due and it is this peer's turn; `look` starts it once the
-        checkpoint is written.
+        """Calls `save` if a publication is due and it is this peer's turn; `look` starts it once the checkpoint is
+        written.
+
+        A peer that is not first in line waits until a round is overdue. It then publishes its newest round, unless
+        the target turns out to have that round or a newer one.
 
         Raises:
             CheckpointError: from `save`.
         """
-        due = round_number // self.every * self.every
-        if (
-            self._process is not None
-            or self._saving is not None
-            or due <= max(self._published, 0)
-            or time.monotonic() < self._retry_at
-        ):
-            return
         view = self.network.view
-        if view is None or round_number < due + view.publishing_periods * self.every:
+        if view is None or self._process is not None or self._saving is not None or time.monotonic() < self._retry_at:
+            return
+        due = (round_number // self.every - view.publishing_periods) * self.every
+        if due <= max(self._published, 0):
             return
         self._saving = due, save()
         self.look()
@@ -161,17 +161,20 @@ class Publishing:
     def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
         """Publishes the last round of a run even if it is not due; its checkpoint has been written.
 
-        Volunteers take turns as always: a peer that is not first in line waits until those before it have left, and
-        then finds the round published. A failure is reported, and retried until `timeout_s` have passed.
+        Volunteers take turns as always: a peer that is not first in line waits until those before it have left, or
+        for half of `timeout_s`, and then finds the round published or publishes it. A failure is reported, and retried
+        until `timeout_s` have passed.
         """
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
+        deadline = started + timeout_s
         while time.monotonic() < deadline and not stop.is_set():
             self.look()
             if self._process is None:
                 if self._published >= round_number:
                     return
-                view = self.network.view
-                if view is not None and view.publishing_periods == 0 and time.monotonic() >= self._retry_at:
+                view, now = self.network.view, time.monotonic()
+                is_next = (view is not None and view.publishing_periods == 0) or now >= started + timeout_s / 2
+                if is_next and now >= self._retry_at:
                     self._start(round_number)
             stop.wait(_POLL_S)
 

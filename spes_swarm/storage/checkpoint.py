@@ -54,7 +54,7 @@ class CheckpointMeta:
     tokens: int  # since the last commit
     steps_in_round: int  # local steps since the last commit
     routed: list[int]  # since the last commit, for each expert
-    cursor: dict[str, int]  # of the data sampler
+    cursor: dict[str, Any]  # of the data, in JSON values; see data/batch_source.py
     commits: list[int]  # that led to the reference; see protocol/consensus/lineage.py
     marks: str  # hex, of those commits
     swarm_tokens: int = 0  # of all peers, in all commits up to the reference

@@ -1,6 +1,6 @@
 """The gradients of one optimiser step, from as many sequences at a time as fit into memory.
 
-A step's batch is the run's business and a peer's memory is its own: the batch is split into micro-batches whose
+The run sets the batch of a step, and each peer has its own memory: the batch is split into micro-batches whose
 gradients add up to those of the whole. Every mean over targets is weighted by how many of the batch's targets a
 micro-batch has, and every mean over tokens by how many of its tokens, so cross-entropy and both z-losses do not depend
 on the split. The load balance is a product of two means and does: it is that of each micro-batch, averaged, as in the
@@ -80,7 +80,7 @@ class Gradients:
         """Sets the gradients of all trained parameters; returns the mean cross-entropy in nats.
 
         Args:
-            batch_BS: token ids; the complement `~id` of a token that is no target. Without targets the result is 0.
+            batch_BS: token ids; the complement `~id` of a token that is not a target. Without targets the result is 0.
             progress: fraction of the whole training that is done, 0 to 1.
             share: which sequences to compute. Gradients and cross-entropy are the part of these in those of the batch:
                 over all shares, they add up.

@@ -1,4 +1,4 @@
-"""Handles failed allocations and lost ranks: the peer leaves the swarm in order and reports the reason."""
+"""Handles failed allocations, unreadable data and lost ranks: the peer leaves the swarm in order and says why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from spes_swarm.base.errors import CapacityError, RankError
+from spes_swarm.base.errors import CapacityError, DataError, DataStoppedError, RankError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -15,6 +15,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+# Of the `fault` event.
+_KINDS = {CapacityError: "memory", DataError: "data", RankError: "rank"}
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def as_user_error(when: str) -> Iterator[None]:
 
 
 class StepMemory:
-    """Ends training, as if the user had asked for it, when a step does not fit into memory or a rank is lost.
+    """Ends training, as if the user had asked for it, when a step does not fit into memory or lacks data or a rank.
 
     The last round and the checkpoint take less memory than a step. The weights are those before the step, or partly
     updated if an allocation of the optimiser failed.
@@ -44,22 +48,27 @@ class StepMemory:
         self._when = when
         self._warn = warn
         self._stop = stop
-        self._error: CapacityError | RankError | None = None
+        self._error: CapacityError | DataError | RankError | None = None
 
     @contextmanager
     def guard(self, optimiser: torch.optim.Optimizer) -> Iterator[None]:
-        """Wraps a step: records a failed allocation or a lost rank and frees the gradients; other errors propagate."""
+        """Wraps a step: records why it failed for want of memory, data or a rank, and frees the gradients.
+
+        A step that stopped waiting for data is no failure. Other errors propagate.
+        """
         known = set(optimiser.state)
         try:
             with as_user_error(self._when):
                 yield
-        except (CapacityError, RankError) as exc:
+        except DataStoppedError:
+            self._stop()
+        except (CapacityError, DataError, RankError) as exc:
             self._error = type(exc)(str(exc))  # a new one: the traceback of `exc` keeps the step's activations
             optimiser.zero_grad(set_to_none=True)
             # Optimisers allocate a parameter's state tensor by tensor, and would treat a partial state as complete.
             for parameter in optimiser.state.keys() - known:
                 del optimiser.state[parameter]
-            self._warn("memory" if isinstance(exc, CapacityError) else "rank", str(exc))
+            self._warn(_KINDS[type(exc)], str(exc))
             self._stop()
 
     def raise_if_failed(self) -> None:
@@ -67,6 +76,7 @@ class StepMemory:
 
         Raises:
             CapacityError: a step did not fit into memory.
+            DataError: the data could not be read.
             RankError: another rank of this peer has ended.
         """
         if self._error is not None:

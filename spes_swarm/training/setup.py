@@ -16,7 +16,7 @@ import torch
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.sampler import Sampler
+from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Port
 from spes_swarm.publishing.background import Publishing
@@ -58,7 +58,7 @@ class TrainerSetup:
     network: Port
     reference_N: FloatArray
     contribution_N: FloatArray
-    sampler: Sampler
+    sampler: BatchSource
     evaluation: list[npt.NDArray[np.int64]]  # held-out batches, each (B, S)
     device: torch.device
     batch_size: int  # sequences per local step

@@ -20,6 +20,10 @@ class _Peak:
     fp32: float  # without TF32, which torch does not use unless told to
 
 
+# Dense figures: where a data sheet states only those with 2:4 sparsity, half of them. Sources: NVIDIA's data sheets of
+# HGX B200 (at 1,000 W), H200, H100 (SXM, PCIe, NVL), A100, A40, A30, A10, L40S, L40, L4, V100 and T4; for RTX and
+# GeForce cards the appendices of its GA102, Ada and RTX Blackwell whitepapers, "FP16 Tensor TFLOPS with FP32
+# accumulate", which is half of the rate with fp16 accumulation on GeForce cards; AMD's data sheet of the MI300X.
 # Laptop, "D" and MIG variants have other clocks or fewer units and do not match.
 _PEAKS = (
     _Peak("NVIDIA B200", 2250.0, 75.0),
@@ -30,8 +34,8 @@ _PEAKS = (
     _Peak("NVIDIA A40", 149.7, 37.4),
     _Peak("NVIDIA A30", 165.0, 10.3),
     _Peak("NVIDIA A10", 125.0, 31.2),
-    _Peak("NVIDIA L40S", 362.0, 91.6),
-    _Peak("NVIDIA L40", 181.0, 90.5),
+    _Peak("NVIDIA L40S", 362.05, 91.6),
+    _Peak("NVIDIA L40", 181.05, 90.5),
     _Peak("NVIDIA L4", 121.0, 30.3),
     _Peak("(NVIDIA )?RTX A6000", 154.8, 38.7),
     _Peak("NVIDIA RTX 6000 Ada Generation", 364.2, 91.1),

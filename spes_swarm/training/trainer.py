@@ -148,6 +148,7 @@ class Trainer:
 
         Raises:
             CapacityError: a step did not fit into memory; the peer has left the swarm in order.
+            DataError: the data could not be read; the peer has left the swarm in order.
             CheckpointError: a checkpoint could not be written.
             DivergenceError: the loss is still NaN or infinite after several restarts.
             NetworkProcessError: the network process ended.
@@ -275,6 +276,7 @@ class Trainer:
             teraflops=self._throughput.teraflops,
             mfu=self._throughput.mfu,
             lr=rate,
+            **({"data": list(positions)} if (positions := self._setup.sampler.positions()) else {}),
         )
         self._announce("training")
 
@@ -378,6 +380,7 @@ class Trainer:
         setup = self._setup
         previous_step = self.round * self._round_config.inner_steps
         self.round = report.commit.round
+        setup.sampler.follow(report.commit.members)
         self._live.follow(report.commit.changed_blocks)
         train_loss = self._work.commit()
         self._divergence.committed()
@@ -472,6 +475,7 @@ class Trainer:
                 experts=self._model.held,
                 total_tokens=self._total_tokens,
                 losses=self._losses,
+                data=self._setup.sampler.positions(),
             ),
         )
 

@@ -190,13 +190,17 @@ def write(path: Path, content: bytes) -> Path:
     ("content", "tokenizer", "why"),
     [
         (b"", QWEN, "is empty"),
-        (b"abc", QWEN, "has 3 bytes, which are no whole number of token ids"),
+        (b"abc", QWEN, "has 3 bytes, which is not a whole number of token ids"),
         (np.array([5, 151_665, 6], "<u4").tobytes(), QWEN, "as uint32, it holds the id 151665"),
         # Every file of uint16 is of this vocabulary, also one that was cut or never held ids.
-        (np.array([5, 6, 7], "<u2").tobytes(), QWEN, "it has 6 bytes, which are no whole number of uint32 ids"),
+        (np.array([5, 6, 7], "<u2").tobytes(), QWEN, "it has 6 bytes, which is not a whole number of uint32 ids"),
         (np.array([5, 6, 7, 8], "<u2").tobytes(), QWEN, "as uint32, it holds the id 524295"),
         (np.array([5, 50_304], "<u4").tobytes(), OLMO, "as uint32, it holds the id 50304; as uint16, it holds the id "),
-        (np.array([5, 50_304, 1], "<u2").tobytes(), OLMO, "no whole number of uint32 ids; as uint16, it holds the id"),
+        (
+            np.array([5, 50_304, 1], "<u2").tobytes(),
+            OLMO,
+            "a whole number of uint32 ids; as uint16, it holds the id",
+        ),
         (b"once upon a time", BYTES, "vocabulary of 257 tokens (as uint32, it holds the id"),
     ],
 )

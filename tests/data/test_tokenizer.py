@@ -160,7 +160,7 @@ def test_names_that_cannot_be_loaded(name: str, words: str) -> None:
 def test_no_network_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def unreachable(source: str, *, trust_remote_code: bool, local_files_only: bool) -> None:
+    def unreachable(source: str, *, revision: str, trust_remote_code: bool, local_files_only: bool) -> None:
         assert not trust_remote_code
         asked.append(local_files_only)
         raise OSError("We couldn't connect to\n'https://huggingface.co'")
@@ -175,6 +175,12 @@ def test_no_network_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [True, False, True]
 
 
+@pytest.mark.parametrize("name", ["user/model@", "user/model@../../secret", "user/model@v1@v2", "@v1"])
+def test_a_revision_that_is_none_is_refused_before_anything_is_asked(name: str) -> None:
+    with pytest.raises(DataError, match="expected USER/REPO@REVISION"):
+        load_tokenizer(name)
+
+
 def test_files_that_are_no_tokenizer(bpe: FastTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text('{"hello": 1}')
@@ -185,7 +191,10 @@ def test_files_that_are_no_tokenizer(bpe: FastTokenizer, tmp_path: Path) -> None
     with pytest.raises(DataError, match="'</s>' is not in its vocabulary"):
         load_tokenizer(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="could not be loaded"):
+    with pytest.raises(DataError, match=r"could not be loaded: .*\. Its files are damaged or incomplete"):
+        load_tokenizer(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer.json").write_text('{"hello": 1}')
+    with pytest.raises(DataError, match=r"could not be loaded: KeyError 'added_tokens'\. Its files are damaged"):
         load_tokenizer(tmp_path / "empty")
 
 

@@ -41,7 +41,9 @@ class Handler(Connection):
             raise RefusalError(403, "", "You don't have the rights to create a model under this namespace")
         with self.state.lock:
             if name in self.state.repos:
-                raise RefusalError(409, "", "You already created this model repo")
+                url = f"{self._origin()}/{name}"
+                self._json({"error": "You already created this model repo", "url": url}, 409)
+                return
             repo = self.state.repos[name] = Repo(content.get("visibility") == "private")
             attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
             repo.add("initial commit", {".gitattributes": self._entry(attributes)})
@@ -86,9 +88,13 @@ class Handler(Connection):
     def _ref(kind: str, name: str, sha: str) -> dict[str, str]:
         return {"name": name, "ref": f"refs/{kind}/{name}", "targetCommit": sha}
 
-    def list_tree(self, repo: str, revision: str) -> None:
-        found = self._repo(repo)
-        self._json([self._path_info(p, e) for p, e in found.commits[found.resolve(revision)].tree.items()])
+    def list_tree(self, repo: str, revision: str, folder: str | None = None) -> None:
+        found, below = self._repo(repo), f"{folder.strip('/')}/" if folder else ""
+        tree = found.commits[found.resolve(revision)].tree
+        inside = {path: entry for path, entry in tree.items() if path.startswith(below)}
+        if below and not inside:
+            raise RefusalError(404, "EntryNotFound", "no such folder")
+        self._json([self._path_info(path, entry) for path, entry in inside.items()])
 
     @staticmethod
     def _path_info(path: str, entry: Entry) -> dict[str, Any]:
@@ -254,20 +260,22 @@ class Handler(Connection):
         self._content(oid, {"ETag": f'"{oid}"'})
 
 
-_REPO = r"(?P<repo>[^/]+/[^/]+)"
+# A data set has a prefix wherever a model has none; here both share one space of names.
+_REPO = r"(?:datasets/)?(?P<repo>[^/]+/[^/]+)"
+_API = r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)"
 Handler.routes = [
     ("GET /api/whoami-v2", Handler.whoami),
     ("POST /api/repos/create", Handler.create),
     ("POST /api/validate-yaml", Handler.validate_yaml),
-    (f"GET /api/models/{_REPO}/auth-check(?P<write>/write)?", Handler.auth_check),
-    (f"POST /api/models/{_REPO}/preupload/(?P<revision>[^/]+)", Handler.preupload),
-    (f"POST /api/models/{_REPO}/commit/(?P<revision>[^/]+)", Handler.commit),
-    (f"GET /api/models/{_REPO}/refs", Handler.list_refs),
-    (f"GET /api/models/{_REPO}/tree/(?P<revision>[^/]+)", Handler.list_tree),
-    (f"GET /api/models/{_REPO}/revision/(?P<revision>[^/]+)", Handler.info),
-    (f"GET /api/models/{_REPO}", Handler.info),
-    (f"POST /api/models/{_REPO}/tag/(?P<revision>[^/]+)", Handler.add_tag),
-    (f"DELETE /api/models/{_REPO}/tag/(?P<name>[^/]+)", Handler.remove_tag),
+    (f"GET {_API}/auth-check(?P<write>/write)?", Handler.auth_check),
+    (f"POST {_API}/preupload/(?P<revision>[^/]+)", Handler.preupload),
+    (f"POST {_API}/commit/(?P<revision>[^/]+)", Handler.commit),
+    (f"GET {_API}/refs", Handler.list_refs),
+    (f"GET {_API}/tree/(?P<revision>[^/]+)(?P<folder>/.+)?", Handler.list_tree),
+    (f"GET {_API}/revision/(?P<revision>[^/]+)", Handler.info),
+    (f"GET {_API}", Handler.info),
+    (f"POST {_API}/tag/(?P<revision>[^/]+)", Handler.add_tag),
+    (f"DELETE {_API}/tag/(?P<name>[^/]+)", Handler.remove_tag),
     (rf"POST /{_REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     (rf"POST /{_REPO}\.git/info/lfs/objects/verify", Handler.verify),
     ("PUT /_lfs/(?P<oid>[0-9a-f]{64})", Handler.upload),

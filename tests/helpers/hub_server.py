@@ -36,9 +36,9 @@ USER = "user"
 _UPLOAD = """
 import sys
 from spes_swarm.publishing.client import hub_api, patiently
-api = hub_api()
-patiently(lambda: api.create_repo(sys.argv[1], exist_ok=True))
-patiently(lambda: api.upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]))
+api, repo, folder, kind = hub_api(), *sys.argv[1:]
+patiently(lambda: api.create_repo(repo, exist_ok=True, repo_type=kind))
+patiently(lambda: api.upload_folder(repo_id=repo, folder_path=folder, repo_type=kind))
 """
 
 
@@ -70,9 +70,9 @@ class HubServer:
         environment |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(self._directory / "home")}
         return environment | ({"HF_TOKEN": token} if token else {})
 
-    def upload(self, directory: Path, repo_id: str) -> str:
-        """Uploads a directory to a new repository, as anybody would; returns the commit."""
-        command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory)]
+    def upload(self, directory: Path, repo_id: str, kind: str = "model") -> str:
+        """Uploads a directory to a "model" or "dataset" repository, created if need be; returns the commit."""
+        command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory), kind]
         subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
         return self.commits(repo_id)[0]
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.sampler import Sampler
+from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.model.foreign.storage import ForeignStorage
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
@@ -36,20 +37,24 @@ def run_config(**changes: Any) -> RunConfig:
     return RunConfig.from_dict(merged(TINY_RUN, changes), "test")
 
 
-class StubSampler:
+class StubSampler(BatchSource):
     """The same sequences again and again."""
 
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """See Sampler."""
+        """See BatchSource."""
         return np.arange(batch_size * 64, dtype=np.int64).reshape(batch_size, 64) % 250
 
-    def state(self) -> dict[str, int]:
-        """See Sampler."""
+    def state(self) -> dict[str, Any]:
+        """See BatchSource."""
         return {"epoch": 0, "position": 0, "identity": 0}
 
-    def restore(self, state: dict[str, int]) -> bool:
-        """See Sampler."""
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """See BatchSource."""
         return True
+
+    def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
+        """See BatchSource."""
+        yield from ()
 
 
 @dataclass
@@ -145,7 +150,7 @@ def trainer_setup(
         network=port,
         reference_N=reference_N,
         contribution_N=contribution_N,
-        sampler=cast(Sampler, StubSampler()),
+        sampler=StubSampler(),
         device=torch.device("cpu"),
         batch_size=2,
         metrics=Metrics(directory / "metrics.jsonl", "me"),
@@ -164,6 +169,7 @@ class LoneTrainer:
         run: RunConfig | None = None,
         foreign_form: str = "fp32",
         foreign_storage: ForeignStorage | None = None,
+        live_weights: str = "fp32",
         **setup: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -176,6 +182,9 @@ class LoneTrainer:
         self.network = StubNetwork(reference, contribution_N, HELD)
         self.port = LocalPort(self.network)
         self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
+        if live_weights == "bf16":
+            self.model.halve(LowerHalves(torch.device("cpu")))
+            setup["precision"] = "bf16"
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []

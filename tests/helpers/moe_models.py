@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen3": ({}, r"found 'qwen3', expected a mixture of experts .*; upcycle a dense model first"),
 }
-# Their routers have trained buffers, which are no parameters.
+# Their routers have trained buffers, which are not parameters.
 BUFFERED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED, "moe_intermediate_size": 16, "q_lora_rank": 16, "n_group": 1, "topk_group": 1}
 }

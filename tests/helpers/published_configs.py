@@ -1,4 +1,9 @@
-"""config.json of published mixtures as it is on the Hub, and how many parameters their weight files have there."""
+"""config.json of published mixtures as it is on the Hub, and how many parameters their weight files have there.
+
+The counts are the totals of the safetensors headers, which the Hub reports (`safetensors.total` of a model's API
+entry). The same counts stand in Keras Hub's presets (Mixtral, Qwen1.5-MoE), in GGUF metadata (Qwen3-MoE, OLMoE) and in
+the output of chatllm.cpp (Qwen1.5-MoE, DeepSeek-V2-Lite).
+"""
 
 from __future__ import annotations
 

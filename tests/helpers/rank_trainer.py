@@ -1,7 +1,7 @@
 """A trainer of the tiny run that changes its experts on the way, alone or as rank 0 of several.
 
-`python -m tests.helpers.rank_trainer DIRECTORY ROUNDS STORAGE` is rank 0 of those that the environment names. It prints
-a line after each round, then the outcome as JSON. STORAGE is that of others' experts.
+`main([DIRECTORY, ROUNDS, STORAGE])` is rank 0 of those that the environment names. It prints a line after each round,
+then the outcome as JSON. STORAGE is that of others' experts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def train(
     """
     run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES, evaluation={"every_rounds": 2})
     if ranks is not None:
-        ranks.give(replica(run, storage=storage))
+        ranks.send_order(replica(run, storage=storage))
     lone = LoneTrainer(
         directory,
         run,
@@ -108,21 +108,18 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
     return dataclasses.replace(report, experts=ExpertChange(OTHERS, {gained: ()}, {lost: ()}))
 
 
-def main() -> None:
-    """Trains as rank 0."""
+def main(arguments: list[str]) -> int:
+    """Trains as rank 0; returns the exit code."""
+    directory, rounds, storage = arguments
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
     ranks.connect()
     try:
         with ranks:
-            outcome = train(
-                Path(sys.argv[1]), ranks, int(sys.argv[2]), lambda: print("committed", flush=True), sys.argv[3]
-            )
+            outcome = train(Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage)
             print(json.dumps(outcome), flush=True)
     except RankError as exc:
-        sys.exit(f"rank 0: {exc}")
-
-
-if __name__ == "__main__":
-    main()
+        print(f"rank 0: {exc}", file=sys.stderr)
+        return 1
+    return 0

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.config.peer import PeerConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import check_compiler, compile_layers
 from spes_swarm.model.losses import LossWeights, language_model_loss
@@ -45,6 +44,7 @@ WEIGHTS = LossWeights(load_balance=0.5, router_z=0.25, logit_z=0.125)
 
 def step(model_type: str, checkpointing: str, *, compiled: bool) -> tuple[dict[str, Tensor], list[int], int]:
     """Returns a step's gradients, the tokens that each expert got, and how many graphs were compiled."""
+    torch._dynamo.reset()  # forgets what other tests have compiled
     torch._dynamo.utils.counters.clear()
     sparse = SparseModel(build_model(model_type, COMMON | SETTINGS[model_type], seed=0, device="cpu"), (1, 4))
     checkpoint_activations(sparse.module, checkpointing)
@@ -60,8 +60,10 @@ def step(model_type: str, checkpointing: str, *, compiled: bool) -> tuple[dict[s
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++, which is not installed")
-@pytest.mark.parametrize("checkpointing", ["none", "layers"])
-@pytest.mark.parametrize("model_type", sorted(SETTINGS))
+@pytest.mark.parametrize(
+    ("model_type", "checkpointing"),
+    [("olmoe", "none"), ("olmoe", "layers"), ("qwen3_moe", "none"), ("qwen3_moe", "selective")],
+)
 def test_gradients_are_those_of_the_plain_step(model_type: str, checkpointing: str) -> None:
     plain, plain_tokens, _ = step(model_type, "none", compiled=False)
     ours, tokens, num_graphs = step(model_type, checkpointing, compiled=True)
@@ -91,5 +93,3 @@ def test_a_compiler_that_fails_is_reported_in_one_line(monkeypatch: pytest.Monke
 def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(ConfigError, match="the layers of Linear are not supported; use false"):
         compile_layers(nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match="expected false with activation_checkpointing selective"):
-        PeerConfig(compile=True, activation_checkpointing="selective")

@@ -50,7 +50,7 @@ def sparse(experts: Any, held: tuple[int, ...], **kwargs: Any) -> SparseExperts:
 
 def routing_on_a_gpu(slots: Tensor, num_slots: int, num_held: int) -> Routing:
     """Returns the routing as on a GPU, which computes many experts in one pass."""
-    return replace(Routing.of(slots, num_slots, num_held), counts=None)
+    return replace(Routing.of(slots, num_slots, num_held), one_by_one=False)
 
 
 def routed_batch(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

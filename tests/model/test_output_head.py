@@ -43,7 +43,7 @@ def whole(rows: Tensor, weight: Tensor | None, targets: Tensor) -> tuple[Tensor,
 def test_losses_and_gradients_match_autograd_in_float64(
     monkeypatch: pytest.MonkeyPatch, chunk_elements: int, with_weight: bool
 ) -> None:
-    monkeypatch.setattr(output_head, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(output_head._CHUNK_ELEMENTS, "cpu", chunk_elements)
     rows, weight, targets = drawn(with_weight)
     total, cross_entropy, logit_z = linear_loss(rows, weight, targets, Z_WEIGHT)
     torch.autograd.backward(2.0 * total)
@@ -88,7 +88,7 @@ def test_autocast_computes_in_bf16_with_gradients_in_fp32() -> None:
 
 @pytest.mark.parametrize("chunk_elements", [60, 2**24])
 def test_the_loss_of_each_row(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(output_head, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setitem(output_head._CHUNK_ELEMENTS, "cpu", chunk_elements)
     rows, weight, targets = drawn(with_weight=True)
     assert weight is not None
     nats = linear_nats(rows, weight, targets)

@@ -226,6 +226,41 @@ def test_nobody_answers_the_end() -> None:
     run(silence)
 
 
+@pytest.mark.parametrize("late", [b"", b"requests made in advance"])
+def test_waiting_for_the_other_side_to_close(late: bytes) -> None:
+    async def test() -> None:
+        async with pair() as (left, right):
+            waiting = asyncio.ensure_future(right.wait_until_closed())
+            left._writer.write(late)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting), SHORT_S)
+            left.close()
+            await waiting
+
+    run(test)
+
+
+def test_a_peer_that_never_closes_costs_no_more_than_the_deadline() -> None:
+    async def test() -> None:
+        async with pair(SHORT_S) as (_, right):
+            await right.wait_until_closed()
+
+    run(test)
+
+
+def test_a_peer_that_sends_on_and_on_is_not_waited_for() -> None:
+    async def test() -> None:
+        async with pair() as (left, right):
+            sending = asyncio.ensure_future(send_without_end(left))
+            await right.wait_until_closed()
+            assert not sending.done()
+            right.close()
+            with pytest.raises(STREAM_ERRORS):
+                await sending
+
+    run(test)
+
+
 def test_an_error_is_told_within_its_limit() -> None:
     async def test() -> None:
         async with pair() as (left, right):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,8 @@ def server() -> Iterator[subprocess.Popen[str]]:
 _server: list[subprocess.Popen[str]] = []
 
 
-def run(tmp_path: Path, module: str, *arguments: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and the line on standard error of a command that must not import anything heavy."""
+def run(tmp_path: Path, module: str, *arguments: Any, imports: Sequence[str] = ()) -> tuple[int, str, str]:
+    """Exit code, standard output and the line on standard error of a command that imports nothing heavy but these."""
     (process,) = _server
     assert process.stdin is not None
     assert process.stdout is not None
@@ -112,15 +113,15 @@ def run(tmp_path: Path, module: str, *arguments: Any) -> tuple[int, str, str]:
     assert process.stdout.readline() == "done\n"
     stdout, stderr, report = (directory / name for name in ("stdout", "stderr", "report.json"))
     outcome = json.loads(report.read_text(encoding="utf-8"))
-    assert outcome["imported"] == [], stderr.read_text(encoding="utf-8")
+    assert outcome["imported"] == list(imports), stderr.read_text(encoding="utf-8")
     return outcome["code"], stdout.read_text(encoding="utf-8"), stderr.read_text(encoding="utf-8")
 
 
-def refusal(tmp_path: Path, *arguments: Any) -> str:
+def refusal(tmp_path: Path, *arguments: Any, imports: Sequence[str] = ()) -> str:
     """The one line with which `join` refuses; nothing has appeared on disk."""
     out = tmp_path / "out"
     was_there = out.exists()
-    code, stdout, stderr = run(tmp_path, "spes_swarm.join", "--output-dir", out, *arguments)
+    code, stdout, stderr = run(tmp_path, "spes_swarm.join", "--output-dir", out, *arguments, imports=imports)
     assert (code, stdout) == (2, "")
     assert out.exists() == was_there
     (line,) = stderr.splitlines()
@@ -186,6 +187,30 @@ def test_a_run_section_with_a_mistake(tmp_path: Path, run_section: dict[str, Any
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"run": merged(TINY_RUN, run_section)}), encoding="utf-8")
     assert why in refusal(tmp_path, "--config", path)
+
+
+def test_a_model_that_cannot_fit(tmp_path: Path) -> None:
+    large = {"hidden_size": 32768, "intermediate_size": 32768, "num_hidden_layers": 2, "num_experts": 64}
+    path = tmp_path / "run.yaml"
+    run_section = merged(TINY_RUN, {"model": {"settings": large}})
+    path.write_text(yaml.safe_dump({"run": run_section}), encoding="utf-8")
+    line = refusal(tmp_path, "--config", path, imports=("torch", "transformers"))
+    assert re.match(r"training \d+ experts? needs [\d.]+ GB of this machine's memory, but only ", line)
+    assert line.endswith("use a machine with more memory, or found a run with a smaller model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--peers", "0"], "--peers: found 0, expected more than 0"),
+        (["--memory", "much"], "--memory: found 'much', expected a size such as 16GB or 16GiB"),
+        (["--device", "cpu", "--memory", "16GB"], "--memory is that of a GPU"),
+    ],
+)
+def test_a_plan_with_a_mistake(tmp_path: Path, arguments: list[str], why: str) -> None:
+    code, stdout, stderr = run(tmp_path, "spes_swarm.plan", *arguments)
+    assert (code, stdout) == (2, "")
+    assert why in stderr
 
 
 def test_a_peer_section_with_a_mistake(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import CheckpointError, ConfigError
+from spes_swarm.base.errors import CheckpointError, ConfigError, UserError
 from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
@@ -157,6 +157,9 @@ def test_the_bytes_tokenizer_of_an_export_needs_no_path(tmp_path: Path) -> None:
     save_moe(tmp_path / "model", "olmoe")
     ByteTokenizer().save(tmp_path / "model")
     assert run_from(tmp_path / "model").tokenizer.name == "bytes"
+    # Chats need the template, and `bytes` has none.
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert run_from(tmp_path / "model").tokenizer.name == str(tmp_path / "model")
 
 
 def test_bytes_need_room_in_the_vocabulary(tmp_path: Path) -> None:
@@ -222,3 +225,65 @@ def test_a_run_that_continues_takes_the_model_from_its_manifest(tmp_path: Path) 
     assert requested(tmp_path / "out", config, tmp_path / "model") == founded
     changed = requested(tmp_path / "out", own_config(config, name="other"), tmp_path / "model")
     assert changed == dataclasses.replace(founded, name="other")  # the finder refuses it
+
+
+@pytest.mark.parametrize("pad", [-1, 272, 10**6])
+def test_a_pad_token_outside_the_vocabulary_is_dropped(tmp_path: Path, pad: int) -> None:
+    save_moe(tmp_path / "model", "olmoe")
+    change_config(tmp_path / "model", "pad_token_id", pad)
+    assert run_from(tmp_path / "model").model.pad_token_id is None
+
+
+WRONG = [None, -1, 0, 10**6, 2**70, 0.5, -0.5, float("nan"), True, "x", [], [1], {"a": 1}]
+
+
+def change_config(directory: Path, key: str, *values: Any) -> None:
+    """Replaces a key of config.json; without a value, removes it."""
+    path = directory / "config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content.pop(key, None)
+    if values:
+        content[key] = values[0]
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def attempt(directory: Path) -> str | None:
+    """Everything up to the end of the first forward pass; returns what the user is told, or None if that worked."""
+    try:
+        run = run_from(directory)
+        assert run_tokenizer(run).vocab_size <= run.model.vocab_size
+        if run.model.num_parameters > 1e8:  # the plan of its memory refuses it
+            return None
+        sparse = sparse_model(run, reference_from(directory, run))
+        language_model_loss(sparse.module.train(), IDS_BS, loss_weights(run.training), sparse.held, progress=0.0)
+    except UserError as exc:
+        return str(exc)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize("part", range(4))
+def test_a_broken_config_json_gives_a_run_or_one_line(tmp_path: Path, family: str, part: int) -> None:
+    """Every key in turn: missing, and of many a value that makes no sense."""
+    save_moe(tmp_path, family)
+    before = (tmp_path / "config.json").read_text(encoding="utf-8")
+    keys = [*json.loads(before), "quantization_config", "num_local_experts", "rope_theta", "sliding_window"]
+    refused = 0
+    for key in keys[part::4]:
+        for values in ((), *((value,) for value in WRONG)):
+            change_config(tmp_path, key, *values)
+            said = attempt(tmp_path)
+            (tmp_path / "config.json").write_text(before, encoding="utf-8")
+            if said is not None:
+                refused += 1
+                assert "\n" not in said, (key, values)
+                assert str(tmp_path) in said or "run.model" in said or "tokenizer" in said, (key, values, said)
+    assert refused
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"model_type": 3}', '{"model_type": "x"}', "[" * 10**5])
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json"):
+        run_from(tmp_path)

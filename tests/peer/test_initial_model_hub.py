@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +14,13 @@ from safetensors.torch import load_file
 from spes_swarm.base.errors import CheckpointError, HubError
 from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.run import RunConfig
+from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
 from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.publishing import client
 from tests.helpers.hub_server import HubServer
 from tests.helpers.moe_models import save_moe
+from tests.helpers.repository import ROOT
+from tests.helpers.swarm import REASONABLE_S
 
 pytestmark = pytest.mark.slow
 torch.set_num_threads(1)
@@ -60,6 +65,37 @@ def test_the_weights_are_fetched_after_the_run_is_described(tmp_path: Path, hub:
     stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
     torch.testing.assert_close(stored["lm_head.weight"], model.state_dict()["lm_head.weight"], rtol=0, atol=0)
     assert said[0] == f"fetching {len(names) - 1} weight files of user/described@{commit}, commit {commit[:7]}"
+
+
+def test_its_tokenizer_is_pinned_to_the_commit(tmp_path: Path, hub: HubServer) -> None:
+    """Every peer gets the founder's, though the repository's has changed since."""
+    save_moe(tmp_path / "model", "olmoe")
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "model")
+    commit = hub.upload(tmp_path / "model", "user/pinned")
+    run = described("user/pinned")
+    assert run.tokenizer.name == f"user/pinned@{commit}"
+    founders = load_tokenizer(tmp_path / "model").digest
+    train_bpe(["a tokenizer of other text " * 20], 262).save(tmp_path / "model")
+    hub.upload(tmp_path / "model", "user/pinned")
+    assert described(f"user/pinned@{commit}").tokenizer.name == run.tokenizer.name
+    names = [run.tokenizer.name, "user/pinned"]
+    assert digests_elsewhere(hub, names) == [founders, load_tokenizer(tmp_path / "model").digest]
+
+
+def digests_elsewhere(hub: HubServer, names: list[str]) -> list[str]:
+    """Digests of tokenizers as another machine loads them."""
+    code = "import sys; from spes_swarm.data.tokenizer import load_tokenizer as load\n"
+    code += "for name in sys.argv[1:]: print(load(name).digest)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        cwd=ROOT,
+        env=hub.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=REASONABLE_S,
+        check=True,
+    )
+    return done.stdout.split()
 
 
 def test_pickled_weights_are_refused_before_anything_is_fetched(tmp_path: Path, hub: HubServer) -> None:

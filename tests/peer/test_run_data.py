@@ -9,26 +9,31 @@ import platform
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from blake3 import blake3
 
 from spes_swarm.base.errors import ConfigError, DataError, LeftEarlyError
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.join_command import describe_data, join_command, join_note
 from spes_swarm.config.manifest import found_run, open_manifest
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.config.run import DataConfig, RunConfig
+from spes_swarm.config.run import RunConfig
 from spes_swarm.data import content_check
 from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus_index import INDEX_FILE, membership
 from spes_swarm.data.sharding import write_shards
 from spes_swarm.data.token_file import TokenFile
-from spes_swarm.data.tokenizer import ByteTokenizer
-from spes_swarm.peer.run_data import PeerData, name_of, same_run_data
+from spes_swarm.data.tokenizer import ByteTokenizer, load_tokenizer
+from spes_swarm.peer.local_data import held_out_batches, name_of
+from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.chat_tokenizer import APPENDING, REWRITING, save_chat_tokenizer
 from tests.helpers.rounds import identity
+from tests.helpers.streamed_data import save_jsonl, save_records
 from tests.helpers.token_files import token_writer
 
 BYTES = ByteTokenizer()
@@ -145,9 +150,19 @@ def test_a_configuration_may_name_the_data(tmp_path: Path, peer: Peer) -> None:
         {"kind": "corpus", "name": "-rf"},
         {"kind": "corpus", "name": "a b"},
         {"kind": "corpus", "python_version": "3.11.1"},
+        {"kind": "corpus", "name": "user/verses"},
+        {"kind": "corpus", "revision": "ab" * 20},
+        {"kind": "stdlib", "config": "en"},
+        {"kind": "hf", "revision": "main"},
+        {"kind": "hf", "name": "a/b/c"},
+        {"kind": "mixture"},
+        {"kind": "mixture", "sources": [{"weight": 1, "kind": "hf"}]},
+        {"kind": "mixture", "sources": [{"weight": 0, "kind": "hf"}, {"weight": 1, "kind": "stdlib"}]},
+        {"kind": "mixture", "sources": [{"weight": 1, "kind": "own"}, {"weight": 1, "kind": "stdlib"}]},
+        {"kind": "hf", "sources": [{"weight": 1, "kind": "hf"}, {"weight": 1, "kind": "stdlib"}]},
     ],
 )
-def test_impossible_descriptions(values: dict[str, str]) -> None:
+def test_impossible_descriptions(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         DataConfig(**values)
 
@@ -296,6 +311,97 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_data(tmp_path: Path, pe
     assert not peer.data(text_file(tmp_path / "a.txt")).open(UNKNOWN, BYTES).differs
 
 
+# -------------------------------------------------------------------------------- data sets that stream, mixtures
+
+
+def test_a_directory_that_streams_is_compared_by_its_files(tmp_path: Path, peer: Peer) -> None:
+    run = founded(f"hf:{save_jsonl(tmp_path / 'set', [range(50)])}", peer)
+    assert (run.kind, run.name, run.split, run.revision) == ("hf", "set", "train", None)
+    copy = save_jsonl(tmp_path / "copy", [range(50)])
+    joiner = Peer(tmp_path / "joiner")
+    data = joiner.data(f"hf:{copy}")
+    opened = data.open(run, BYTES)
+    assert (opened.differs, opened.described.digest, opened.num_shards) == (False, run.digest, 1)
+    data.remember(opened)
+    assert joiner.data().open(run, BYTES).source == f"hf:{copy}"
+    other = f"hf:{save_jsonl(tmp_path / 'other', [range(51)])}"
+    with pytest.raises(DataError, match=r"trains on 'set' \(digest .*, but this peer's data are 'other' \(digest "):
+        peer.data(other).open(run, BYTES)
+    assert peer.data(other, differs=True).open(run, BYTES).differs
+    for source, message in (
+        (None, "give --data PATH"),
+        ("stdlib", "but this peer's data are the Python standard library"),
+        (copy, "but this peer's data are 'copy'"),
+        (f"1*hf:{copy} + 1*stdlib", "but this peer's data are 0.5 of 'copy' and 0.5 of the Python standard library"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Peer(tmp_path / "new").data(source).choose(run)
+    with pytest.raises(DataError, match="a founder needs the run's data"):
+        peer.data(f"hf:{copy}", differs=True).found(dataclasses.replace(run, digest="0" * 64), BYTES)
+
+
+def test_the_chat_template_is_part_of_the_data(tmp_path: Path, peer: Peer) -> None:
+    messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
+    source = f"hf:{save_records(tmp_path / 'chats', {'messages': messages})}"
+    with pytest.raises(DataError, match="has no chat template"):
+        founded(source, peer)
+    digests = {
+        peer.data(source).found(UNKNOWN, load_tokenizer(save_chat_tokenizer(tmp_path / str(n), template))).digest
+        for n, template in enumerate((APPENDING, REWRITING, APPENDING))
+    }
+    assert len(digests) == 2
+
+
+def test_a_mixture_is_the_same_with_the_same_sources_and_weights(tmp_path: Path, peer: Peer) -> None:
+    streamed, text = save_jsonl(tmp_path / "set", [range(50)]), text_file(tmp_path / "a.txt")
+    run = founded(f"3*hf:{streamed} + 1*{text}", peer)
+    assert [(source.weight, source.kind, source.name) for source in run.sources] == [
+        (0.75, "hf", "set"),
+        (0.25, "corpus", "a.txt"),
+    ]
+    assert DataConfig(**json.loads(json.dumps(run.to_dict()))) == run
+    same = peer.data(f"0.3*hf:{streamed} + 0.1*{text}").open(run, BYTES)
+    assert (same.differs, same.num_shards) == (False, 2)
+    for source in (f"0.7*hf:{streamed} + 0.3*{text}", f"0.75*hf:{text.parent / 'set'} + 0.25*{shards(tmp_path / 't')}"):
+        with pytest.raises(DataError, match=r"the run trains on 0\.75 of 'set' .* and 0\.25 of 'a\.txt'"):
+            peer.data(source).open(run, BYTES)
+    with pytest.raises(DataError, match=r"this peer's data are 0\.25 of 'a\.txt' and 0\.75 of 'set'"):
+        peer.data(f"0.25*{text} + 0.75*hf:{streamed}").choose(run)
+    with pytest.raises(DataError, match=r"--data .*missing' does not exist here"):
+        peer.data(f"0.75*hf:{streamed} + 0.25*{tmp_path}/missing").choose(run)
+    # A configuration may name the sources, with weights of any sum.
+    wanted = DataConfig(kind="mixture", sources=({"weight": 3, "kind": "hf"}, {"weight": 1, "kind": "corpus"}))  # type: ignore[arg-type]
+    assert same_run_data(wanted, run)
+    assert founded(f"3*hf:{streamed} + 1*{text}", peer, wanted) == run
+    assert not same_run_data(dataclasses.replace(wanted, sources=wanted.sources[::-1]), run)
+
+
+def test_what_every_machine_finds_needs_no_name(peer: Peer) -> None:
+    on_hub = DataConfig(kind="hf", name="user/verses", config="en", revision="ab" * 20, digest="0" * 64)
+    assert peer.data().choose(on_hub) == (f"hf:user/verses:en@{'ab' * 20}", False)
+    assert peer.data().choose(DataConfig(kind="hf", name="user/verses")) == ("hf:user/verses", False)
+    mixed = DataConfig.mixed(((0.75, on_hub), (0.25, STDLIB)))
+    assert peer.data().choose(mixed) == (f"0.75*hf:user/verses:en@{'ab' * 20} + 0.25*stdlib", False)
+
+
+def test_batches_of_a_mixture_are_of_all_sources(tmp_path: Path, peer: Peer) -> None:
+    streamed, text = save_jsonl(tmp_path / "set", [range(900)]), text_file(tmp_path / "a.txt", "ZZZZ")
+    source = f"0.5*hf:{streamed} + 0.5*{text}"
+    run = quickstart(founded(source, peer))
+    stop = threading.Event()
+    batches = peer.data(source).open(run.data, BYTES).batches(run, peer_id="a", seed=None, stop=stop, say=print)
+    try:
+        training = [BYTES.decode(row) for row in batches.next_batch(40)]
+        evaluation = [BYTES.decode(row) for batch in held_out_batches(batches, run.evaluation) for row in batch]
+    finally:
+        batches.close()
+    for windows in (training, evaluation):
+        of_text = ["ZZZZ" in window for window in windows]
+        assert 0.2 < sum(of_text) / len(of_text) < 0.99
+        assert all("xxx" in window for window, is_text in zip(windows, of_text, strict=True) if not is_text)
+    assert held_out_batches(batches, dataclasses.replace(run.evaluation, every_rounds=0)) == []
+
+
 # ----------------------------------------------------------------------------------------------- the next start
 
 
@@ -423,6 +529,19 @@ def quickstart(data: DataConfig) -> RunConfig:
             DataConfig(kind="corpus", name="verses.txt", digest="ab" * 32),
             " --data verses.txt",
             "'verses.txt' (digest abababababab) is what the run trains on: put the path of your copy after --data",
+        ),
+        (DataConfig(kind="hf", name="user/verses", revision="ab" * 20, digest="0" * 64), "", None),
+        (
+            DataConfig(kind="hf", name="verses", config="en", digest="ab" * 32),
+            " --data hf:./verses:en",
+            "'verses' (configuration en, digest abababababab) is what the run trains on: put the path of your copy "
+            "after --data",
+        ),
+        (
+            DataConfig.mixed(((0.75, STDLIB), (0.25, DataConfig(kind="corpus", name="a.txt")))),
+            " --data '0.75*stdlib + 0.25*a.txt'",
+            "the run trains on 0.75 of the Python standard library and 0.25 of 'a.txt': put the paths of your copies "
+            "into --data",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spes_swarm.peer.joining import await_training
+from spes_swarm.peer.barrier import await_training
 from spes_swarm.port.messages import SwarmView
 
 

@@ -225,7 +225,8 @@ def a_crowd_of_ghosts(**claims: Any) -> dict[str, Progress]:
 
 @pytest.mark.parametrize("answering", [False, True])
 @pytest.mark.parametrize(
-    "claims", [{"round": 2**60}, {"round": 0}, {"tokens_per_step": 2**50}, {"tokens_per_second": 1e300}]
+    "claims",
+    [{"round": 2**60}, {"round": 0}, {"tokens_per_step": 2**50}, {"tokens_per_second": 1e300}, {"data": [2**60]}],
 )
 def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answering: bool) -> None:
     honest = {"a": progress(tokens=640), "b": progress(tokens=640, round=4)}
@@ -235,13 +236,14 @@ def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answerin
     if answering:
         for i in range(50):
             roster.standing.note_answer(f"ghost{i}")
-    questions: list[Callable[[Roster], float]] = [
+    questions: list[Callable[[Roster], Any]] = [
         lambda r: r.swarm_round(3),
         lambda r: r.median_round(3),
         lambda r: r.largest_step(128),
         lambda r: r.tokens_per_step(128),
         lambda r: r.tokens_since_commit(3, 30.0),
         lambda r: r.swarm_tokens(4),
+        lambda r: r.data_positions(),
     ]
     for ask in questions:
         assert ask(roster) == ask(undisturbed)
@@ -370,3 +372,14 @@ def test_a_step_is_measured_by_those_that_say_how_long_theirs_are() -> None:
     assert roster.largest_step(0) == 64 * 128
     roster.update({"a": progress(2.0, tokens_per_step=1), "b": progress(2.0)})
     assert roster.largest_step(1) == 64
+
+
+def test_a_newcomer_begins_where_the_furthest_is_in_each_data_set() -> None:
+    roster = acquainted()
+    assert roster.data_positions() == ()
+    roster.update({"a": progress(data=[7, 1 << 61]), "b": progress(data=[9, 3]), "c": progress()})
+    assert roster.data_positions() == (9, 1 << 61)
+    roster.update(
+        {"a": progress(2.0, data=[7]), "b": progress(2.0, data=[9, 3]), "late": progress(2.0, state="leaving")}
+    )
+    assert roster.data_positions() == (9, 3)  # of those that divide as many data sets as any

@@ -99,7 +99,7 @@ def test_the_files_of_spes_and_olmo_are_trained_on_as_they_are(tmp_path: Path) -
         assert (event["digest"], event["differs"]) == (founded["digest"], False)
         assert joiner.events("round")
 
-        # Ids that are no tokens of this run: one line, before any weights are fetched.
+        # ids that are not tokens of this run: one line, before any weights are fetched.
         save_headerless(copy / "0_0.npy", [257] * 5000, "uint32")
         refused = started.join("--data", copy, name="refused")
         assert refused.wait() == 2

@@ -25,10 +25,14 @@ def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     done = gpu_check("--quick", "--json", str(result))
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(result.read_text(encoding="utf-8"))["checks"]
-    assert set(checks) == {"kernels", "storage", "bf16", "steps", "tests"}
+    assert set(checks) == {"kernels", "losses", "storage", "bf16", "steps", "tests"}
     kernels = {row["kernel"]: row for row in checks["kernels"]["rows"]}
     assert all(kernels[name]["relative_error"] < 1e-5 for name in ("torch", "loop"))
-    assert "megablocks" in kernels
+    assert "kernel 'megablocks' needs " in kernels["megablocks"]["missing"]
+    assert kernels["auto"]["picks"] == "torch"
+    chunked, liger = checks["losses"]["rows"]
+    assert chunked["relative_error"] == 0.0
+    assert "liger_kernel" in liger["missing"]
     for step in checks["steps"]["rows"]:
         assert step["tokens_per_second"] == pytest.approx(1e3 * step["tokens"] / step["ms"])
         assert step["planned_bytes"] > 0

@@ -1,4 +1,4 @@
-"""Failed allocations: one line, exit code 2, and an orderly departure from the swarm."""
+"""Failed allocations and unreadable data: one line, exit code 2, and an orderly departure from the swarm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from spes_swarm.base.errors import CapacityError
+from spes_swarm.base.errors import CapacityError, DataError, DataStoppedError
+from spes_swarm.storage.checkpoint import checkpoints_in, read_content
 from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
+from tests.helpers.lone_trainer import LoneTrainer, StubSampler, run_config
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import swarm
 
@@ -99,3 +102,38 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
             assert list((tmp_path / "starved" / "checkpoints").iterdir())
             assert founder.wait_for_round(left["round"] + 2)["experts_held"] == list(range(8))
         assert founder.process.poll() is None
+
+
+class EndingSampler(StubSampler):
+    """Data that can be read for three steps."""
+
+    def __init__(self, error: DataError) -> None:
+        self.error = error
+        self.steps = 0
+
+    def next_batch(self, batch_size: int) -> NDArray[np.int64]:
+        """See BatchSource."""
+        if self.steps == 3:
+            raise self.error
+        self.steps += 1
+        return super().next_batch(batch_size)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_peer_without_data_leaves_in_order_and_loses_no_step(tmp_path: Path, failed: bool) -> None:
+    error = DataError("hf:user/verses could not be read") if failed else DataStoppedError("stopped while waiting")
+    lone = LoneTrainer(tmp_path, run_config(evaluation={"every_rounds": 0}))
+    lone.network.others = 1
+    lone.setup.sampler = EndingSampler(error)
+    if failed:
+        with pytest.raises(DataError, match="hf:user/verses could not be read"):
+            lone.trainer.run()
+    else:
+        lone.trainer.run()
+    lone.close()
+    assert lone.trainer.step == 3
+    meta = read_content(checkpoints_in(lone.setup.checkpoints)[0]).meta
+    assert (meta.step, meta.steps_in_round) == (3, 0)  # the work of all steps is in a round
+    assert meta.round > 0
+    assert lone.network.presences[-1] == "leaving"
+    assert [event["kind"] for event in lone.events("fault")] == (["data"] if failed else [])

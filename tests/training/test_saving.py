@@ -109,14 +109,16 @@ def test_a_checkpoint_holds_the_moment_it_was_taken_however_far_training_is_when
     assert (live_bytes > 4 * peer.model.layout.blocks[0].size) == (more_steps > 0)
 
 
-@pytest.mark.parametrize("states", FORMS)
-def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(make: Make, states: str) -> None:
-    peer = make(optimizer_states=states)
+@pytest.mark.parametrize(("states", "weights"), [*((form, "fp32") for form in FORMS), ("device", "bf16")])
+def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(
+    make: Make, states: str, weights: str
+) -> None:
+    peer = make(optimizer_states=states, live_weights=weights)
     one_round(peer)
     peer.trainer._saver._finish()
     checkpoint = newest(peer)
     one_round(peer)
-    again = make(optimizer_states=states)
+    again = make(optimizer_states=states, live_weights=weights)
     reference_N = again.network.reference.values_N
     checkpoint.reference(again.model.layout, reference_N)
     again.network.reference.finish(1, [(block, version) for block, version in enumerate(checkpoint.meta.versions)])

@@ -15,7 +15,7 @@ from spes_swarm.training.throughput import Throughput, peak_flops, peak_flops_of
         ("NVIDIA H100 PCIe", 756.0, 51.0),
         ("NVIDIA A100-SXM4-80GB", 312.0, 19.5),
         ("NVIDIA L4", 121.0, 30.3),
-        ("NVIDIA L40S", 362.0, 91.6),
+        ("NVIDIA L40S", 362.05, 91.6),
         ("Tesla T4", None, 8.1),
     ],
 )

@@ -3,6 +3,11 @@
 Tensor data goes over raw streams with our own frames rather than through protobuf RPC streams: the RPC layer allocates
 whatever length a sender announces and writes without a deadline. Here every frame has a size limit set by the reader,
 and every read and write has a deadline, so neither a hostile nor a frozen peer can hold memory or a task.
+
+The side that opened a stream closes it, once it has received what it asked for; the serving side waits for that. When
+a process closes a stream first, its p2pd closes the libp2p stream for reading, then for writing. Between the two, the
+goroutine that reads notices the end and may reset the stream, and the other side's p2pd then discards whatever it has
+not forwarded yet.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import asyncio
 import struct
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgpack
@@ -32,6 +37,8 @@ MAX_EXTRA_BYTES = 4096
 MAX_STREAMS_PER_PEER = 8
 # Of one kind, from all peers together: each stream costs a file descriptor.
 MAX_STREAMS = 256
+# What a served peer still sends after the answer, such as requests that it made in advance.
+_MAX_LATE_BYTES = 1 << 16
 
 
 class Channel:
@@ -102,8 +109,8 @@ class Channel:
     async def end(self) -> None:
         """Signals the end of the data and waits for the answer.
 
-        A stream that closes instead of answering is not an error: a daemon that closes a stream may drop bytes that it
-        has not forwarded yet. Whether the other side has received everything shows in its result.
+        A stream that closes instead of answering is not an error: the other side may have stopped after it had received
+        everything, and whether it has shows in its result.
 
         Raises:
             STREAM_ERRORS: the signal could not be sent, or no answer came in time.
@@ -123,6 +130,18 @@ class Channel:
             await self.send(Frame(FrameKind.ERROR, payload=message.encode()[:MAX_ERROR_BYTES]))
         except STREAM_ERRORS:
             return
+
+    async def wait_until_closed(self) -> None:
+        """Waits until the other side closes the stream, so that it receives what was sent last.
+
+        What it still sends is dropped. Waits for no longer than the deadline of one frame in total, and for no more
+        than 64 KiB.
+        """
+        num_bytes = 0
+        with suppress(*STREAM_ERRORS):
+            async with asyncio.timeout(self._timeout_s):
+                while num_bytes < _MAX_LATE_BYTES and (data := await self._reader.read(_MAX_LATE_BYTES)):
+                    num_bytes += len(data)
 
     def close(self) -> None:
         """Closes the stream without waiting; what the other side does not take within the deadline is dropped."""
@@ -166,7 +185,10 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
 
 
 async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink) -> None:
-    """Registers a stream handler. A ProtocolError in it is reported, sent to the other side, and ends the stream."""
+    """Registers a stream handler. A ProtocolError in it is reported, sent to the other side, and ends the stream.
+
+    After the handler has returned, the stream stays open until the other side closes it.
+    """
     num_open: Counter[str] = Counter()
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,9 +199,12 @@ async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: 
             if busy:
                 raise ProtocolError("busy", "too many open streams")
             await handler(channel)
+            await channel.wait_until_closed()
         except ProtocolError as exc:
             on_fault(channel.peer_id, exc)
             await channel.send_error(str(exc))
+            if not busy:  # waiting for streams beyond the limit would make it none; their answer may be lost
+                await channel.wait_until_closed()
         except TimeoutError:
             on_fault(channel.peer_id, ProtocolError("stalled", f"a stream made no progress for {timeout_s:.0f} s"))
         except STREAM_ERRORS:

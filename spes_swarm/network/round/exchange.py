@@ -358,13 +358,16 @@ class Exchange:
         if listed:
             for index in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
                 await self._send_result(state, channel, index, member)
+            await channel.send(Frame(FrameKind.END))
         else:
             try:
                 await self._stream_reduced(state, member, channel)
+                await channel.send(Frame(FrameKind.END))
+                # It closes once it has everything: only then may this peer leave.
+                await channel.wait_until_closed()
             finally:
                 state.served(member)
                 self._served.notify()
-        await channel.send(Frame(FrameKind.END))
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
         position = 0

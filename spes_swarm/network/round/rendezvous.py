@@ -483,7 +483,7 @@ class Rendezvous:
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         target = self.target_round()
-        if peer_id not in self._voices():  # its record may not be here yet, so this alone is no fault
+        if peer_id not in self._voices():  # its record may not be here yet, so this alone is not a fault
             if not 0 <= round_number <= target + 1:
                 raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
             return {"target": target}

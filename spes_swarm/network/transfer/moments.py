@@ -29,6 +29,8 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 _MAX_HELLO_BYTES = 1024
 _MAX_STEP = 1 << 40
 _ATTEMPTS = 3
+# At a time: one peer may give all of them, and it serves no more than MAX_STREAMS_PER_PEER.
+_MAX_FETCHES = 4
 
 
 @dataclass(eq=False)
@@ -103,14 +105,20 @@ class Moments:
             await channel.send(
                 Frame(FrameKind.DATA, part=index, extra=self._step.to_bytes(8, "little"), payload=payload)
             )
-        await channel.send(Frame(FrameKind.END))
-        # The adopter ends its side when it has everything: only then may this peer leave.
+        # The adopter ends its side when it has everything, and closes the stream after the answer: only then may this
+        # peer leave.
         answer = await channel.receive(max_payload_bytes=64)
+        await channel.send(Frame(FrameKind.END))
+        await channel.wait_until_closed()
         if answer.kind is FrameKind.END and number == self._round:
-            self._due[expert].discard(channel.peer_id)
-            if not self._due[expert]:
-                del self._due[expert]
-            self._changed.notify()
+            self._note_fetched(expert, channel.peer_id)
+
+    def _note_fetched(self, expert: int, peer_id: str) -> None:
+        peers = self._due.get(expert, set())
+        peers.discard(peer_id)
+        if not peers:
+            self._due.pop(expert, None)
+        self._changed.notify()
 
     # Taking.
 
@@ -121,20 +129,29 @@ class Moments:
 
         Returns, by expert, those that arrived and that clipped gradients could have produced.
         """
-        found = await asyncio.gather(
-            *(self._fetch_one(round_number, expert, peers, out[expert]) for expert, peers in sources.items())
-        )
+        slots = asyncio.Semaphore(_MAX_FETCHES)
+        frozen: set[str] = set()
+
+        async def fetch_one(expert: int, peers: Sequence[str]) -> ReceivedMoments | None:
+            async with slots:
+                return await self._fetch_one(round_number, expert, peers, frozen, out[expert])
+
+        found = await asyncio.gather(*(fetch_one(expert, peers) for expert, peers in sources.items()))
         return {expert: received for expert, received in zip(sources, found, strict=True) if received is not None}
 
     async def _fetch_one(
-        self, round_number: int, expert: int, peers: Sequence[str], out_2N: FloatArray
+        self, round_number: int, expert: int, peers: Sequence[str], frozen: set[str], out_2N: FloatArray
     ) -> ReceivedMoments | None:
         for _ in range(_ATTEMPTS):
             for peer in peers:
+                if peer in frozen:
+                    continue
                 try:
                     step = await self._receive(peer, round_number, expert, out_2N)
                 except ProtocolError as exc:
                     self.on_fault(peer, exc)
+                except TimeoutError:
+                    frozen.add(peer)  # every further expert would take as long
                 except STREAM_ERRORS:
                     pass  # the giver is gone: try the next one, or keep fresh moments
                 else:
@@ -157,6 +174,5 @@ class Moments:
             check_moments(out_2N, self.limits)
             if step > _MAX_STEP:
                 raise ProtocolError("moments", f"the optimiser claims to have taken {step} steps")
-            await channel.send(Frame(FrameKind.END))
-            await channel.receive(max_payload_bytes=0)  # the giver's END
+            await channel.end()
         return step

@@ -3,10 +3,14 @@
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
 - on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits, unless
-  they are in host memory), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight;
+  they are in host memory, where they take the lower halves of bf16 weights along), and the other experts in the form in
+  which they are stored, 0.56 to 4 bytes per weight;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
   put together on the host, without gradients and moments.
+
+Several ranks of a peer are on one machine: each has a model and its gradients, on a GPU of its own or, on a CPU, all in
+host memory. Everything else exists once.
 
 Activations come on top (step_memory.py counts them). What Python, torch and CUDA take themselves does not count. So
 `auto` leaves part of the memory free, and only what cannot possibly fit is rejected.
@@ -14,7 +18,8 @@ Activations come on top (step_memory.py counts them). What Python, torch and CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -27,8 +32,8 @@ from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
+from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
-from spes_swarm.model.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
@@ -37,9 +42,12 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.optimiser.moment_storage import moment_bytes_per_weight
 
 _WEIGHT, _GRADIENT, _MOMENTS_COPY = 4, 4, 8  # bytes per trained weight
+_HALF_WEIGHT = 2
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
-_SMALLEST_FORM, _SMALLEST_STATES = FORMS[-1], "int8"  # of others' experts, and of moments on the device
+_SMALLEST_FORM = FORMS[-1]  # of others' experts
+# Forms of moments that take less of a device's memory than fp32 there, best first.
+_SMALLER_STATES = {"cuda": ("host", "int8"), "cpu": ("int8",)}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -57,6 +65,7 @@ class Workload:
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    live_weights: str = "fp32"  # form of the trained matrices: "fp32" or "bf16"
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
@@ -72,6 +81,7 @@ class Workload:
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
             foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
             optimizer_states=peer.optimizer_states,
+            live_weights=peer.live_weights,
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
             num_ranks=num_ranks,
@@ -91,22 +101,24 @@ class Workload:
         )
 
     def device_bytes(self, num_experts: int) -> dict[str, int]:
-        """Returns what training takes without activations, by class."""
+        """Returns what training takes on the device of rank 0 without activations, by class."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
+        halves_apart = self.live_weights == "bf16" and self.optimizer_states == "host"
+        weight = _HALF_WEIGHT if halves_apart else _WEIGHT
         return {
-            "shared": _WEIGHT * shared,
-            "held": _WEIGHT * num_experts * expert,
+            "shared": weight * shared,
+            "held": weight * num_experts * expert,
             "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
             "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
         }
 
     def host_bytes(self, num_experts: int) -> dict[str, int]:
-        """Returns what the exchange takes, by class, and what the model of a GPU takes before it moves there."""
+        """Returns what the exchange takes, by class, and what the other ranks or the models of GPUs take there."""
         on_device = self.device_bytes(num_experts)
-        weights = on_device["shared"] + on_device["held"]
-        trained = weights // _WEIGHT
+        trained = on_device["gradients"] // _GRADIENT
+        weights = _WEIGHT * trained
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
@@ -115,12 +127,18 @@ class Workload:
         }
         if self.optimizer_states == "host":
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
+            if self.live_weights == "bf16":
+                host["lower_halves"] = _HALF_WEIGHT * trained
         if self.foreign_storage == "host":
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # It is gone before the first round. Host memory and files are filled where they are.
+            # All ranks put their models together at once; these have moved to the GPUs before the first round. Host
+            # memory and files are filled where they are.
             moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
-            host["round"] = max(self.result_bytes, moved)
+            host["round"] = max(self.result_bytes, self.num_ranks * moved)
+        elif self.num_ranks > 1:
+            model = weights + on_device["foreign"]
+            host["other_ranks"] = (self.num_ranks - 1) * (model + on_device["gradients"])
         return host
 
     def needed(self, num_experts: int) -> tuple[int, int]:
@@ -130,19 +148,29 @@ class Workload:
         return (0, on_device + on_host) if self.device.type == "cpu" else (on_device, on_host)
 
 
-def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> int:
+def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_on_device: float | None = None) -> int:
     """Returns how many experts to train: `wanted`, or for "auto" up to `most`, leaving memory for activations.
+
+    `free_on_device` is in bytes; None: it is measured.
 
     Raises:
         CapacityError: the wanted experts do not fit, or for "auto" not even one; the message says what would fit.
     """
-    free_on_device, free_on_host = free_bytes(workload.device), free_host_bytes()
+    free_on_host = free_host_bytes()
+    if free_on_device is None:
+        free_on_device = free_bytes(workload.device)
+    on_gpu = workload.device.type != "cpu"
 
     def fits(num_experts: int, work: Workload = workload, fraction: float = _USABLE_FRACTION) -> bool:
         on_device, on_host = work.needed(num_experts)
-        return (
-            workload.device.type == "cpu" or on_device <= fraction * free_on_device
-        ) and on_host <= fraction * free_on_host
+        return on_device <= fraction * free_on_device and on_host <= fraction * free_on_host
+
+    def shortage(work: Workload, num_experts: int) -> tuple[str, int, float]:
+        """Returns the memory that is too small, the bytes that are needed there, and those that are free."""
+        on_device, on_host = work.needed(num_experts)
+        if on_gpu and on_device > free_on_device:
+            return memory_of(workload.device), on_device, free_on_device
+        return memory_of(torch.device("cpu")), on_host, free_on_host
 
     if wanted == "auto":
         num_experts = _largest(most, fits) or 1
@@ -150,22 +178,19 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int) -> in
         num_experts = len(wanted) if isinstance(wanted, tuple) else wanted
     if fits(num_experts, fraction=1.0):
         return num_experts
-    on_device, on_host = workload.needed(num_experts)
-    smallest = replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states=_SMALLEST_STATES).needed(1)
-    if workload.device.type != "cpu" and on_device > free_on_device:
-        where, needed, free, least = memory_of(workload.device), on_device, free_on_device, smallest[0]
-    else:
-        where, needed, free, least = memory_of(torch.device("cpu")), on_host, free_on_host, smallest[1]
+    where, needed, free = shortage(workload, num_experts)
+    least = shortage(replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states="int8"), 1)
     raise CapacityError(
-        f"training {plural(num_experts, 'expert')} needs "
-        f"{gigabytes(needed)} of {where}, but only {gigabytes(free)} is free: "
+        f"training {plural(num_experts, 'expert')} needs {gigabytes(needed)} of {where}, but only "
+        f"{gigabytes(free)} is free: "
         + next(
             chain(
                 _what_would_fit(fits, num_experts, workload),
                 _what_would_fit(partial(fits, fraction=1.0), num_experts, workload),
             ),
-            f"one expert, with the others in {_SMALLEST_FORM} and moments in {_SMALLEST_STATES}, still needs "
-            f"{gigabytes(least)}; use a machine with more memory, or found a run with a smaller model",
+            f"one expert, with the others in {_SMALLEST_FORM} and moments in int8, still needs "
+            f"{gigabytes(least[1])}{'' if least[0] == where else f' of {least[0]}'}; use a machine with more memory, "
+            "or found a run with a smaller model",
         )
     )
 
@@ -189,16 +214,20 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yields flags, and what a peer needs with them: others' experts in fewer bytes, then the moments, too."""
-    forms = FORMS[FORMS.index(workload.foreign_experts) + 1 :]
-    for form in forms:
-        yield f"--foreign-experts {form}", replace(workload, foreign_experts=form)
-    if workload.optimizer_states == "device":
-        flag = f"--optimizer-states {_SMALLEST_STATES}"
-        smaller = replace(workload, optimizer_states=_SMALLEST_STATES)
-        yield flag, smaller
+    """Yields flags, and what a peer needs with them: others' experts in fewer bytes, then moments in another form."""
+    forms = FORMS[FORMS.index(workload.foreign_experts) :]
+    smaller = _SMALLER_STATES.get(workload.device.type, _SMALLER_STATES["cuda"])
+    for states in (workload.optimizer_states, *(each for each in smaller if each != workload.optimizer_states)):
         for form in forms:
-            yield f"--foreign-experts {form} {flag}", replace(smaller, foreign_experts=form)
+            changes = {"foreign_experts": form, "optimizer_states": states}
+            changed = {name: value for name, value in changes.items() if value != getattr(workload, name)}
+            if changed:
+                yield as_flags(changed), replace(workload, foreign_experts=form, optimizer_states=states)
+
+
+def as_flags(settings: Mapping[str, object]) -> str:
+    """Returns settings of a PeerConfig as they are written on a command line."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
 
 
 def memory_of(device: torch.device) -> str:
@@ -206,7 +235,7 @@ def memory_of(device: torch.device) -> str:
     return f"the memory of {device}" if device.type == "cuda" else "this machine's memory"
 
 
-def gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: float) -> str:
     """Returns a size in GB, or in MB below one."""
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
@@ -218,9 +247,28 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device, num_ran
         ConfigError: the model lacks the wanted experts, or the batch is too large.
         CapacityError: see `experts_that_fit`.
     """
+    return _plan_experts(run, peer, device, num_ranks, None)
+
+
+def check_host_memory(run: RunConfig, peer: PeerConfig, on_gpu: bool, num_ranks: int = 1) -> None:
+    """Refuses what cannot fit into host memory, activations aside.
+
+    It touches no GPU, so that the network process can still be forked afterwards. A GPU's own memory is not checked.
+
+    Raises:
+        ConfigError, CapacityError: as `plan_experts`.
+    """
+    device = torch.device("cuda" if on_gpu else "cpu")
+    _plan_experts(run, peer, device, num_ranks, math.inf)
+
+
+def _plan_experts(
+    run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int, free_on_device: float | None
+) -> int:
     wanted = parse_experts(peer.experts, run.model.num_experts)
     run.training.batch_size_of(peer.batch_size)
-    return experts_that_fit(Workload.of(run, peer, device, num_ranks), wanted, run.experts_per_peer)
+    workload = Workload.of(run, peer, device, num_ranks)
+    return experts_that_fit(workload, wanted, run.experts_per_peer, free_on_device)
 
 
 def choose_device(name: str) -> torch.device:

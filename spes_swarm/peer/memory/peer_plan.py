@@ -13,8 +13,9 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_workloads
+from spes_swarm.peer.memory.choices import step_shape
 from spes_swarm.peer.memory.host_memory import check_disk_space, free_host_bytes
-from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
+from spes_swarm.peer.memory.step_memory import StepEstimate
 from spes_swarm.peer.step_settings import StepSettings
 
 # Of the free memory, for whole micro-batches. A GPU's allocator reports what it cannot find, and the micro-batch is
@@ -36,8 +37,8 @@ class PeerPlan:
 def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
     """Returns how many experts and sequences fit, activations included; "auto" makes room for activations.
 
-    Each of `num_ranks` processes computes its share of a batch. Only rank 0, which needs the most, is counted: on a CPU
-    the models of the others are not.
+    Each of `num_ranks` processes on this machine computes its share of a batch. On GPUs only the one of rank 0, which
+    needs the most, is counted.
 
     Raises:
         ConfigError, CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The
@@ -49,22 +50,23 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
-    if _is_negligible(run, most, free):
+    sharing = num_ranks if device.type == "cpu" else 1  # ranks whose activations are in the same memory
+    if _is_negligible(run, sharing * most, free):
         return PeerPlan(experts=experts, micro_batch_size=most)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
     work = Workload.of(run, peer, device, num_ranks)
-    estimate = _estimate(run, peer, work, experts)
+    estimate = StepEstimate(run, step_shape(peer, device, experts, num_ranks), work.layout)
     smallest = experts if peer.experts != "auto" else 1
-    while experts > smallest and estimate.temporary(1) > free - _static(work, experts):
+    while experts > smallest and sharing * estimate.temporary(1) > free - _static(work, experts):
         experts -= 1
     static = _static(work, experts)
-    size = estimate.largest_micro_batch(_USABLE_FRACTION[device.type] * free - static, most)
-    if size == 0 and static + estimate.temporary(1) > free:
+    size = estimate.largest_micro_batch((_USABLE_FRACTION[device.type] * free - static) / sharing, most)
+    if size == 0 and (needed := static + sharing * estimate.temporary(1)) > free:
         raise CapacityError(
-            f"training {plural(experts, 'expert')} needs {gigabytes(static + estimate.temporary(1))} of "
-            f"{memory_of(device)}, activations of one sequence included, but only {gigabytes(free)} is free: "
+            f"training {plural(experts, 'expert')} needs {gigabytes(needed)} of {memory_of(device)}, activations of "
+            f"one sequence{' in each rank' if sharing > 1 else ''} included, but only {gigabytes(free)} is free: "
             + next(
-                _what_would_fit(run, peer, work, experts, free),
+                _what_would_fit(run, peer, work, experts, free, sharing),
                 "nothing that these settings leave open makes it fit; use a machine with more memory, or found a run "
                 "with a smaller model or shorter sequences",
             )
@@ -85,29 +87,20 @@ def _static(work: Workload, experts: int) -> int:
     return on_device if work.device.type == "cuda" else on_host
 
 
-def _estimate(run: RunConfig, peer: PeerConfig, work: Workload, experts: int) -> StepEstimate:
-    shape = StepShape(
-        num_held=experts,
-        foreign_experts=work.foreign_experts,
-        foreign_storage=work.foreign_storage,
-        num_ranks=work.num_ranks,
-        precision=StepSettings.of(peer, work.device).precision,
-        activation_checkpointing=peer.activation_checkpointing,
-        on_gpu=work.device.type == "cuda",
-    )
-    return StepEstimate(run, shape, work.layout)
-
-
-def _what_would_fit(run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int) -> Iterator[str]:
+def _what_would_fit(
+    run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int, sharing: int
+) -> Iterator[str]:
     """Yields settings that would fit, best first; the others' experts' form hardly changes the activations."""
-    layers = replace(peer, activation_checkpointing="layers")
-    temporary = _estimate(run, layers, work, experts).temporary(1)
+    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts, work.num_ranks)
+    temporary = sharing * StepEstimate(run, layers, work.layout).temporary(1)
     flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
     options = [("", work), *((f"{flags} ", smaller) for flags, smaller in smaller_workloads(work))]
+    free_on_host = free_host_bytes()
     for number in range(experts, 0, -1):
         fewer = f"--experts {number} " if number < experts else ""
         for flags, smaller in options:
-            if _static(smaller, number) + temporary <= free:
+            # Moments that leave a GPU need room on the host.
+            if _static(smaller, number) + temporary <= free and smaller.needed(number)[1] <= free_on_host:
                 yield f"{flag}{fewer}{flags}would fit"
 
 

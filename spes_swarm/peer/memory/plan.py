@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from spes_swarm.base.errors import CapacityError
+from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.memory.capacity import Workload, gigabytes
-from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
+from spes_swarm.peer.memory.capacity import Workload, as_flags, gigabytes
+from spes_swarm.peer.memory.choices import Choice, choices, step_shape
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepMemory, StepShape
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-
-# (form of others' experts, activation checkpointing, form of AdamW's moments), best first: what needs less memory costs
-# more time, or rounds.
-_SMALL = (("bf16", "layers", "device"), ("int8", "layers", "device"))
-_SMALLER = (("int8", "layers", "int8"), ("int4", "layers", "int8"))
-_CHOICES = (
-    ("bf16", "none", "device"),
-    ("bf16", "selective", "device"),
-    *_SMALL,
-    ("int8", "layers", "host"),
-    *_SMALLER,
-    ("int4", "layers", "host"),
-)
-_CPU_CHOICES = (("fp32", "none", "device"), ("fp32", "layers", "device"), *_SMALL, *_SMALLER)
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What a peer has. Sizes in bytes, bandwidths in Mbit/s."""
 
-    device: str  # "gpu" or "cpu"
-    memory: int  # of the device; unused on a CPU
+    device: torch.device  # of the type "cuda" or "cpu"
+    memory: int  # of each GPU; unused on a CPU
     host_memory: int
     upload: float
     download: float
+    ranks: int = 1  # processes of the peer: one for each GPU, or several on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Settings for a peer, and what follows from them. Sizes in bytes."""
 
+    trains_on: str  # "gpu" or "cpu"
     experts: int
-    foreign_experts: str
-    activation_checkpointing: str
-    optimizer_states: str
-    micro_batch_size: int
+    choice: Choice
     reference_storage: str
-    device: dict[str, int]  # by class, of the device; on a CPU of the host
+    ranks: int
+    batch_size: int  # sequences of a local step, of all ranks together
+    micro_batch_size: int  # sequences that a rank computes at a time
+    device: dict[str, int]  # by class, of each GPU; on a CPU in host memory, beside `host`
     host: dict[str, int]
+    peers: int  # in the swarm
     round_bytes: int  # that a peer sends, and as many that it receives
-    round_seconds: float
+    round_seconds: float  # for these
     covering_peers: int  # how many such peers hold every expert once
 
     @property
@@ -65,85 +56,168 @@ class Plan:
 
     @property
     def host_peak(self) -> int:
-        """All classes of the host."""
-        return sum(self.host.values())
+        """All that is in host memory."""
+        return sum(self.host.values()) + (self.device_peak if self.trains_on == "cpu" else 0)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the settings of a peer by their names in a PeerConfig."""
+        return {
+            "experts": self.experts,
+            **self.choice.to_dict(),
+            "micro_batch_size": self.micro_batch_size,
+            "reference_storage": self.reference_storage,
+        }
+
+    def peer(self) -> PeerConfig:
+        """Returns a peer with these settings."""
+        return self.choice.apply(
+            PeerConfig(
+                experts=str(self.experts),
+                batch_size=self.batch_size,
+                micro_batch_size=str(self.micro_batch_size),
+                reference_storage=self.reference_storage,
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
-        return asdict(self) | {"device_peak": self.device_peak, "host_peak": self.host_peak}
+        values = {name: value for name, value in asdict(self).items() if name != "choice"}
+        return values | self.settings() | {"device_peak": self.device_peak, "host_peak": self.host_peak}
 
 
-def plan(run: RunConfig, experts: int, machine: Machine, peers: int) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """Settings with which a number of experts fits."""
+
+    choice: Choice
+    work: Workload
+    storage: str  # of the reference
+    micro_batch_size: int
+    step: StepMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shortage:
+    """Settings with which it does not."""
+
+    choice: Choice
+    memory: str  # which is too small
+    least: int  # bytes that are needed there
+    size: int  # bytes that are there
+
+
+def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batch_size: int | None = None) -> Plan:
     """Returns the fastest settings with which `experts` fit, in a swarm of that many peers.
 
+    Args:
+        run: the swarm's settings.
+        experts: to train; None: the run's number, or as many of these as fit.
+        machine: of the peer.
+        peers: in the swarm.
+        batch_size: sequences of a local step; None: the run's.
+
     Raises:
-        CapacityError: they do not fit with any; the message says what is missing.
+        ConfigError: the batch is too large, or cannot be divided among the ranks.
+        CapacityError: they do not fit with any; the message says what is missing, and what would fit.
     """
-    on_gpu = machine.device == "gpu"
-    missing = ""
-    estimates: dict[tuple[str, str], StepEstimate] = {}
-    for form, checkpointing, states in _CHOICES if on_gpu else _CPU_CHOICES:
-        for storage in ("memory", "disk"):
-            work = _workload(run, on_gpu, form, states, storage)
-            static, host = work.device_bytes(experts), work.host_bytes(experts)
-            if sum(host.values()) > machine.host_memory:
-                missing = f"{gigabytes(sum(host.values()))} of host memory"
-                continue
-            room = machine.memory if on_gpu else machine.host_memory - sum(host.values())
-            if sum(static.values()) > room:
-                missing = f"{gigabytes(sum(static.values()))} of {machine.device} memory before the first activation"
-                continue
-            shape = StepShape(
-                num_held=experts,
-                foreign_experts=form,
-                precision="bf16" if on_gpu else "fp32",
-                activation_checkpointing=checkpointing,
-                on_gpu=on_gpu,
+    batch_size = run.training.batch_size_of(batch_size)
+    if batch_size % machine.ranks:
+        raise ConfigError(
+            f"--ranks: a batch of {batch_size} cannot be divided evenly among {machine.ranks}; "
+            f"give a --batch-size that is a multiple of {machine.ranks}"
+        )
+    planner = _Planner(run, machine, batch_size // machine.ranks)
+    wanted = run.experts_per_peer if experts is None else experts
+    found = planner.fit(wanted)
+    if isinstance(found, _Shortage):
+        fewer, fewer_fit = planner.most(wanted - 1)
+        if experts is not None or fewer_fit is None:
+            raise CapacityError(
+                f"training {plural(wanted, 'expert')} needs at least {gigabytes(found.least)} of {found.memory}, "
+                f"with {as_flags(found.choice.to_dict())}: "
+                + (f"--experts {fewer} would fit" if fewer else "plan with more memory, or with a smaller model")
             )
-            # Activations are the same wherever the reference and the moments are.
-            estimate = estimates.setdefault((form, checkpointing), StepEstimate(run, shape, work.layout))
-            size = estimate.largest_micro_batch(room - sum(static.values()), run.training.batch_size)
-            if size > 0:
-                return _plan(run, work, machine, peers, experts, shape, storage, size, estimate.temporary(size))
-            missing = f"{gigabytes(sum(static.values()) + estimate.temporary(1))} of {machine.device} memory"
-    raise CapacityError(
-        f"training {plural(experts, 'expert')} needs at least {missing}, even with others' experts in "
-        "int4, moments in 8 bits and activation checkpointing; plan fewer --experts, more memory, or a smaller model"
-    )
-
-
-def _workload(run: RunConfig, on_gpu: bool, form: str, states: str, storage: str) -> Workload:
-    peer = PeerConfig(foreign_experts=form, optimizer_states=states, reference_storage=storage)
-    return Workload.of(run, peer, torch.device("cuda" if on_gpu else "cpu"))
-
-
-def _plan(
-    run: RunConfig,
-    work: Workload,
-    machine: Machine,
-    peers: int,
-    experts: int,
-    shape: StepShape,
-    storage: str,
-    size: int,
-    temporary: int,
-) -> Plan:
-    layout = work.layout
+        wanted, found = fewer, fewer_fit
+    work = found.work
     num_bytes = get_codec(run.round.codec).num_bytes
-    shared = num_bytes(layout.blocks[SHARED_BLOCK].size)
-    all_experts = num_bytes(layout.num_elements - layout.blocks[SHARED_BLOCK].size)
+    shared = num_bytes(work.layout.blocks[SHARED_BLOCK].size)
+    all_experts = num_bytes(work.layout.num_elements - work.layout.blocks[SHARED_BLOCK].size)
     # Shared parts are an all-reduce, and experts with one holder an all-gather.
     round_bytes = int((peers - 1) / peers * (2 * shared + all_experts))
+    sharing = planner.sharing
+    step = {"activations": sharing * found.step.activations, "logits": sharing * found.step.logits}
     return Plan(
-        experts=experts,
-        foreign_experts=shape.foreign_experts,
-        activation_checkpointing=shape.activation_checkpointing,
-        optimizer_states=work.optimizer_states,
-        micro_batch_size=size,
-        reference_storage=storage,
-        device=work.device_bytes(experts) | {"activations": temporary},
-        host=work.host_bytes(experts),
+        trains_on="cpu" if machine.device.type == "cpu" else "gpu",
+        experts=wanted,
+        choice=found.choice,
+        reference_storage=found.storage,
+        ranks=machine.ranks,
+        batch_size=batch_size,
+        micro_batch_size=found.micro_batch_size,
+        device=work.device_bytes(wanted) | step,
+        host=work.host_bytes(wanted),
+        peers=peers,
         round_bytes=round_bytes,
         round_seconds=8 * round_bytes / 1e6 / min(machine.upload, machine.download),
-        covering_peers=-(-run.model.num_experts // experts),
+        covering_peers=-(-run.model.num_experts // wanted),
     )
+
+
+class _Planner:
+    """Tries settings for one run on one kind of machine; each step is counted once."""
+
+    def __init__(self, run: RunConfig, machine: Machine, batch_size: int) -> None:
+        """Takes the sequences of a local step that one rank computes."""
+        self._run = replace(run, training=replace(run.training, batch_size=batch_size))
+        self._machine = machine
+        # How many ranks have their activations in the same memory.
+        self.sharing = machine.ranks if machine.device.type == "cpu" else 1
+        # Activations are the same wherever the reference and the moments are.
+        self._estimates: dict[StepShape, StepEstimate] = {}
+
+    def fit(self, experts: int) -> _Fit | _Shortage:
+        """Returns the fastest settings with which so many experts fit; if there are none, those that lack the least."""
+        shortages = []
+        for choice in choices(self._machine.device, self._machine.ranks):
+            for storage in ("memory", "disk"):
+                found = self._try(experts, choice, storage)
+                if isinstance(found, _Fit):
+                    return found
+                shortages.append(found)
+        return min(shortages, key=lambda each: each.least / each.size)
+
+    def most(self, limit: int) -> tuple[int, _Fit | None]:
+        """Returns the largest number of experts up to `limit` that fits, with its settings, or (0, None)."""
+        low, high = 0, limit
+        best: _Fit | None = None
+        while low < high:
+            middle = (low + high + 1) // 2
+            if isinstance(found := self.fit(middle), _Fit):
+                low, best = middle, found
+            else:
+                high = middle - 1
+        return low, best
+
+    def _try(self, experts: int, choice: Choice, storage: str) -> _Fit | _Shortage:
+        machine = self._machine
+        peer = choice.apply(PeerConfig(reference_storage=storage))
+        work = Workload.of(self._run, peer, machine.device, machine.ranks)
+        fixed, host = sum(work.device_bytes(experts).values()), sum(work.host_bytes(experts).values())
+        name, size = "GPU memory", machine.memory
+        if machine.device.type == "cpu":
+            name, size, fixed = "host memory", machine.host_memory, fixed + host
+        short = partial(_Shortage, choice=choice)
+        if host > machine.host_memory:
+            return short(memory="host memory", least=host, size=machine.host_memory)
+        if fixed > size:
+            return short(memory=f"{name} before the first activation", least=fixed, size=size)
+        estimate = self._estimate(step_shape(peer, machine.device, experts, machine.ranks), work.layout)
+        sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, self._run.training.batch_size)
+        if not sequences:
+            return short(memory=name, least=fixed + self.sharing * estimate.at_least(1), size=size)
+        return _Fit(
+            choice=choice, work=work, storage=storage, micro_batch_size=sequences, step=estimate.step(sequences)
+        )
+
+    def _estimate(self, shape: StepShape, layout: Layout) -> StepEstimate:
+        return self._estimates.setdefault(shape, StepEstimate(self._run, shape, layout))

@@ -32,9 +32,10 @@ from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.storage import foreign_bytes
+from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
-from spes_swarm.model.output_head import assume_output_head
+from spes_swarm.model.output_head import assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
@@ -48,6 +49,7 @@ class StepShape:
     foreign_experts: str  # one of `frozen_stack.FORMS`
     foreign_storage: str = "device"  # where they are; see PeerConfig
     num_ranks: int = 1
+    live_weights: str = "fp32"  # or "bf16"
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -57,10 +59,16 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model, others' experts in their form, as far as they are on the device
+    weights: int  # of the whole model on the device: others' experts in their form, both halves of bf16 weights
     gradients: int
     optimiser: int  # both moments in fp32
-    temporary: int  # largest sum of everything else: activations, logits, and what is computed from them
+    activations: int  # everything else at the moment when most is alive, but logits
+    logits: int  # alive at that moment: a chunk of them, or none if it is in the backward of a layer
+
+    @property
+    def temporary(self) -> int:
+        """The largest sum of activations, logits, and what is computed from them."""
+        return self.activations + self.logits
 
     @property
     def peak(self) -> int:
@@ -74,9 +82,16 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
     it is not run: AdamW has two moments of each weight.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_masks(), Allocations() as allocations:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _without_masks(),
+        chunks_of("cuda" if shape.on_gpu else "cpu"),
+        Allocations(run.model.vocab_size) as allocations,
+    ):
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
+        if shape.live_weights == "bf16":
+            sparse.halve(LowerHalves(torch.device("cpu")))
         checkpoint_activations(model, shape.activation_checkpointing)
         assume_output_head(model)
         for module in model.modules():
@@ -85,7 +100,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         model.train()
         allocations.restart()
         weights = allocations.live
-        trained = sum(parameter.nbytes for _, parameter in sparse.trainable_parameters())
+        trained = sum(torch.float32.itemsize * parameter.numel() for _, parameter in sparse.trainable_parameters())
         ids_BS = torch.zeros((micro_batch_size, run.training.sequence_length), dtype=torch.int64)
 
         def accumulate() -> None:
@@ -97,7 +112,9 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         # From the second micro-batch on, gradients of the first are there to be added to.
         if micro_batch_size < run.training.batch_size:
             accumulate()
-        peak = allocations.peak
+    temporary = max(0, allocations.peak - weights - trained)
+    # Some gradients may not exist yet at the peak; all of them are counted, so the activations are what is left.
+    logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
     stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
     on_device = foreign_bytes(
@@ -107,7 +124,8 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         weights=weights - stored + on_device,
         gradients=trained,
         optimiser=2 * trained,
-        temporary=max(0, peak - weights - trained),
+        activations=temporary - logits,
+        logits=logits,
     )
 
 
@@ -139,28 +157,36 @@ class StepEstimate:
         self._num_alike = layers_if_alike(run.model.settings, layout)
         trained = layout.blocks[SHARED_BLOCK].size + shape.num_held * layout.expert_block(0).size
         self._gradients = torch.float32.itemsize * trained
-        self._known: dict[int, int] = {}
+        self._known: dict[int, StepMemory] = {}
+        self._bounds: dict[int, int] = {}
+
+    def step(self, micro_batch_size: int) -> StepMemory:
+        """Returns the memory of a step that computes so many sequences at a time."""
+        if micro_batch_size not in self._known:
+            self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size)
+        return self._known[micro_batch_size]
 
     def temporary(self, micro_batch_size: int) -> int:
         """Returns the bytes of activations, logits, and what is computed from them."""
-        if micro_batch_size not in self._known:
-            self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size).temporary
-        return self._known[micro_batch_size]
+        return self.step(micro_batch_size).temporary
 
-    def _at_least(self, micro_batch_size: int) -> int:
-        if self._num_alike is None:
+    def at_least(self, micro_batch_size: int) -> int:
+        """Returns a lower bound of `temporary`, faster."""
+        if self._num_alike is None or micro_batch_size in self._known:
             return self.temporary(micro_batch_size)
-        shallow = (with_layers(self._run, count) for count in (1, 2))
-        one, two = (step_memory(run, self._shape, micro_batch_size).temporary for run in shallow)
-        return one + (self._num_alike - 1) * (two - one)
+        if micro_batch_size not in self._bounds:
+            shallow = (with_layers(self._run, count) for count in (1, 2))
+            one, two = (step_memory(run, self._shape, micro_batch_size).temporary for run in shallow)
+            self._bounds[micro_batch_size] = one + (self._num_alike - 1) * (two - one)
+        return self._bounds[micro_batch_size]
 
     def largest_micro_batch(self, room: float, most: int) -> int:
         """Returns the most sequences at a time that fit into `room` bytes: `most`, or a power of two; 0 if none do."""
-        if (one := self._at_least(1)) > room:
+        if (one := self.at_least(1)) > room:
             return 0
         if most == 1:
             return int(self.temporary(1) <= room)
-        each = max(1, self._at_least(2) - one)
+        each = max(1, self.at_least(2) - one)
         # A whole batch finds no gradients of an earlier micro-batch.
         spared = {self._run.training.batch_size: self._gradients}
         sizes = sorted({most, *(1 << power for power in range(most.bit_length()))}, reverse=True)
@@ -191,41 +217,57 @@ def layers_if_alike(settings: Mapping[str, Any], layout: Layout) -> int | None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, each storage once."""
+    """Counts the bytes of tensors that are alive, each storage once.
 
-    def __init__(self) -> None:
+    Attributes:
+        live: bytes now.
+        peak: the most there have been.
+        logits_at_peak: then, those of tensors with one column for each entry of the vocabulary.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        self.live = self.peak = 0
+        self.live = self.peak = self.logits_at_peak = 0
+        self._vocabulary = vocabulary
+        self._logits = 0
         self._seen: set[int] = set()
 
     def restart(self) -> None:
-        """Forgets the peak."""
-        self.peak = self.live
+        """Forgets the peaks."""
+        self.peak, self.logits_at_peak = self.live, self._logits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+                self._count(leaf.untyped_storage(), leaf.dim() > 1 and leaf.shape[-1] == self._vocabulary)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, is_logits: bool) -> None:
         key = storage._cdata
         if key in self._seen:
             return
         self._seen.add(key)
         size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._release, key, size)
+        self._add(size, is_logits)
+        weakref.finalize(storage, self._release, key, size, is_logits)
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int, is_logits: bool) -> None:
         self._seen.discard(key)
-        self.live -= size
+        self._add(-size, is_logits)
+
+    def _add(self, size: int, is_logits: bool) -> None:
+        self.live += size
+        if is_logits:
+            self._logits += size
+        if self.live > self.peak:
+            self.peak, self.logits_at_peak = self.live, self._logits
 
 
 class _ShapesOnly:
     """A kernel whose results have the right shapes; the first group's matrix stands for all."""
+
+    source, dispatch = "shapes only", None
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
@@ -246,5 +288,5 @@ def _even_routing(on_gpu: bool, slots_TK: Tensor, num_slots: int, num_held: int)
     token_S = slots_TK.new_empty((T * K,))
     ends_E = slots_TK.new_empty((num_slots,), dtype=torch.int32)
     ends = [T * K * slot // num_slots for slot in range(num_slots + 1)]
-    counts = None if on_gpu else tuple(end - start for start, end in pairwise(ends))
-    return Routing(token_S, torch.empty_like(slots_TK), ends_E, ends[num_held], counts)
+    counts = tuple(end - start for start, end in pairwise(ends))
+    return Routing(token_S, torch.empty_like(slots_TK), ends_E, counts, ends[num_held], one_by_one=not on_gpu)

@@ -16,6 +16,7 @@ from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
+MAX_SOURCES = 16  # of a mixture
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -81,6 +82,9 @@ class Progress(Record):
     round_seconds: _NonNegative  # of the last round
     bytes_sent: _Count  # payload of the last round whose traffic has ended
     bytes_received: _Count
+    # How far it is in each data set that the peers divide among themselves, where newcomers begin; see
+    # data/streaming/pieces.py.
+    data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
     # For monitoring; no decision of a peer depends on these.
     in_round: bool = False  # currently in a round
     total_tokens: _Count = 0  # trained on in this run

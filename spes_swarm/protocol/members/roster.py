@@ -173,6 +173,16 @@ class Roster:
         counts = [view.progress.swarm_tokens for view in at_this_round]
         return median_low([count for count in counts if count] or [0])
 
+    def data_positions(self) -> tuple[int, ...]:
+        """How far the furthest voice is in each data set that the peers divide.
+
+        The maximum, because what any of them has trained on is not to be repeated. A false claim sends a newcomer to
+        another place of the order, never to other data.
+        """
+        claims = [view.progress.data for view in self.voices() if view.progress.data]
+        length = max(map(len, claims), default=0)
+        return tuple(max(claim[i] for claim in claims if len(claim) == length) for i in range(length))
+
     def largest_step(self, own: int) -> int:
         """The most tokens per step that a peer is credited with: MAX_STEP_RATIO times the lower median, `own` included.
 

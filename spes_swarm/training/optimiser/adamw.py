@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from spes_swarm.model.half_weights import is_halved, read_piece, write_piece
 from spes_swarm.training.optimiser.moment_storage import (
     MOMENTS,
     EightBitStorage,
@@ -24,9 +25,9 @@ from spes_swarm.training.optimiser.moment_storage import (
 class PeerAdamW(torch.optim.AdamW):
     """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says how the moments are stored.
 
-    `device` is torch's own step. The others take the same step one piece of a parameter after the other: its moments
-    are expanded, or fetched from host memory, updated, and put back. In 8 bits this takes 38 bytes per element of a
-    piece, 40 MB on a GPU, whatever the size of the model.
+    `device` is torch's own step, unless weights are halved. The others take the same step one piece of a parameter
+    after the other: its moments are expanded, or fetched from host memory, updated, and put back, and so are halved
+    weights. In 8 bits this takes 38 bytes per element of a piece, 40 MB on a GPU, whatever the size of the model.
 
     In 8 bits, vectors (norms, biases) stay in fp32.
     """
@@ -42,11 +43,13 @@ class PeerAdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self.form = form
+        halved = any(is_halved(parameter) for group in self.param_groups for parameter in group["params"])
+        self._in_pieces = form != "device" or halved
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller has a closure
         """Updates every parameter that has a gradient."""
-        if self.form == "device":
+        if not self._in_pieces:
             super().step()
             return
         noises_N: dict[tuple[torch.device, int], Tensor] = {}
@@ -65,14 +68,15 @@ class PeerAdamW(torch.optim.AdamW):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], noise_N: Tensor) -> None:
         assert parameter.grad is not None
         state, storage = self._state_of(parameter), self._storage(parameter)
-        weights_N, gradient_N = parameter.view(-1), parameter.grad.reshape(-1)
+        gradient_N = parameter.grad.reshape(-1)
         num_steps = self.num_steps(parameter)
         for piece in storage.pieces(parameter):
             first_N, second_N = (
                 storage.read(state, moment, piece).to(parameter.device, non_blocking=True) for moment in MOMENTS
             )
+            weights_N = read_piece(parameter, piece)
             adamw(
-                [weights_N[piece]],
+                [weights_N],
                 [gradient_N[piece]],
                 [first_N],
                 [second_N],
@@ -87,6 +91,7 @@ class PeerAdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 maximize=False,
             )
+            write_piece(parameter, piece, weights_N)
             for moment, moment_N in zip(MOMENTS, (first_N, second_N), strict=True):
                 storage.write(state, moment, piece, moment_N, noise_N[: len(moment_N)])
         state["step"] += 1
@@ -127,7 +132,7 @@ class PeerAdamW(torch.optim.AdamW):
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         if not self.state.get(parameter):
             # torch's step has it on the device; elsewhere it is read in every step, which must not wait for a GPU.
-            step = torch.zeros((), device=parameter.device if self.form == "device" else "cpu")
+            step = torch.zeros((), device="cpu" if self._in_pieces else parameter.device)
             self.state[parameter] = {"step": step, **self._storage(parameter).zeros(parameter)}
         state: dict[str, Any] = self.state[parameter]
         return state

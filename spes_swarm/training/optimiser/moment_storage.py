@@ -36,7 +36,7 @@ State = dict[str, Any]  # of one parameter
 
 @dataclass(frozen=True, kw_only=True)
 class MomentBytes:
-    """What both moments of a weight take."""
+    """Bytes of both moments of a weight."""
 
     on_device: float
     on_host: float

@@ -47,7 +47,7 @@ class Rounding:
         noise_BW = 0.5 if noise_N is None else _in_blocks(noise_N)
         magnitudes_BW = values_BW.abs()
         scales_B = magnitudes_BW.amax(dim=-1)
-        # Of a block of zeros all codes are zero.
+        # All codes of a block of zeros are zero.
         magnitudes_BW.div_(scales_B.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1))
         codes_BW = magnitudes_BW
         for _ in range(self.squarings):

@@ -1,6 +1,6 @@
 """A rank other than 0: it computes gradients as it is told, and talks to nobody but rank 0.
 
-It has no network process and writes no files. Signals are rank 0's business: torchrun sends them to all ranks, and
+It has no network process and writes no files. Rank 0 handles signals: torchrun sends them to all ranks, and
 this one must go on until rank 0 has left the swarm.
 """
 
@@ -34,14 +34,14 @@ def follow(placement: Placement) -> int:
         group.connect()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        obey(group)
+        run_orders(group)
     except RankError as exc:
         print(f"join: rank {placement.rank} ends: {exc}", file=sys.stderr)
         return 1
     return 0
 
 
-def obey(group: RankGroup) -> None:
+def run_orders(group: RankGroup) -> None:
     """Carries out orders until told to stop.
 
     Raises:
@@ -67,7 +67,7 @@ def obey(group: RankGroup) -> None:
     )
     while not isinstance(order := group.next_order(), Stop):
         if isinstance(order, Step):
-            take_part(group, model, own, order, device)
+            run_step(group, model, own, order, device)
         elif isinstance(order, Matrices):
             receive_matrices(group, model, order)
         else:
@@ -77,7 +77,7 @@ def obey(group: RankGroup) -> None:
     group.close()
 
 
-def take_part(group: RankGroup, model: SparseModel, own: Gradients, step: Step, device: torch.device) -> None:
+def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, device: torch.device) -> None:
     """Computes this rank's share of a step.
 
     Raises:

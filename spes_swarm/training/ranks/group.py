@@ -37,7 +37,7 @@ _LOST = "another rank of this peer has ended"
 
 
 class RankGroup:
-    """The connection of one rank to the others. After a RankError it is of no further use."""
+    """The connection of one rank to the others. It cannot be used after a RankError."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -60,7 +60,7 @@ class RankGroup:
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_S)))
             store = PrefixStore("spes_swarm", store)
             store.set(f"started/{rank}", "")
-            # Waiting inside of torch would keep signals waiting as well.
+            # torch handles no signals while it waits.
             deadline = time.monotonic() + _START_S
             while not store.check([f"started/{other}" for other in range(world_size)]):
                 if stop is not None and stop.is_set():
@@ -94,7 +94,7 @@ class RankGroup:
         torch.cuda.set_device(device)
         return device
 
-    def give(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         """Sends an order to all other ranks; called on rank 0.
 
         Raises:
@@ -144,7 +144,7 @@ class RankGroup:
             _all_gather(all_ranks.view(-1), own.reshape(-1), group=self._data)
         return all_ranks
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
         """Replaces rank 0's tensors by the sums over all ranks; those of other ranks are undefined afterwards.
 
         The order of summation is the library's: always the same, but for more than two ranks not that of one rank
@@ -160,7 +160,7 @@ class RankGroup:
                 received=self.placement.rank == 0,
             )
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         """Replaces the values, in host memory, by the sums over all ranks, on all ranks.
 
         Raises:
@@ -193,7 +193,7 @@ class RankGroup:
         if not self._usable:
             return
         if self.placement.rank == 0:
-            self.give(Stop())
+            self.send_order(Stop())
         self._usable = False
         dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from torch import Tensor, nn
 
 from spes_swarm.base.errors import RankError
-from spes_swarm.model.frozen_stack import FrozenStack
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Matrices
@@ -49,7 +49,7 @@ class Outbox:
         self._stacks, self._indices, self._num_bytes = [], [], 0
         try:
             with suppress(RankError):
-                self._group.give(Matrices(held=self._model.held, places=places))
+                self._group.send_order(Matrices(held=self._model.held, places=places))
                 self._group.broadcast(tensors)
         except BaseException:
             self._group.abandon()  # the others may wait for the matrices

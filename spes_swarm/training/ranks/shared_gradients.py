@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.shares import SharedStorage
-from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.out_of_memory import is_out_of_memory
@@ -68,7 +68,7 @@ class SharedGradients:
             batch_shape=(sequences, tokens),
             progress=progress,
         )
-        self._group.give(step)
+        self._group.send_order(step)
         exchange_weights(self._group, self._model, step)
         self._sent_revision = self._model.revision
         self._group.broadcast([torch.from_numpy(batch_BS).to(self._device)])
@@ -88,7 +88,7 @@ class SharedGradients:
             num_batches=num_batches,
         )
         try:
-            self._group.give(order)
+            self._group.send_order(order)
             exchange_weights(self._group, self._model, order)
             self._sent_revision = self._model.revision
             yield
@@ -123,7 +123,7 @@ def _all_weights(model: SparseModel) -> Iterator[Tensor]:
     yield from _trained_weights(model)
     for module in model.module.modules():
         if not (model.shares_foreign and isinstance(module, FrozenStack)):
-            # With other peers' experts as they are stored, so that they equal in every bit.
+            # Others' experts in their stored form: all ranks get the same bits.
             yield from module.buffers(recurse=False)
 
 
@@ -149,7 +149,7 @@ def compute_share(
             raise
         failure = exc
         summary[0] = 1
-    group.add_up_for_all(summary)
+    group.all_reduce(summary)
     if failure is not None:
         raise failure
     if summary[0] > 0:
@@ -157,7 +157,7 @@ def compute_share(
     gradients: list[Tensor] = []
     for _, parameter in model.trainable_parameters():
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients.append(parameter.grad)
-    group.add_up(gradients)
+    group.reduce(gradients)
     return float(summary[1]), summary[2:].to(torch.int64).numpy()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.foreign.frozen_stack import FORMS, FrozenStack, bytes_per_weight
 from spes_swarm.model.foreign.shares import SharedStorage
-from spes_swarm.model.frozen_stack import FORMS, FrozenStack, bytes_per_weight
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model
 

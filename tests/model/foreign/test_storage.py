@@ -16,8 +16,8 @@ from torch import Tensor
 from spes_swarm.base.errors import CapacityError
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.storage import DiskStorage, ForeignStorage, StagedStorage, foreign_bytes, new_storage
-from spes_swarm.model.frozen_stack import FrozenStack
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from tests.helpers.small_disk import mounted_disk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -68,7 +68,7 @@ def test_as_many_experts_as_the_bytes_allow(
             proposed = str(exc).rpartition(": ")[2].split()
             flags = dict(zip(proposed[::2], proposed[1::2], strict=False))
             if "--experts" in flags:
-                smaller = dataclasses.replace(
+                smaller = replace(
                     load,
                     foreign_experts=flags.get("--foreign-experts", "fp32"),
                     optimizer_states=flags.get("--optimizer-states", "device"),
@@ -142,6 +142,36 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
     assert "needs 884.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1)
 
 
+def test_a_small_gpu_is_offered_moments_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = workload(LARGE, CUDA, "int4")
+    with_free(monkeypatch, host=10 * GB, device=235 * M)
+    # 10 + 9 M weights of 8 bytes, and 63 M of 4.5 bits: 188 MB; moments in 8 bits would be 38 MB more.
+    assert refusal(load, 2).endswith(": --experts 1 --optimizer-states host would fit")
+    assert replace(load, optimizer_states="host").needed(1)[0] <= 235 * M
+    with_free(monkeypatch, host=750 * M, device=235 * M)  # no room for them on the host
+    assert refusal(load, 2).endswith(": --experts 1 --optimizer-states int8 would fit")
+
+
+def test_ranks_are_counted_where_they_are() -> None:
+    one, two = workload(LARGE), replace(workload(LARGE), num_ranks=3)
+    assert two.device_bytes(2) == one.device_bytes(2)
+    # A model of 82 M weights, and gradients of 28 M.
+    assert two.host_bytes(2) == one.host_bytes(2) | {"other_ranks": 2 * 4 * (82 + 28) * M}
+    on_gpus = replace(workload(LARGE, CUDA, "bf16"), num_ranks=3)
+    assert on_gpus.host_bytes(2)["round"] == 3 * (4 * 28 + 2 * 54) * M
+
+
+def test_host_memory_is_checked_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, peer = founding(tmp_path)
+    monkeypatch.setattr(capacity, "free_bytes", lambda _: pytest.fail("a GPU was asked"))
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: GB)
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: GB)
+    capacity.check_host_memory(run, peer, True)
+    monkeypatch.setattr(capacity, "free_host_bytes", lambda: 2 * M)
+    with pytest.raises(CapacityError, match=r"of this machine's memory, but only 2\.0 MB is free"):
+        capacity.check_host_memory(run, peer, True)
+
+
 def test_every_class_is_counted_where_it_is() -> None:
     load = workload(LARGE, CUDA, "int8", result_bytes=7)
     assert load.device_bytes(2) == {
@@ -157,23 +187,23 @@ def test_every_class_is_counted_where_it_is() -> None:
         "round": 112 * M + 57_375_000,
         "checkpoint": 224 * M,
     }
-    on_disk = dataclasses.replace(load, on_disk=True, device=CPU)
+    on_disk = replace(load, on_disk=True, device=CPU)
     assert on_disk.host_bytes(2) == {"reference": 0, "contribution": 0, "round": 7, "checkpoint": 224 * M}
 
 
 def test_other_storage_leaves_two_layers_on_a_gpu_and_nothing_in_the_memory_of_a_cpu() -> None:
     shared = {"embed": (10 * M,)}
     layers = {f"layers.{n}.{name}": (8, size) for n in range(5) for name, size in (("up", 2 * M), ("down", M))}
-    load = dataclasses.replace(workload(Layout.build(shared, layers), CUDA, "bf16"), foreign_storage="host")
+    load = replace(workload(Layout.build(shared, layers), CUDA, "bf16"), foreign_storage="host")
     stored = 6 * 5 * 3 * M * 2
     assert load.device_bytes(2)["foreign"] == 2 * stored // 5
     assert load.host_bytes(2)["foreign"] == stored
     assert load.host_bytes(2)["round"] == 4 * (10 + 2 * 5 * 3) * M  # the model on its way, without others' experts
-    on_disk = dataclasses.replace(load, foreign_storage="disk")
+    on_disk = replace(load, foreign_storage="disk")
     assert on_disk.device_bytes(2)["foreign"] == 2 * stored // 5
     assert "foreign" not in on_disk.host_bytes(2)
     assert on_disk.foreign_bytes(2).on_disk == stored
-    assert dataclasses.replace(on_disk, device=CPU).device_bytes(2)["foreign"] == 0
+    assert replace(on_disk, device=CPU).device_bytes(2)["foreign"] == 0
 
 
 def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,10 @@ from spes_swarm.base.errors import CapacityError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.peer.memory import capacity, host_memory, peer_plan
+from spes_swarm.peer.memory import capacity, host_memory, peer_plan, step_memory
 from spes_swarm.peer.memory.capacity import Workload
 from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
-from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape, layers_if_alike, step_memory, with_layers
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepMemory, StepShape, layers_if_alike, with_layers
 from spes_swarm.protocol.consensus.layout import Layout
 from tests.helpers.small_2b import eighth_of_2b
 
@@ -43,6 +44,22 @@ QWEN_SETTINGS = {
     "num_experts_per_tok": 1,
     "vocab_size": 32,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_step_is_taken_once() -> Iterator[None]:
+    """A step depends on its arguments alone and takes most of a second; these tests need the same few many times."""
+    take, taken = step_memory.step_memory, dict[tuple[str, StepShape, int], StepMemory]()
+
+    def remembered(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:
+        key = repr(run), shape, micro_batch_size
+        if key not in taken:
+            taken[key] = take(run, shape, micro_batch_size)
+        return taken[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_memory, "step_memory", remembered)
+        yield
 
 
 def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_made(tmp_path: Path) -> None:
@@ -105,7 +122,7 @@ def needed(device: torch.device, peer: PeerConfig, sequences: int) -> tuple[int,
     work = Workload.of(FOUR_LAYERS, peer, device)
     static = work.needed(1)[0 if device.type == "cuda" else 1]
     one = replace(shape(on_gpu=device.type == "cuda"), foreign_experts=work.foreign_experts)
-    return static, static + step_memory(FOUR_LAYERS, one, sequences).temporary
+    return static, static + step_memory.step_memory(FOUR_LAYERS, one, sequences).temporary
 
 
 @pytest.mark.parametrize(("device", "share"), [(CPU, 0.7), (CUDA, 0.95)])
@@ -134,7 +151,7 @@ def test_a_step_that_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.M
     # What it proposes does fit.
     assert plan_peer(FOUR_LAYERS, replace(peer, activation_checkpointing="layers"), CUDA).micro_batch_size >= 1
     layers = replace(shape("layers", on_gpu=True), foreign_experts="bf16")
-    with_free(monkeypatch, static + step_memory(FOUR_LAYERS, layers, 1).temporary - 1)
+    with_free(monkeypatch, static + step_memory.step_memory(FOUR_LAYERS, layers, 1).temporary - 1)
     with pytest.raises(CapacityError, match=r"--activation-checkpointing layers --foreign-experts int8 would fit$"):
         plan_peer(FOUR_LAYERS, peer, CUDA)
     long = replace(FOUR_LAYERS, training=replace(FOUR_LAYERS.training, sequence_length=2048))
@@ -146,7 +163,7 @@ def test_automatic_experts_make_room_for_activations(monkeypatch: pytest.MonkeyP
     run = replace(FOUR_LAYERS, experts_per_peer=4, training=replace(FOUR_LAYERS.training, sequence_length=1024))
     work = Workload.of(run, PeerConfig(), CUDA)
     two = StepShape(num_held=4, foreign_experts="bf16", precision="bf16", activation_checkpointing="none", on_gpu=True)
-    with_free(monkeypatch, work.needed(2)[0] + step_memory(run, two, 1).temporary + 1000)
+    with_free(monkeypatch, work.needed(2)[0] + step_memory.step_memory(run, two, 1).temporary + 1000)
     assert plan_peer(run, PeerConfig(), CUDA) == PeerPlan(experts=2, micro_batch_size=1)
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from spes_swarm import plan as command
-from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
-from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory
+from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory, with_layers
 from spes_swarm.training.gradients import Gradients, loss_weights
 from tests.helpers.model_state import bytes_per_class
 from tests.helpers.small_2b import eighth_of_2b
@@ -65,43 +62,28 @@ def test_every_class_is_that_of_a_step_that_is_taken(
     assert planned.peak - planned.optimiser == pytest.approx(taken, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("16GB", 16 * 10**9), ("16GiB", 2**34), ("1.5g", 1_500_000_000), ("24 gb", 24 * 10**9), ("7", 7)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert command.parse_size("--memory", text) == size
+def test_logits_are_one_chunk() -> None:
+    run = with_layers(eighth_of_2b(), 1)
+    vocabulary, tokens = run.model.vocab_size, 2 * run.training.sequence_length
+    cpu = StepShape(num_held=1, foreign_experts="bf16", precision="fp32", activation_checkpointing="none", on_gpu=False)
+    assert step_memory(run, cpu, 2).logits == 4 * tokens * vocabulary
+    long = replace(run, training=replace(run.training, sequence_length=8 * run.training.sequence_length))
+    assert step_memory(long, cpu, 2).logits == 4 * (2**24 // vocabulary) * vocabulary
+    # A GPU has larger chunks; under bf16, their gradient is cast for the products.
+    gpu = replace(cpu, precision="bf16", on_gpu=True)
+    assert step_memory(long, gpu, 2).logits == (4 + 2) * 8 * tokens * vocabulary
+    assert step_memory(long, gpu, 4).logits == (4 + 2) * (2**26 // vocabulary) * vocabulary
 
 
-@pytest.mark.parametrize("text", ["", "16XB", "-1GB", "0GB", "GB"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--memory: found .*, expected a size such as 16GB or 16GiB"):
-        command.parse_size("--memory", text)
-
-
-def test_the_quickstart_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--json", "--device", "cpu", "--peers", "3", "--upload", "10"]) == 0
-    made = json.loads(capsys.readouterr().out)
-    assert made["device_peak"] == sum(made["device"].values())
-    assert made["host_peak"] == sum(made["host"].values())
-    assert made["experts"] == 4
-    assert made["covering_peers"] == 2
-    assert made["foreign_experts"] == "fp32"
-    assert made["activation_checkpointing"] == "none"
-    assert made["micro_batch_size"] == 8
-    assert made["round_seconds"] == pytest.approx(8 * made["round_bytes"] / 1e7)
-    assert command.main(["--device", "cpu"]) == 0
-    assert "--micro-batch-size          8\n" in capsys.readouterr().out
-
-
-def test_what_cannot_fit_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--memory", "1MB"]) == 2
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    assert line.startswith("plan: training 4 experts needs at least ")
-    assert command.main(["--host-memory", "100kB"]) == 2
-    assert "of host memory" in capsys.readouterr().err
-    assert command.main(["--experts", "9"]) == 2
-    assert "expected 1 to 8 experts" in capsys.readouterr().err
+def test_activations_and_logits_are_what_is_left_of_the_peak() -> None:
+    run = with_layers(eighth_of_2b(), 1)
+    shape = StepShape(
+        num_held=1, foreign_experts="fp32", precision="fp32", activation_checkpointing="layers", on_gpu=False
+    )
+    step = step_memory(run, shape, 1)
+    assert step.activations > 0
+    assert step.temporary == step.activations + step.logits
+    assert step.peak == step.weights + step.gradients + step.optimiser + step.temporary
 
 
 @pytest.mark.parametrize(("storage", "layers_left"), [("host", 2), ("ranks", 2 / 4 + 2)])

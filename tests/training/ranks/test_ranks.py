@@ -150,7 +150,7 @@ class Meeting(RankGroup):
         self.orders: list[Order] = []
         self.abandoned = False
 
-    def give(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         self.orders.append(order)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -159,10 +159,10 @@ class Meeting(RankGroup):
     def abandon(self) -> None:
         self.abandoned = True
 
-    def add_up_for_all(self, values: Tensor) -> None:
+    def all_reduce(self, values: Tensor) -> None:
         values[0] += self.failures
 
-    def add_up(self, tensors: Iterable[Tensor]) -> None:
+    def reduce(self, tensors: Iterable[Tensor]) -> None:
         self.added = list(tensors)
 
     def gather(self, own: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def test_rank_0_without_memory_still_tells_the_others(monkeypatch: pytest.Monkey
     monkeypatch.setattr(own, "compute", fail)
     seen: list[float] = []
     group = Meeting(failures=0.0)
-    monkeypatch.setattr(group, "add_up_for_all", lambda values: seen.append(float(values[0])))
+    monkeypatch.setattr(group, "all_reduce", lambda values: seen.append(float(values[0])))
     with pytest.raises(torch.OutOfMemoryError):
         compute_share(group, model, own, BATCH_BS, 0.0)
     assert seen == [1.0]
@@ -253,7 +253,7 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
         raise error
 
     monkeypatch.setattr(own, "compute", fail)
-    monkeypatch.setattr(group, "give", lambda order: None)
+    monkeypatch.setattr(group, "send_order", lambda order: None)
     monkeypatch.setattr(group, "broadcast", lambda tensors: None)
     monkeypatch.setattr(group, "abandon", lambda: abandoned.append(True))
     with pytest.raises(type(error)):
@@ -328,7 +328,7 @@ def test_a_rank_that_others_wait_for_does_not_try_smaller_micro_batches(monkeypa
 
 def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:
     with RankGroup(Placement(rank=0, world_size=2)) as group, pytest.raises(RankError):
-        group.give(Stop())
+        group.send_order(Stop())
 
 
 @pytest.mark.slow

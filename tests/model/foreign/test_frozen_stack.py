@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spes_swarm.model.frozen_stack import FORMS, FrozenStack, bytes_per_weight
+from spes_swarm.model.foreign.frozen_stack import FORMS, FrozenStack, bytes_per_weight
 
 torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""Matrices that a peer evaluates but does not train, in as few bytes as the peer wishes.
+"""Matrices that a peer evaluates but does not train, in fp32 or rounded to fewer bits.
 
 Other peers' experts change only when a round commits, so they can be rounded once, and expanded one layer at a time
 when they are needed. `int8` and `int4` scale every 32 consecutive weights of a row together, as GGUF's Q8_0 and Q4_0

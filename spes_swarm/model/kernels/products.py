@@ -1,6 +1,7 @@
-"""A registry of expert kernels: matrix products with one matrix per group of consecutive rows.
+"""Expert kernels: matrix products with one matrix per group of consecutive rows, and the way of rows to and from them.
 
-Tensor suffixes: T rows sorted by group, D input features, F output features, G groups.
+Tensor suffixes: T rows sorted by group, D input features, F output features, G groups. In `Dispatch`: T tokens, K
+choices of each, S = T * K choices, E slots of experts.
 
 A kernel is three products of one linear layer per group: its output, the gradient of its input, and the gradient of its
 matrices. They are separate, because the experts of other peers never need the third (see `expert_mlp`).
@@ -8,17 +9,13 @@ matrices. They are separate, because the experts of other peers never need the t
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from spes_swarm.base.errors import ConfigError
 
 # grouped_mm rejects operands whose rows do not start on a multiple of this many bytes.
 GROUPED_MM_ALIGNMENT_BYTES = 16
@@ -28,20 +25,52 @@ GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Groups:
     """Which rows belong to which group: row t to group g when `ends[g - 1] <= t < ends[g]`."""
 
-    def __init__(self, ends_G: Tensor) -> None:
-        """Takes one past the last row of each group: int32, ascending, on the rows' device; the last is T."""
+    def __init__(self, ends_G: Tensor, counts: Sequence[int] | None = None) -> None:
+        """Takes one past the last row of each group: int32, ascending, on the rows' device; the last is T.
+
+        `counts` are the rows of each group, if the host knows them already.
+        """
         self.ends_G = ends_G
+        self._counts = counts
 
     @classmethod
     def single(cls, num_rows: int) -> Groups:
         """Returns one group of that many rows, on a CPU."""
-        return cls(torch.tensor([num_rows], dtype=torch.int32))
+        return cls(torch.tensor([num_rows], dtype=torch.int32), [num_rows])
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """Rows of each group, on the host: reading them waits for the device, once."""
-        ends = self.ends_G.tolist()
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    @property
+    def counts(self) -> Sequence[int]:
+        """Rows of each group, on the host: reading unknown ones waits for the device, once."""
+        if self._counts is None:
+            ends = self.ends_G.tolist()
+            self._counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return self._counts
+
+
+@dataclass(frozen=True)
+class SortedChoices:
+    """The choices of tokens, numbered token by token, in the order of their slots."""
+
+    slots_S: Tensor  # int32, ascending
+    order_S: Tensor  # int32: the choice in each place
+    ends_E: Tensor  # int32: one past the last place of each slot
+    top_k: int  # choices of a token
+
+
+class Dispatch(Protocol):
+    """Sorts choices and moves rows to the experts and back, where a kernel has operations of its own for that."""
+
+    def sort(self, slots_TK: Tensor, num_slots: int) -> SortedChoices:
+        """Sorts the choices by slot; those of one slot stay in the order of their tokens."""
+
+    def fits(self, num_rows: int, features: int) -> bool:
+        """Returns True if the operations can address a matrix of this size."""
+
+    def gather(self, x_TD: Tensor, choices: SortedChoices) -> Tensor:
+        """Returns the token of each sorted choice: x_SD."""
+
+    def combine(self, y_SD: Tensor, choices: SortedChoices, weights_TK: Tensor | None) -> Tensor:
+        """Returns the sum of each token's rows, times their weights if there are any: y_TD, in the dtype of y."""
 
 
 class ExpertKernel(Protocol):
@@ -49,6 +78,14 @@ class ExpertKernel(Protocol):
 
     All tensors of a call have one dtype and are contiguous; there is at least one row.
     """
+
+    @property
+    def source(self) -> str:
+        """The library that it comes from, for messages."""
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """Its own way of moving rows; None: rows are moved with torch."""
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
@@ -62,6 +99,9 @@ class ExpertKernel(Protocol):
 
 class LoopKernel:
     """One matrix product per group, on any device and for any dtype: the yardstick for the others."""
+
+    source = "torch"
+    dispatch: Dispatch | None = None
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""
@@ -134,77 +174,3 @@ class TorchKernel(LoopKernel):
         if len(groups.ends_G) == 1 or not grouped_mm_applies(grad_y_TF, x_TD, x_TD.shape[1], grad_y_TF.shape[1]):
             return super().weight_gradient(grad_y_TF, x_TD, groups)
         return functional.grouped_mm(grad_y_TF.T, x_TD, offs=groups.ends_G)
-
-
-class _MegablocksKernel:
-    """The grouped products of megablocks; they compute in bf16 only, on CUDA."""
-
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops  # megablocks' `ops` of grouped_gemm
-
-    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
-        """Returns y_TF."""
-        return self._gmm(x_TD, w_GFD, groups, trans_b=True)
-
-    def input_gradient(self, grad_y_TF: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
-        """Returns grad_x_TD."""
-        return self._gmm(grad_y_TF, w_GFD, groups)
-
-    def weight_gradient(self, grad_y_TF: Tensor, x_TD: Tensor, groups: Groups) -> Tensor:
-        """Returns grad_w_GFD."""
-        return self._gmm(grad_y_TF, x_TD, groups, trans_a=True)
-
-    def _gmm(self, a: Tensor, b: Tensor, groups: Groups, *, trans_a: bool = False, trans_b: bool = False) -> Tensor:
-        # It expects the rows per group as int64 in host memory.
-        counts_G = torch.tensor(groups.counts, dtype=torch.int64)
-        with torch.no_grad():
-            product: Tensor = self._ops.gmm(a.bfloat16(), b.bfloat16(), counts_G, trans_a, trans_b)
-        return product.to(a.dtype)
-
-
-# The metadata of megablocks 0.10 requires an older torch than this package, so it is installed without dependencies.
-_INSTALL_MEGABLOCKS = (
-    "pip install --no-deps megablocks stanford-stk && pip install --no-deps --no-build-isolation grouped_gemm"
-)
-
-
-def _load_megablocks() -> ExpertKernel:
-    for package in ("megablocks", "grouped_gemm"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"kernel 'megablocks' needs the package {package}, which is not installed: {_INSTALL_MEGABLOCKS}"
-            )
-    try:
-        ops: Any = importlib.import_module("megablocks.grouped_gemm_util").ops
-        if ops is None:  # megablocks hides why grouped_gemm cannot be imported
-            ops = importlib.import_module("grouped_gemm").ops
-    except ModuleNotFoundError as exc:
-        raise ConfigError(
-            f"kernel 'megablocks' needs the module {exc.name}, which is not installed: {_INSTALL_MEGABLOCKS}"
-        ) from exc
-    except Exception as exc:  # extensions fail to load in many ways: libraries, symbols, devices
-        reason = " ".join(str(exc).split()) or type(exc).__name__
-        raise ConfigError(
-            f"kernel 'megablocks' does not load: {reason}; it must be built for this torch: {_INSTALL_MEGABLOCKS}"
-        ) from exc
-    if not torch.cuda.is_available():
-        raise ConfigError("kernel 'megablocks' needs a CUDA device, and this machine has none; use the kernel torch")
-    return _MegablocksKernel(ops)
-
-
-KERNELS: dict[str, Callable[[], ExpertKernel]] = {
-    "torch": TorchKernel,
-    "loop": LoopKernel,
-    "megablocks": _load_megablocks,
-}
-
-
-def load_kernel(name: str) -> ExpertKernel:
-    """Returns the kernel called `name`.
-
-    Raises:
-        ConfigError: no such kernel, or the package that it needs is not installed.
-    """
-    if name not in KERNELS:
-        raise ConfigError(f"unknown expert kernel {name!r}; known: {', '.join(sorted(KERNELS))}")
-    return KERNELS[name]()

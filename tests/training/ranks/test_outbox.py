@@ -30,7 +30,7 @@ class Wire(RankGroup):
         self.line = line
         self.lost = False
 
-    def give(self, order: Order) -> None:
+    def send_order(self, order: Order) -> None:
         if self.lost:
             raise RankError("another rank of this peer has ended")
         self.line.append((order, []))

@@ -1,0 +1,93 @@
+"""Which piece of a streamed data set is trained on by which peer, and which examples by none: pure rules.
+
+A data set consists of *units*, its files or their row groups. In every epoch all peers go through the units in one
+pseudo-random order, keyed by run and epoch. A *piece* is a unit where there are many, otherwise a block of consecutive
+examples of one. Each piece belongs to one of the members, by rendezvous hash: if a member comes or goes, only its
+pieces move. A peer trains on its own pieces and passes over the others.
+
+Nothing is negotiated. The rule gives each piece to exactly one peer as long as all agree on the members, which are
+those of the last commit, and it has these limits:
+
+- A piece that has been begun is finished by the peer that began it, and by no other if that peer dies.
+- Peers are at different places of the order. A piece that changes hands is left out of the epoch if its old owner has
+  not come to it yet and its new owner has passed it; it is trained on twice in the opposite case.
+- Until its first commit the others do not count a newcomer as a member, so its first round may repeat theirs.
+
+A newcomer begins beyond the furthest piece that a member has announced (`position`), so what the others have done in
+that epoch is not repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from blake3 import blake3
+
+from spes_swarm.data.permutation import Permutation
+
+BLOCK_EXAMPLES = 32
+MANY_UNITS = 64  # with fewer, pieces are blocks: rendezvous hashing gives unequal shares of a few pieces
+
+# A position is one integer below 2**62: place in the order of all epochs, and block.
+_BLOCK_BITS = 20
+_MAX_POSITION = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """Part of one epoch that one peer trains on; ordered as peers go through them."""
+
+    epoch: int
+    place: int  # of its unit in the epoch's order
+    block: int  # in the unit; 0 if the unit is one piece
+
+
+@dataclass(eq=False)
+class Deal:
+    """The pieces of a data set, their order and their owners."""
+
+    run_seed: int  # the same for all peers of a run
+    num_units: int
+    holdout_fraction: float  # share of the examples that no peer trains on
+    _orders: dict[int, Permutation] = field(default_factory=dict, init=False)  # of the latest epoch
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if a unit has several pieces."""
+        return self.num_units < MANY_UNITS
+
+    def unit(self, epoch: int, place: int) -> int:
+        """The unit at a place of an epoch's order."""
+        if epoch not in self._orders:
+            self._orders = {epoch: Permutation(self.num_units, f"spes-swarm units {self.run_seed} {epoch}".encode())}
+        return int(self._orders[epoch](np.array([place]))[0])
+
+    def piece(self, epoch: int, place: int, example: int) -> Piece:
+        """The piece of an example, given by its number in the unit."""
+        return Piece(epoch, place, example // BLOCK_EXAMPLES if self.in_blocks else 0)
+
+    def owner(self, piece: Piece, members: Collection[str]) -> str:
+        """Which of the members trains on a piece; each has the same chance, whoever the others are."""
+        unit = self.unit(piece.epoch, piece.place)
+        key = f"spes-swarm piece {self.run_seed} {piece.epoch} {unit} {piece.block} ".encode()
+        return min(members, key=lambda member: blake3(key + member.encode()).digest())
+
+    def is_held_out(self, unit: int, part: int, example: int) -> bool:
+        """Returns True if no peer trains on an example in any epoch, so that all can evaluate on it."""
+        key = f"spes-swarm held out {self.run_seed} {unit} {part} {example}".encode()
+        return int.from_bytes(blake3(key).digest()[:8], "little") < self.holdout_fraction * 2**64
+
+    def position(self, piece: Piece, *, begun: bool) -> int:
+        """How far a peer is that comes to a piece, or has begun it, as one integer that grows; 0 is the beginning."""
+        place = piece.epoch * self.num_units + piece.place
+        block = min(piece.block + begun, (1 << _BLOCK_BITS) - 1)
+        return min(place << _BLOCK_BITS | block, _MAX_POSITION)
+
+    def place_of(self, position: int) -> tuple[int, int, int]:
+        """The first (epoch, place, example) that a peer at a position has not begun."""
+        place, block = divmod(position, 1 << _BLOCK_BITS)
+        if self.in_blocks:
+            return *divmod(place, self.num_units), block * BLOCK_EXAMPLES
+        return *divmod(place + (block > 0), self.num_units), 0

@@ -1,0 +1,76 @@
+"""Tokenises the examples of a streamed data set: documents of text, or conversations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from spes_swarm.data.chat import ChatTemplate, tokenised_chat
+from spes_swarm.data.readers import Broken
+from spes_swarm.data.sharding import encoded_parts
+from spes_swarm.data.tokenizer import TokenArray, Tokenizer
+
+
+class Preparing:
+    """Tokenises examples; counts those that cannot be used by kind, see readers.py and chat.py.
+
+    Args:
+        tokenizer: of the run.
+        is_chat: whether examples are records with conversations instead of texts.
+        name: of the data set.
+        say: gets the counts when the first example is skipped, the tenth, the hundredth and so on.
+
+    Raises:
+        DataError: the tokenizer has no chat template, and examples are conversations.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, is_chat: bool, name: str, say: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer) if is_chat else None
+        self._name = name
+        self._say = say
+        self._broken: Broken = Counter()
+        self._tell_at = 1
+
+    @property
+    def digest(self) -> str:
+        """What decides the tokens besides the tokenizer's digest."""
+        return "text" if self._template is None else self._template.digest
+
+    def __call__(self, value: Any) -> TokenArray | None:
+        """Returns the tokens of an example with the end of text, int64 (N,); None if it cannot be used."""
+        tokens = self._text(value) if self._template is None else self._chat(value, self._template)
+        if (skipped := self._broken.total()) >= self._tell_at:
+            kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self._broken.items()))
+            self._say(f"{self._name}: examples skipped so far: {kinds}")
+            while self._tell_at <= skipped:
+                self._tell_at *= 10
+        return tokens
+
+    def _text(self, text: Any) -> TokenArray | None:
+        if not isinstance(text, str):
+            self._broken["missing_field" if text is None else "wrong_type"] += 1
+        elif not text.strip():
+            self._broken["empty"] += 1
+        else:
+            try:
+                parts = encoded_parts(text, self._tokenizer)
+            except UnicodeEncodeError:  # a lone surrogate
+                self._broken["bad_utf8"] += 1
+            else:
+                return np.concatenate([*parts, [self._tokenizer.end_of_text]]).astype(np.int64)
+        return None
+
+    def _chat(self, record: Any, template: ChatTemplate) -> TokenArray | None:
+        samples = tokenised_chat(_without_nulls(record), template, self._broken)
+        return np.concatenate(samples) if samples else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drops fields that are null: in a table, every record has the fields of all others."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

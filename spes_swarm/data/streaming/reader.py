@@ -1,0 +1,163 @@
+"""Reads one unit of a data set ahead of training, on a thread of its own, and goes on after a failure.
+
+A failed read is repeated from the example after the last one, with growing pauses, for as long as the user of the
+reader waits. Content that cannot be decoded is no failure of the network: the rest of that unit is skipped.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from spes_swarm.base.errors import DataError, DataStoppedError
+from spes_swarm.data.streaming.dataset import Example, one_line
+from spes_swarm.data.tokenizer import TokenArray
+
+_AHEAD = 64  # examples that are read before they are asked for
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_POLL_S = 0.1
+
+Prepare = Callable[[Any], TokenArray | None]  # tokenises an example's value; None if it cannot be used
+
+
+class Units(Protocol):
+    """A data set, see dataset.py."""
+
+    name: str
+
+    def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
+        """See `StreamedDataset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An example that has been read."""
+
+    example: Example
+    tokens: TokenArray | None
+    is_prepared: bool  # False: `wanted` was False
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The rest of the unit could not be decoded; nothing follows."""
+
+    reason: str
+
+
+class Reader:
+    """Yields the examples of a unit, from a place on, as `next` asks for them.
+
+    Args:
+        units: the data set.
+        unit: which unit.
+        part: where to begin.
+        number: where to begin in that part.
+        prepare: tokenises an example; called on the reader's thread.
+        wanted: whether an example is prepared, by its part and number.
+    """
+
+    def __init__(
+        self,
+        units: Units,
+        unit: int,
+        part: int,
+        number: int,
+        prepare: Prepare,
+        wanted: Callable[[int, int], bool],
+    ) -> None:
+        self._units = units
+        self._unit = unit
+        self._prepare = prepare
+        self._wanted = wanted
+        self._items: queue.Queue[Prepared | Skipped | None] = queue.Queue(_AHEAD)
+        self._closed = threading.Event()
+        self.has_read_all = False  # the thread has ended, and what is left is in memory
+        self.failure: str | None = None  # why reading fails at present
+        self._thread = threading.Thread(target=self._run, args=(part, number), name="data", daemon=True)
+        self._thread.start()
+
+    def next(self, timeout_s: float, stop: threading.Event) -> Prepared | Skipped | None:
+        """Returns the next example; None at the end of the unit, which may only be asked for once.
+
+        Raises:
+            DataStoppedError: `stop` was set.
+            DataError: none has come within `timeout_s`.
+        """
+        waited = 0.0
+        while True:
+            try:
+                return self._items.get(timeout=_POLL_S)
+            except queue.Empty:
+                waited += _POLL_S
+                if stop.is_set():
+                    raise DataStoppedError(f"stopped while waiting for {self._units.name}") from None
+                if waited >= timeout_s:
+                    why = self.failure or "no answer"
+                    raise DataError(
+                        f"{self._units.name} could not be read for {timeout_s:.0f} seconds ({why}): the same command "
+                        "resumes when it can be read again"
+                    ) from None
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Ends the thread soon; waits for it for up to `wait_s`."""
+        self._closed.set()
+        self._thread.join(wait_s)
+
+    def _run(self, part: int, number: int) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not self._closed.is_set():
+            try:
+                for example in self._units.read(self._unit, part, number):
+                    self.failure, pause_s = None, _FIRST_PAUSE_S
+                    part, number = example.part, example.number + 1
+                    wanted = self._wanted(example.part, example.number)
+                    tokens = self._prepare(example.value) if wanted else None
+                    if not self._put(Prepared(example, tokens, wanted)):
+                        return
+                self._finish(None)
+                return
+            except Exception as exc:  # datasets, its file systems and the Hub's client each raise their own types
+                if not _is_transient(exc):
+                    self._finish(Skipped(one_line(exc)))
+                    return
+                self.failure = one_line(exc)
+            self._closed.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _finish(self, item: Skipped | None) -> None:
+        if self._put(item):
+            self.has_read_all = True
+
+    def _put(self, item: Prepared | Skipped | None) -> bool:
+        """Returns False if the reader was closed."""
+        while not self._closed.is_set():
+            try:
+                self._items.put(item, timeout=_POLL_S)
+                return True
+            except queue.Full:
+                pass
+        return False
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Returns True if a read may succeed later: an error of the network or the disk, not of the content.
+
+    `datasets` wraps errors in its own. An OSError of a decoder has no errno.
+    """
+    import httpx2
+    from huggingface_hub.errors import HfHubHTTPError
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConnectionError | TimeoutError | httpx2.HTTPError | HfHubHTTPError):
+            return True
+        if isinstance(seen, OSError) and seen.errno is not None:
+            return True
+        if type(seen).__module__.partition(".")[0] in ("aiohttp", "fsspec"):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,0 +1,88 @@
+"""Settings that need less memory and cost time, precision, or both: what a plan tries, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.peer.memory.step_memory import StepShape
+from spes_swarm.peer.step_settings import StepSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Settings of a PeerConfig, by their names there; the defaults are those that take the least time on a GPU."""
+
+    foreign_experts: str = "bf16"
+    activation_checkpointing: str = "none"
+    optimizer_states: str = "device"
+    live_weights: str = "fp32"
+    foreign_storage: str = "device"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the settings by name."""
+        return asdict(self)
+
+    def apply(self, peer: PeerConfig) -> PeerConfig:
+        """Returns the peer with these settings."""
+        return replace(peer, **asdict(self))
+
+
+_FAST = Choice()
+_ON_CPU = Choice(foreign_experts="fp32")
+_LAYERS = replace(_FAST, activation_checkpointing="layers")
+_INT8 = replace(_LAYERS, foreign_experts="int8")
+_INT4 = replace(_LAYERS, foreign_experts="int4")
+
+# In the order of the time that they cost. A further setting is a field of Choice, and a line wherever it belongs.
+_CHOICES = {
+    "cuda": (
+        _FAST,
+        replace(_FAST, activation_checkpointing="selective"),
+        _LAYERS,
+        _INT8,
+        replace(_INT8, live_weights="bf16"),  # no casts of weights are kept for backward
+        replace(_INT8, optimizer_states="host"),
+        replace(_INT8, optimizer_states="host", live_weights="bf16"),
+        replace(_INT8, optimizer_states="int8"),
+        replace(_INT4, optimizer_states="int8"),
+        replace(_INT4, optimizer_states="host", live_weights="bf16"),
+        replace(_INT8, optimizer_states="host", live_weights="bf16", foreign_storage="host"),
+    ),
+    "cpu": (
+        _ON_CPU,
+        replace(_ON_CPU, activation_checkpointing="layers"),
+        _LAYERS,
+        _INT8,
+        replace(_INT8, optimizer_states="int8"),
+        replace(_INT4, optimizer_states="int8"),
+        replace(_INT8, optimizer_states="int8", foreign_storage="disk"),
+    ),
+}
+
+
+def choices(device: torch.device, num_ranks: int = 1) -> tuple[Choice, ...]:
+    """Returns what to try on a device of this type, fastest first."""
+    found = _CHOICES[device.type]
+    if num_ranks > 1 and device.type == "cuda":  # on a CPU all ranks are in the same memory
+        place = found.index(_INT8) + 1
+        return (*found[:place], replace(_INT8, foreign_storage="ranks"), *found[place:])
+    return found
+
+
+def step_shape(peer: PeerConfig, device: torch.device, num_held: int, num_ranks: int = 1) -> StepShape:
+    """Returns what decides the activations of this peer's steps."""
+    settings = StepSettings.of(peer, device, num_ranks)
+    return StepShape(
+        num_held=num_held,
+        foreign_experts=settings.foreign_experts,
+        foreign_storage=settings.foreign_storage,
+        num_ranks=num_ranks,
+        live_weights=peer.live_weights,
+        precision=settings.precision,
+        activation_checkpointing=peer.activation_checkpointing,
+        on_gpu=device.type == "cuda",
+    )

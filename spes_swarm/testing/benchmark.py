@@ -1,0 +1,60 @@
+"""What benchmarks share: models of several sizes, and memory as the kernel reports it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from spes_swarm.base.errors import UserError
+from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.run import RunConfig
+
+TINY = "tiny"  # its step is the baseline of memory
+# Hidden size, expert's FFN, layers, heads; the names count the parameters with eight experts.
+SIZES = {
+    TINY: (32, 32, 1, 2),
+    "1M": (96, 192, 2, 4),
+    "30M": (384, 768, 4, 6),
+    "300M": (768, 1536, 10, 12),
+}
+
+
+def quickstart_run(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int, **settings: Any) -> RunConfig:
+    """Returns the quickstart's run with a model of this size; `settings` are further settings of the model."""
+    run = load_config(default_config_path()).run
+    assert run is not None
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": sequence_length,
+    }
+    return replace(
+        run,
+        model=replace(run.model, settings=run.model.settings | sizes | settings),
+        training=replace(run.training, sequence_length=sequence_length),
+    )
+
+
+def status_bytes(key: str, process_id: int | None = None) -> int:
+    """Returns a size in /proc/PID/status, e.g. VmRSS, or VmHWM, its peak; 0 for a process that has ended.
+
+    Without `process_id` it is of this process.
+
+    Raises:
+        UserError: the kernel does not report this size.
+    """
+    text = Path(f"/proc/{process_id or 'self'}/status").read_text(encoding="ascii")
+    match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
+    if match is None and process_id is None:
+        raise UserError(f"this kernel does not report {key}")
+    return 1024 * int(match[1]) if match else 0
+
+
+def reset_peak() -> None:
+    """Makes VmHWM of this process begin at its current resident size."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)

@@ -1,0 +1,161 @@
+"""Who closes a stream, and when: the side that asked, once it has everything. Real daemons, no training."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.wire import (
+    MAX_STREAMS_PER_PEER,
+    Channel,
+    StreamHandler,
+    open_channel,
+    serve_channel,
+)
+from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.transfer.moments import Moments
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
+from spes_swarm.protocol.ownership.moment_rules import MomentLimits
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import make_plan
+from spes_swarm.protocol.rounds.round_state import RoundState
+from tests.helpers.hosts import Host, hosts, run
+from tests.helpers.rounds import RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
+
+LONG_S = 60.0  # for what succeeds
+SHORT_S = 0.5  # for what is expected to run into its deadline
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[Host, Host]]:
+    """A server, and a client that is connected to it."""
+    async with hosts(2) as (server, client):
+        await client.connect(server)
+        yield server, client
+
+
+async def is_open(channel: Channel) -> bool:
+    """Returns True if the other side neither sends anything nor closes the stream."""
+    try:
+        async with asyncio.timeout(SHORT_S):
+            await channel.receive(0)
+    except TimeoutError:
+        return True
+    except EOFError:
+        return False
+    raise AssertionError("a frame after the last one")
+
+
+async def answers(channel: Channel) -> None:
+    await channel.receive_hello(100)
+    await channel.send(Frame(FrameKind.END))
+
+
+async def refuses(channel: Channel) -> None:
+    await channel.receive_hello(100)
+    raise ProtocolError("group", "no round of that group is open here")
+
+
+@pytest.mark.parametrize("handler", [answers, refuses])
+def test_a_stream_that_has_been_served_stays_open_until_the_other_side_closes_it(handler: StreamHandler) -> None:
+    async def test() -> None:
+        async with connected() as (server, client):
+            await serve_channel(server.daemon.p2p, "stream", handler, LONG_S, on_fault=lambda peer_id, error: None)
+            async with open_channel(client.daemon.p2p, server.peer_id, "stream", LONG_S) as channel:
+                await channel.send_hello()
+                assert (await channel.receive(1000)).kind in (FrameKind.END, FrameKind.ERROR)
+                await channel.send_hello()  # made in advance: no reason to close, either
+                assert await is_open(channel)
+
+    run(test)
+
+
+def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
+    """Only then may a reducer leave: what its daemon has not forwarded would end with it."""
+    layout = small_layout()
+    initial_N = np.zeros(layout.num_elements, np.float32)
+    # One that cannot be reached reduces nothing.
+    members = [peer(layout, initial_N, range(4), reachable=who is identity(0)) for who in identities(2)]
+    for member in members:
+        member.live_N += 1.0
+    group = form(members, 1)
+    plan = make_plan(group, layout, 64)
+    states = [
+        RoundState(group, plan, i, m.reference, m.live_N, get_codec("fp32"), UNBOUNDED) for i, m in enumerate(members)
+    ]
+
+    async def test() -> None:
+        async with connected() as (server, client):
+            reducer, puller = group.index_of(server.peer_id), group.index_of(client.peer_id)
+            assert reducer is not None
+            assert puller is not None
+            faults: list[ProtocolError] = []
+            exchange = Exchange(
+                server.daemon.p2p,
+                server.rpc,
+                RUN_ID,
+                ExchangeLimits(LONG_S, LONG_S),
+                lambda peer_id, error: faults.append(error),
+            )
+            await exchange.start()
+            round_of_reducer = asyncio.create_task(exchange.run(states[reducer]))
+            async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/push", LONG_S) as channel:
+                await channel.send_hello(group=group.id)
+                for part, contribution in plan.pushes(puller, reducer):
+                    await channel.send(states[puller].push_frame(part, contribution))
+                await channel.end()
+            num_bytes = 0
+            async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/pull", LONG_S) as channel:
+                await channel.send_hello(group=group.id, parts=b"")
+                while (frame := await channel.receive(1 << 16)).kind is not FrameKind.END:
+                    num_bytes += len(frame.payload)
+                assert (await round_of_reducer).parts_missing == 0
+                traffic = asyncio.create_task(exchange.traffic())
+                assert await is_open(channel)
+                assert not traffic.done()
+            sent, _ = await traffic
+            assert not states[reducer].unserved
+            assert sent == num_bytes > 0
+            assert not faults
+
+    run(test)
+
+
+def test_a_giver_of_many_experts_may_leave_once_all_their_moments_have_arrived() -> None:
+    experts = range(3 * MAX_STREAMS_PER_PEER)
+    offered = {expert: np.full(2 * CHUNK_ELEMENTS // 8, float(expert), np.float32) for expert in experts}
+
+    async def test() -> None:
+        async with connected() as (server, client):
+            faults: list[ProtocolError] = []
+            giver, adopter = (
+                Moments(
+                    host.daemon.p2p,
+                    RUN_ID,
+                    limits=MomentLimits(ratio=math.inf, second=math.inf),
+                    stall_timeout_s=LONG_S,
+                    on_fault=lambda peer_id, error: faults.append(error),
+                )
+                for host in (server, client)
+            )
+            await giver.start()
+            giver.expect(3, {expert: [client.peer_id] for expert in experts})
+            giver.offer(3, 17, offered)
+            received = {expert: np.zeros_like(values_2N) for expert, values_2N in offered.items()}
+            found = await adopter.fetch(3, {expert: [server.peer_id] for expert in experts}, received)
+            assert [(found[expert].peer_id, found[expert].step) for expert in experts] == [(server.peer_id, 17)] * len(
+                experts
+            )
+            for expert in experts:
+                np.testing.assert_array_equal(received[expert], offered[expert])
+            assert await giver.wait_until_fetched(LONG_S)
+            assert not faults
+
+    run(test)

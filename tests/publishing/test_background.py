@@ -1,0 +1,151 @@
+"""Volunteers that wait for one another: on whose turn a round is published, if the first in line does nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from spes_swarm.port.commands import Port
+from spes_swarm.port.messages import SwarmView
+from spes_swarm.publishing.background import Publishing
+from spes_swarm.storage.checkpoint_writing import Written
+from spes_swarm.storage.metrics_file import Metrics
+
+EVERY = 10
+
+
+@dataclass
+class FakeTarget:
+    """What is published; the command of a volunteer looks here and publishes its newest checkpoint if need be."""
+
+    newest: int = 0
+    checkpoint: int = 0  # of the volunteer
+    looks: list[int] = field(default_factory=list)  # the rounds at which the volunteer has looked
+    published: list[int] = field(default_factory=list)  # by the volunteer
+
+    def run(self, command: Sequence[str], *, stdout: Any, **_: Any) -> SimpleNamespace:
+        """Takes the place of the subprocess."""
+        self.looks.append(self.checkpoint)
+        status = "unchanged"
+        if self.newest < int(command[command.index("--due") + 1]):
+            self.newest, status = self.checkpoint, "published"
+            self.published.append(self.newest)
+        stdout.write(json.dumps({"status": status, "round": self.newest}).encode())
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+
+class Network:
+    """A view of others, of which so many periods' patience is due."""
+
+    def __init__(self, periods: int) -> None:
+        self.view = SwarmView(1, 1, 1, 0, 0.0, 0.0, 0.0, 0, 8, publishing_periods=periods)
+
+    def submit(self, *_: Any, **__: Any) -> None:
+        """Announces nothing."""
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> FakeTarget:
+    found = FakeTarget()
+    monkeypatch.setattr(subprocess, "Popen", found.run)
+    return found
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Iterator[Metrics]:
+    opened = Metrics(tmp_path / "metrics.jsonl", "me")
+    yield opened
+    opened.close()
+
+
+def volunteer(metrics: Metrics, periods: int) -> Publishing:
+    return Publishing(
+        cast(Port, Network(periods)),
+        metrics,
+        output_dir=Path("out"),
+        run_id="run-1",
+        peer_id="me",
+        target="user/model",
+        every=EVERY,
+        keep=None,
+        upload_mbps=1.0,
+        say=lambda text: None,
+    )
+
+
+def train(publishing: Publishing, target: FakeTarget, rounds: int, before: Callable[[int], None] | None = None) -> None:
+    """What the trainer does after each commit, and in the step that follows."""
+    for number in range(1, rounds + 1):
+        if before is not None:
+            before(number)
+        saved: Future[Written] = Future()
+        saved.set_result(Written(path=Path("checkpoint"), round=number, bytes_written=0, bytes_linked=0))
+        target.checkpoint = number
+        publishing.consider(number, partial(_same, saved))
+        publishing.look()
+
+
+def _same(saved: Future[Written]) -> Future[Written]:
+    return saved
+
+
+def test_the_first_in_line_publishes_when_it_is_due(metrics: Metrics, target: FakeTarget) -> None:
+    train(volunteer(metrics, 0), target, 45)
+    assert target.published == target.looks == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("periods", [1, 2, 3])
+def test_a_live_volunteer_that_publishes_nothing_is_passed_over(
+    metrics: Metrics, target: FakeTarget, periods: int
+) -> None:
+    late = (1 + periods) * EVERY  # the first round due, and so many periods
+    train(volunteer(metrics, periods), target, 2 * late)
+    assert target.published == [late, 2 * late]
+
+
+@pytest.mark.parametrize("periods", [1, 2, 3])
+def test_who_waits_for_a_volunteer_that_publishes_never_does_so_itself(
+    metrics: Metrics, target: FakeTarget, periods: int
+) -> None:
+    def publish(number: int) -> None:
+        if number % EVERY == EVERY - 1 and number > EVERY:  # almost a period after the round was due
+            target.newest = number // EVERY * EVERY
+
+    train(volunteer(metrics, periods), target, 20 * EVERY, publish)
+    assert target.published == []
+    assert target.newest == 19 * EVERY
+    assert len(target.looks) <= 20 / periods  # each look costs a checkpoint
+
+
+class Clock(threading.Event):
+    """Time that passes only where somebody waits for this event."""
+
+    now = 0.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.now += timeout
+        return False
+
+
+@pytest.mark.parametrize(("periods", "published_at"), [(0, 0.0), (1, 300.0)])
+def test_the_last_round_of_a_run_does_not_wait_for_ever_either(
+    monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget, periods: int, published_at: float
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    target.checkpoint = 7
+    volunteer(metrics, periods).publish_last(7, clock, timeout_s=600.0)
+    assert target.published == [7]
+    assert clock.now == pytest.approx(published_at, abs=1.0)
