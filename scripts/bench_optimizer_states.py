@@ -1,4 +1,4 @@
-"""Compares the forms of AdamW's moments and of trained weights: the loss that they lead to, and the time of a step.
+"""Compares forms of AdamW's moments and of trained weights: the loss after training, and the time of a step.
 
     .venv/bin/python scripts/bench_optimizer_states.py
     .venv/bin/python scripts/bench_optimizer_states.py --live-weights

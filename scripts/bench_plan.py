@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/bench_plan.py --sizes 3M 30M 120M
 
-Every case trains a few steps of the real model on the CPU, twice, in a process of its own. Measured is how far its
-resident set grows in the second round over what it was after the first: what libraries keep for themselves does not
+Each case trains the real model for a few steps on the CPU, twice, in a separate process. The measured value is the
+growth of the resident set in the second round over its size after the first, so what libraries allocate once does not
 count. Prints a table and writes JSON.
 """
 
@@ -100,7 +100,7 @@ def train(size: str, held: int, foreign: str, checkpointing: str, micro_batch: i
         warn=lambda kind, text: print(f"{kind}: {text}", file=sys.stderr),
     )
     batch_BS = np.random.default_rng(0).integers(0, run.model.vocab_size, (BATCH_SIZE, SEQUENCE_LENGTH))
-    reset_peak()  # how the model was built does not count
+    reset_peak()  # building the model does not count
     for _ in range(STEPS):
         gradients.compute(batch_BS, 0.5)
         optimiser.step()
@@ -122,9 +122,9 @@ def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch:
     )
     planned = step_memory(run_of(size), shape, micro_batch).peak
     case = [size, str(held), foreign, checkpointing, str(micro_batch)]
-    # glibc keeps freed memory for later, which differs from run to run. Told to map whatever has four pages or more by
-    # itself, it returns that at once. With a larger threshold, up to 10 MB of free heap were resident before a step
-    # began, and the tensors that went there did not count.
+    # glibc keeps a varying amount of freed memory. With this threshold it maps every allocation of four pages or more
+    # separately, and returns it at once. With a larger one, up to 10 MB of free heap were resident before a step began,
+    # and tensors allocated there did not count.
     names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     environment = os.environ | dict.fromkeys(names, "16384") | {"MALLOC_TOP_PAD_": "0"}
     command = [sys.executable, __file__, "--serve", *case]

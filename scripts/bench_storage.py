@@ -1,10 +1,10 @@
-"""Measures what a step of a peer takes with others' experts in different places, on a CPU.
+"""Measures the memory of a step with other peers' experts in different places, on a CPU.
 
     .venv/bin/python scripts/bench_storage.py --hidden 512 --layers 8 --forms fp32 int8
 
-Each case is a process of its own: it builds the model without weights, writes random ones, takes two steps of a small
-batch and reports its anonymous memory, the pages of files that it has mapped, and a digest of its gradients, which must
-be the same wherever the experts are. Prints a table.
+Each case runs in a separate process: it builds the model without weights, writes random ones, takes two steps on a
+small batch, and reports its anonymous memory, its resident pages of mapped files, and a digest of its gradients. The
+digest must not depend on where the experts are. Prints a table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def resident_bytes(kind: str) -> int:
 
 
 def measure(hidden: int, layers: int, form: str, storage: str, directory: Path) -> None:
-    """Takes the steps and prints the outcome."""
+    """Takes the steps and prints one line of results."""
     torch.set_num_threads(1)
     settings = {
         "vocab_size": 256,

@@ -1,9 +1,9 @@
-"""Counts streams whose last bytes are lost, depending on the side that closes them first.
+"""Counts the streams whose last bytes are lost, depending on which side closes first.
 
     .venv/bin/python scripts/bench_streams.py --streams 10000 --closes server
 
 A server sends frames over a stream to a client that begins to read a few milliseconds later, as on a busy machine. Each
-is a p2pd of its own on 127.0.0.1. Prints the number of streams and of those that ended before the last frame as JSON.
+side has its own p2pd on 127.0.0.1. Prints as JSON the number of streams, and of those that ended before the last frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_FRAMES, FRAME_BYTES, LATE_S = 6, 100_000, 0.005
 
 
 async def measure(directory: Path, num_streams: int, server_closes: bool) -> dict[str, Any]:
-    """Opens one stream after the other."""
+    """Opens the streams one after the other, and counts those that were cut off."""
     identities = [Identity.load_or_create(directory / f"{role}.key") for role in ("server", "client")]
     server, client = [await Daemon.start(identity.path, [MADDR]) for identity in identities]
     sent = asyncio.Event()

@@ -5,10 +5,10 @@
 
 - tests: those marked `cuda`.
 - kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop;
-  and which one `auto` picks.
-- storage: the gradients of a step with others' experts in host memory and on a disk against those on the device, and
-  the peaks of memory.
-- losses: the output layer with its loss, in chunks and with liger_kernel: time, memory, distance of the gradients.
+  and the kernel that `auto` chooses.
+- storage: the gradients and the peak memory of a step with other peers' experts in host memory and on a disk, compared
+  with those on the device.
+- losses: the output layer with its loss, in chunks and with liger_kernel: time, memory, error of the gradients.
 - bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
 - steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
   peak of memory against the planned one.
@@ -127,7 +127,7 @@ def peak_bytes_of(action: Callable[[], object], device: torch.device) -> int | N
 
 
 def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
-    """Measures one layer of experts with each kernel, forward and backward, and says which one `auto` picks."""
+    """Measures one layer of experts with each kernel, forward and backward, and reports which one `auto` chooses."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     shape = LayerShape(tokens=8192, top_k=8, dim=2048, ffn=1024, experts=64, held=8)
     if quick:
@@ -159,7 +159,7 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
 
 
 def measure_losses(device: torch.device, quick: bool) -> list[Row]:
-    """Measures the output layer with its loss and gradients, in both ways."""
+    """Measures the output layer with its loss and gradients, chunked and with liger_kernel."""
     rows, dim, vocabulary = (64, 16, 300) if quick else (8192, 2048, 50304)
     generator = torch.Generator(device).manual_seed(0)
     draw = partial(torch.randn, generator=generator, device=device)
@@ -251,14 +251,14 @@ def compare_precisions(device: torch.device, quick: bool) -> list[Row]:
 
 
 def compare_storage(device: torch.device, quick: bool) -> list[Row]:
-    """Compares a step with others' experts in other places with that on the device."""
+    """Compares steps with other peers' experts elsewhere with a step with them on the device."""
     case = replace(next(step_cases(quick)), held=1)
     found: list[Row] = []
     expected, peak = torch.empty(0), 0
     for storage in ("device", "host", "disk") if device.type == "cuda" else ("device", "disk"):
         model = new_model(replace(case, storage=storage), device)
         gradients = gradients_of(case, model, device, "fp32")
-        for _ in range(2):  # the order of the layers is learned from the first step
+        for _ in range(2):  # the first step teaches the prefetcher the order of layers
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             gradients.compute(batch_of(case), progress=0.0)

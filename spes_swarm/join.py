@@ -85,7 +85,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-storage", metavar="device|host|disk|ranks", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
-    peer.add_argument("--live-weights", metavar="fp32|bf16", help="how trained matrices are stored (default: fp32)")
+    peer.add_argument("--live-weights", metavar="fp32|bf16", help="form of the trained matrices (default: fp32)")
     peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )
@@ -130,13 +130,13 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             # before that.
             run = draft.build_run()
             if run is not None:
-                check_memory(draft.peer, run, placement)  # hivemind takes another second
+                check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
             from spes_swarm.peer.session import Session
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         Session(draft.peer, run, signals=signals, placement=placement).run()
     except LeftEarlyError:
-        # Until the ranks have met, torchrun alone can end the others, and it does so only if this one fails.
+        # Until the ranks have connected, only torchrun can end the others, and it does so only if this rank fails.
         return 1 if placement is not None and signals.requested.is_set() else 0
     except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
@@ -145,9 +145,9 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
 
 
 def _follow(arguments: list[str] | None, placement: Placement) -> int:
-    """Runs a rank other than 0, which tells it what it needs."""
-    # All ranks end at --help and at mistakes in the command line: otherwise they would wait for rank 0, which prints
-    # the text or the reason. Were another rank to fail as well, torchrun might end rank 0 before it has printed.
+    """Runs a rank other than 0, which gets everything that it needs from rank 0."""
+    # At --help or a mistake in the command line every rank must end, or it would wait for rank 0, which prints the text
+    # or the reason. This rank reports success: if it failed too, torchrun might end rank 0 before it has printed.
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             parse_arguments(arguments)

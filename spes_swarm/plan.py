@@ -2,8 +2,8 @@
 
     python -m spes_swarm.plan --config configs/spes-2b.yaml --memory 16GB --host-memory 24GB --experts 1
 
-Prints the memory of a peer by class, the settings with which it fits, and what a round costs. Of a model on the Hub
-only config.json is fetched. With --calibrate it also measures on this machine, for some seconds, how fast a peer is.
+Prints the memory of a peer by class, the settings with which it fits, and the cost of a round. Fetches only config.json
+of a model on the Hub. With --calibrate it also measures the speed of a peer on this machine, which takes some seconds.
 """
 
 from __future__ import annotations
@@ -39,17 +39,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("plan", __doc__)
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE", help="YAML file with a `run` section (default: quickstart)")
-    add("--initial-weights", metavar="MODEL", help="found the run from it: a directory, or USER/REPO[@REVISION]")
-    add("--experts", default="auto", metavar="auto|N|i,j", help="to train; auto: the run's number, or what fits")
+    add("--initial-weights", metavar="MODEL", help="plan for this model: a directory, or USER/REPO[@REVISION]")
+    add(
+        "--experts",
+        default="auto",
+        metavar="auto|N|i,j",
+        help="experts to train; auto: the run's number, or what fits",
+    )
     add("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step (default: the run's)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="where it trains")
-    add("--memory", metavar="SIZE", help=f"of each GPU (default: {_DEFAULT_MEMORY})")
-    add("--host-memory", default="32GB", metavar="SIZE", help="of the machine")
-    add("--ranks", type=int, default=1, metavar="N", help="GPUs, or processes on the CPU, that are one peer")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="device that trains (default: gpu)")
+    add("--memory", metavar="SIZE", help=f"memory of each GPU (default: {_DEFAULT_MEMORY})")
+    add("--host-memory", default="32GB", metavar="SIZE", help="memory of the machine (default: 32GB)")
+    add("--ranks", type=int, default=1, metavar="N", help="GPUs, or CPU processes, of this peer (default: 1)")
     add("--upload", type=float, default=20.0, metavar="MBIT", help="Mbit/s")
     add("--download", type=float, default=100.0, metavar="MBIT", help="Mbit/s")
-    add("--peers", type=int, default=16, metavar="N", help="in the swarm")
-    add("--calibrate", action="store_true", help="measure on this machine how fast a peer trains; takes some seconds")
+    add("--peers", type=int, default=16, metavar="N", help="peers in the swarm (default: 16)")
+    add("--calibrate", action="store_true", help="measure the speed of a peer on this machine, for some seconds")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
@@ -84,7 +89,7 @@ def _run(options: argparse.Namespace) -> None:
 
     device = torch.device("cuda" if options.device == "gpu" else "cpu")
     if options.calibrate and device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--calibrate measures on this machine, which has no GPU; give --device cpu, or leave it out")
+        raise ConfigError("--calibrate measures on this machine, which has no GPU: give --device cpu, or leave it out")
     run = _read_run(options)
     wanted = parse_experts(options.experts, run.model.num_experts)
     experts = None if wanted == "auto" else len(wanted) if isinstance(wanted, tuple) else wanted

@@ -7,7 +7,7 @@ SwarmError
 │   ├── BootstrapError    no initial peer could be reached, or none takes part in the run
 │   ├── ManifestError     the run's manifest fails verification, or describes another run
 │   ├── DataError         a token file, corpus, data set or tokenizer that cannot be used
-│   │   └── DataStoppedError  waiting for data has ended because the peer is to leave
+│   │   └── DataStoppedError  waiting for data ended because the peer was told to leave
 │   ├── CapacityError     the run does not fit into the memory of this machine or its GPU
 │   ├── CheckpointError   a checkpoint that is corrupt, of another run, or cannot be written
 │   ├── DivergenceError   the loss stays NaN or inf after several restarts from the reference
@@ -57,7 +57,7 @@ class DataError(UserError):
 
 
 class DataStoppedError(DataError):
-    """Waiting for data has ended because the peer is to leave."""
+    """Waiting for data ended because the peer was told to leave."""
 
 
 class CapacityError(UserError):

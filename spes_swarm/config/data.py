@@ -1,4 +1,4 @@
-"""What a run trains on, as its configuration and its manifest describe it."""
+"""The data of a run, as its configuration and manifest describe them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Part = Annotated[str, Pattern(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,63}", "up to 64 o
 _Revision = Annotated[str, Pattern(r"[0-9a-f]{40,64}", "the digits of a commit")]
 _PythonVersion = Annotated[str, Pattern(r"[0-9][0-9a-z.+]{0,31}", "a version of Python")]
 
-# Which kinds a key belongs to.
+# The kinds that each key belongs to.
 _KINDS_OF = {
     "name": ("corpus", "hf"),
     "digest": ("corpus", "hf"),
@@ -57,10 +57,11 @@ class DataConfig(Section):
     """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
 
     kind: _RunKind | None = None  # own: each peer brings its own data
-    # Of a corpus, for people; it appears in commands that users paste into a shell. Of hf: USER/NAME on the Hub, or
-    # the name of a directory.
+    # Of a corpus: a label for people, which appears in commands that users paste into a shell. Of hf: USER/NAME on the
+    # Hub, or the name of a directory.
     name: _Name | None = None
-    # Of a corpus's tokens; see data/corpus_index.py. Of hf: of its files and columns; see data/streaming/dataset.py.
+    # Digest of a corpus's tokens, see data/corpus_index.py; of an hf data set's files and column, see
+    # data/streaming/dataset.py.
     digest: Hex64 | None = None
     python_version: _PythonVersion | None = None  # of the standard library's text
     config: _Part | None = None  # of hf: name of the configuration; None = the default one
@@ -77,7 +78,7 @@ class DataConfig(Section):
 
     @property
     def parts(self) -> tuple[tuple[float, DataConfig], ...]:
-        """The sources as descriptions of their own, with weights that add up to 1; a single source is one part."""
+        """A (weight, description) pair for each source; the weights add up to 1. A single source is one part."""
         if self.kind != "mixture":
             return ((1.0, self),)
         total = math.fsum(source.weight for source in self.sources)

@@ -19,9 +19,9 @@ def join_command(manifest: Manifest, address: str, python: str = "python") -> st
 def data_arguments(run: DataConfig) -> list[str]:
     """Returns the data arguments of a command to join.
 
-    A corpus is given by its name, and so is a directory that streams. Pasted unchanged, that names no file, or one
-    whose content is compared with the run's, so no peer trains on other data unnoticed. What every machine can find,
-    the standard library and data sets on the Hub, needs no argument.
+    A corpus, or a directory that streams, is given by its name. Pasted unchanged, the name matches no file, or one
+    whose content is compared with the run's, so no peer trains on other data unnoticed. Data that every machine can
+    find (the standard library, data sets on the Hub) need no argument.
     """
     if run.kind == "own":
         return ["--data", _YOUR_DATA]

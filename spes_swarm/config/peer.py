@@ -29,7 +29,7 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Where they are: on the device, in host memory (beside a GPU), in files of output_dir, or divided among the ranks.
     foreign_storage: Annotated[str, Pattern(r"device|host|disk|ranks", "device, host, disk or ranks")] = "device"
-    # Trained matrices: fp32, or bf16 with the rest of their fp32 masters kept apart, with the moments.
+    # Form of the trained matrices: fp32, or bf16 with the lower halves of the fp32 masters beside the moments.
     live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"

@@ -1,4 +1,4 @@
-"""What the trainer needs from a peer's data, wherever the data come from."""
+"""The interface between the trainer and a peer's data, whatever their source."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-Cursor = dict[str, Any]  # plain JSON values; checkpoints store it as it is
+Cursor = dict[str, Any]  # plain JSON values, which checkpoints store unchanged
 
 
 class BatchSource(ABC):
@@ -21,11 +21,11 @@ class BatchSource(ABC):
 
     @abstractmethod
     def next_batch(self, batch_size: int) -> NDArray[np.int64]:
-        """Returns the next windows of this peer, int64 (B, S); negative: `~id`, a token that is no target.
+        """Returns the next windows of this peer, int64 (B, S); negative: `~id`, a token that is not a target.
 
         Raises:
             DataError: the data cannot be read; the cursor has not moved.
-            DataStoppedError: the peer is to leave, and data would have to be waited for; the cursor has not moved.
+            DataStoppedError: the peer was told to leave while it waited for data; the cursor has not moved.
         """
 
     @abstractmethod
@@ -37,7 +37,7 @@ class BatchSource(ABC):
         """Moves the cursor to a saved one.
 
         Returns:
-            True if training continues there. False if the cursor was saved with other data: the order restarts.
+            True if training continues there. False if the cursor was saved with other data; the order then restarts.
 
         Raises:
             DataError: the cursor was saved with other settings, or is damaged; it has not moved.
@@ -51,20 +51,20 @@ class BatchSource(ABC):
             DataError: nothing is held out, or the data cannot be read.
         """
 
-    # Data that the peers of a run divide among themselves; see streaming/pieces.py. Others need nothing of this.
+    # For data that the peers of a run divide among themselves; see streaming/pieces.py. Other sources ignore these.
 
-    def follow(self, members: Collection[str]) -> None:  # noqa: B027 - nothing to do for data that is not divided
-        """Divides the data among these peers from the next piece on; this peer is one of them in any case."""
+    def follow(self, members: Collection[str]) -> None:  # noqa: B027 - data that is not divided needs nothing
+        """Divides the data among these peers and this one, from the next piece on."""
 
     def positions(self) -> tuple[int, ...]:
-        """How far this peer has come in each data set that is divided; see `Deal.position`."""
+        """This peer's position in each data set that is divided; see `Deal.position`."""
         return ()
 
     def advance(self, positions: Sequence[int]) -> None:  # noqa: B027
-        """Continues beyond these positions of other peers, wherever this peer is not there yet."""
+        """Moves forward to these positions of other peers; a source that is already further stays where it is."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends threads and connections, if there are any."""
+        """Ends any threads and connections."""
 
 
 def short_digest(text: str) -> int:

@@ -75,7 +75,7 @@ class ChatTemplate:
         added = self._backend.get_added_tokens_decoder().values()
         self._special = [token.content for token in added if token.special]
         self._end_of_text = tokenizer.end_of_text
-        # All that decides the tokens of a conversation, besides the tokenizer's digest.
+        # Everything that decides the tokens of a conversation, except the tokenizer, which has its own digest.
         parts = [self.source, sorted(self._names.items(), key=str), sorted(self._special)]
         self.digest: str = blake3(json.dumps(parts).encode()).hexdigest()
 
@@ -147,7 +147,7 @@ def is_chat(file: Path) -> bool | None:
 
 
 def check_same_kind(files: Sequence[Path], *, chats: bool) -> None:
-    """Refuses files some of which begin with a conversation and others with other text, which would be left out.
+    """Refuses files of both kinds, judged by their first records: records of the other kind would be left out.
 
     Raises:
         DataError: a file is of the other kind, or cannot be read.
@@ -189,7 +189,7 @@ def write_chat_shard(
 
 
 def tokenised_chat(record: Any, template: ChatTemplate, broken: Broken) -> list[NDArray[np.int64]]:
-    """Returns the samples of a record, each 1-D (see `ChatTemplate.encode`); if unusable, none, and counts why."""
+    """Returns the samples of a record, each 1-D (see `ChatTemplate.encode`); none, counted, if it is unusable."""
     messages = messages_of(record)
     if messages is None:
         broken["wrong_type" if not isinstance(record, Mapping) else "missing_field"] += 1
@@ -225,7 +225,7 @@ def _message(turn: Mapping[str, Any]) -> Message:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All text in a JSON value, the keys of mappings included: a template may write any of it."""
+    """Yields all text in a JSON value, including the keys of mappings: a template may write any of it."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -64,9 +64,9 @@ def open_corpus(
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
     text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the first
     record of the first file (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by
-    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets a message before
-    a long one of these is read, if some never end a document, and about conversations. `pause` is called before each of
-    these, and may raise to abort.
+    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets messages: before
+    a long file without a header is read, if such a file never ends a document, and about conversations. `pause` is
+    called before each such file, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -96,7 +96,7 @@ def open_corpus(
 
 
 def check_source(source: str) -> None:
-    """Checks --data (see config/data_source.py), as far as possible without the run's tokenizer and a network.
+    """Checks --data (see config/data_source.py) as far as possible without the run's tokenizer and the network.
 
     Raises:
         DataError: it is malformed, a source does not exist, holds neither text nor token files, or needs a package that

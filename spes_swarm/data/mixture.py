@@ -1,7 +1,7 @@
 """Several data sources as one: each window comes from one of them, drawn in proportion to their weights.
 
-The draws are pseudo-random and numbered; the number of the next one is this class's own cursor. Each source keeps its
-own cursor, and goes through its epochs at its own pace: a small source with a large weight is repeated more often.
+The draws are pseudo-random and numbered, and the number of the next draw is part of the cursor. Each source has its own
+cursor and goes through its epochs at its own pace: a small source with a large weight is repeated more often.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Mixture(BatchSource):
         return all(same)
 
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """See `BatchSource`. The numbers of sequences are in proportion to the weights, with at least one of each."""
+        """See `BatchSource`. Each source gives sequences in proportion to its weight, and at least one."""
         for source, count in zip(self.sources, shares(num_sequences, self._weights), strict=True):
             yield from source.evaluation_batches(count, batch_size)
 
@@ -106,7 +106,7 @@ class Mixture(BatchSource):
             source.close()
 
     def _draw(self, number: int) -> int:
-        """Returns the index of the source of a window."""
+        """Returns the index of the source that draw `number` selects."""
         digest = blake3(f"{self._key} {number}".encode()).digest()
         return bisect_right(self._bounds, int.from_bytes(digest[:8], "little") / 2**64)
 

@@ -29,7 +29,7 @@ BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_VOCAB_SIZE = 257  # 256 bytes and the end of text
 
-# A repository and a revision of it: a tag, a branch or a commit. The library uses it as the name of a file.
+# A repository and its revision: a tag, a branch or a commit. The library uses the revision in a file name.
 _PINNED = re.compile(r"(?P<repo>[^@]+)@(?P<revision>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 TokenArray = NDArray[Any]  # 1-D, an integer dtype
@@ -308,7 +308,7 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
             loaded = attempt(False)
     except Exception as exc:  # the hub client, transformers and tokenizers each raise their own types
         reason = " ".join(str(exc).split())[:300]
-        if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a part of a file that is missing
+        if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a missing part of a file
             reason = f"{type(exc).__name__} {reason}"
         advice = (
             "Its files are damaged or incomplete: copy them again, or choose another tokenizer"

@@ -54,8 +54,8 @@ def _missing_tool(device: torch.device) -> str | None:
 def compile_layers(model: nn.Module) -> None:
     """Compiles the decoder layers of a model with `SparseExperts` in place, when they are first called.
 
-    Activation checkpointing stays outside of what is compiled. With `selective`, products inside compiled code are
-    computed again, because it does not see them; those of the MoE block are kept as before.
+    Activation checkpointing wraps the compiled code. `selective` does not see the products inside compiled code, so
+    those are recomputed; those of the MoE block are kept as before.
 
     Raises:
         ConfigError: transformers' class of the layers is not one that can be compiled here.

@@ -11,7 +11,7 @@ routing weights follows from the gradient before the second product (`g . (W a) 
 A GPU computes all held experts in one pass and all others in a second one. A CPU has nothing to gain from that: it
 takes one expert at a time, so that only one expert's copies of tokens, and one expanded matrix, exist at once.
 
-A kernel that moves rows with operations of its own moves those of both passes at once.
+A kernel that moves rows with its own operations moves the rows of both passes at once.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Routing:
     token_S: Tensor  # the token of each row, rows sorted by slot
     row_TK: Tensor  # the row of each choice of each token
     ends_E: Tensor  # int32: one past the last row of each slot
-    counts: tuple[int, ...]  # rows of each slot; a GPU is waited for once, here, because they decide shapes
+    counts: tuple[int, ...]  # rows of each slot; reading them is the only wait for a GPU, because they decide shapes
     num_held_rows: int  # the held experts' rows come first
     one_by_one: bool  # one expert is computed at a time
-    choices: SortedChoices | None = None  # for a kernel that moves the rows itself
+    choices: SortedChoices | None = None  # for a kernel that moves rows itself
 
     @classmethod
     def of(cls, slots_TK: Tensor, num_slots: int, num_held: int, dispatch: Dispatch | None = None) -> Routing:
@@ -58,7 +58,7 @@ class Routing:
         return cls(order_S // K, row_S.view(T, K), ends_E, counts, sum(counts[:num_held]), one_by_one, choices)
 
     def dispatch_of(self, kernel: ExpertKernel, features: int) -> Dispatch | None:
-        """Returns the operations with which `kernel` moves these rows of so many features; None: it does not."""
+        """Returns the operations with which `kernel` moves rows of this many features; None: torch moves them."""
         if self.choices is None or kernel.dispatch is None or not kernel.dispatch.fits(len(self.token_S), features):
             return None
         return kernel.dispatch
@@ -75,11 +75,13 @@ class ExpertWeights(Protocol):
 
 
 class ForeignExperts(Protocol):
-    """The experts that are not held, wherever they are stored."""
+    """The experts that are not held; `model/foreign` decides where they are stored."""
 
     def fetch(self) -> ExpertWeights:
-        """Returns them where a pass can use them. Called once in every forward and every backward pass of the layer,
-        whatever the routing: where ranks share the experts, all must call it as often.
+        """Returns them where a pass can use them.
+
+        Called exactly once in each forward and backward pass of the layer, whatever the routing: ranks that share the
+        experts must all make the same calls.
         """
 
 
@@ -237,7 +239,7 @@ class _HeldGradient:
 
     def __init__(self, parameter_HYX: Tensor, kernel: ExpertKernel, is_needed: bool) -> None:
         self._kernel = kernel
-        dtype = torch.promote_types(parameter_HYX.dtype, torch.float32)  # micro-batches add up in it
+        dtype = torch.promote_types(parameter_HYX.dtype, torch.float32)  # in which micro-batches accumulate
         self._total_HYX = torch.zeros_like(parameter_HYX, dtype=dtype) if is_needed and len(parameter_HYX) else None
 
     def add(self, one: _Pass, grad_y_NY: Tensor, x_NX: Tensor) -> None:
@@ -251,7 +253,7 @@ class _HeldGradient:
 
 
 class _TokenRows:
-    """The rows of tokens, sorted by slot: (S, D). Without a dispatch, only those of one pass exist at a time."""
+    """The rows of tokens, sorted by slot: (S, D). Without a dispatch, only the rows of one pass exist at a time."""
 
     def __init__(self, routing: Routing, tokens_TD: Tensor, dtype: torch.dtype, dispatch: Dispatch | None) -> None:
         self._routing = routing
@@ -261,7 +263,7 @@ class _TokenRows:
         self._rows_SD: Tensor | None = None
 
     def of(self, rows: slice) -> Tensor:
-        """Returns those of one pass, (N, D); they must not be changed."""
+        """Returns the rows of one pass, (N, D), which must not be modified."""
         if self._dispatch is None:
             return self._tokens_TD[self._routing.token_S[rows]].to(self._dtype)
         if self._rows_SD is None:
@@ -274,8 +276,8 @@ class _TokenSums:
     """Sums of rows, or of rows times their routing weights, by token: (T, D), in fp32 at least.
 
     bf16 would round each of the sums. The order of additions is fixed: on a CPU that of the passes, on a GPU, where an
-    `index_add` would race, that of the choices. No (T, K, D) exists. All of this is so without a dispatch, which adds
-    as it does.
+    `index_add` would race, that of the choices. No (T, K, D) exists. None of this applies to a dispatch, which decides
+    how it adds.
     """
 
     def __init__(

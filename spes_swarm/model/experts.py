@@ -83,7 +83,7 @@ def check_held(held: Sequence[int], num_experts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """Others' experts for one pass of a layer: by projection the stack, its values and its scales."""
+    """Other peers' experts for one pass of a layer: the stack, values and scales of each projection."""
 
     stacks: Mapping[str, tuple[FrozenStack, Tensor, Tensor]]
 
@@ -132,7 +132,7 @@ class SparseExperts(nn.Module):
         self.num_experts = down_EDF.shape[0]
         self.act_fn = act_fn
         self.kernel = kernel
-        # A plan of memory has no data to sort.
+        # Replaced by memory plans, which have no data to sort.
         self.route: Callable[[Tensor, int, int], Routing] = partial(Routing.of, dispatch=kernel.dispatch)
         self.held = check_held(held, self.num_experts)
         self.lower: LowerHalves | None = None  # of the held experts' weights, if they are halved
@@ -180,7 +180,7 @@ class SparseExperts(nn.Module):
     def read(self, projection: str, expert: int) -> Tensor:
         """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached.
 
-        Of an expert that ranks share, it has zeros in the rows of other ranks.
+        For an expert that ranks share, the rows of other ranks are zeros.
         """
         if expert in self.held:
             return read_master(getattr(self, projection), self.held.index(expert))
@@ -197,7 +197,7 @@ class SparseExperts(nn.Module):
     def hold(self, held: Sequence[int]) -> None:
         """Changes which experts are held; all keep their values, rounded if they have ever been in a frozen stack.
 
-        Where ranks share the others, an expert that is held from now on lacks values until it is written.
+        If ranks share the others, a newly held expert must be written before it is used.
 
         The parameters become new objects without gradients. If `held` is unchanged, nothing happens.
 
@@ -232,7 +232,7 @@ class SparseExperts(nn.Module):
         return counts_E
 
     def fetch(self) -> ExpertWeights:
-        """Brings the experts that are not held to where they are used; see `expert_mlp.ForeignExperts`."""
+        """Fetches the experts that are not held; see `expert_mlp.ForeignExperts`."""
         fetched = iter(self._storage.fetch(self.foreign))
         return _Fetched({name: (self._frozen(name), next(fetched), next(fetched)) for name in PROJECTIONS})
 

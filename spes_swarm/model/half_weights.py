@@ -1,12 +1,12 @@
-"""Trained weights whose upper half, a bf16 number, is the parameter, and whose lower half is kept beside it.
+"""Trained weights in two halves: the upper one, a bf16 number, is the parameter; the lower one is kept beside it.
 
 The parameter is the fp32 master weight rounded to bf16, and the lower half (int16) is what the rounding left out, in
-units of the master's last place. Together they are the master in every bit, in as many bytes: nothing is stored twice.
+units of the master's last place. Together they are the master, bit for bit and in the same number of bytes.
 Forward and backward see the parameter. The optimiser, rounds and checkpoints see the master, through `read_master` and
 `write_master`, which also serve ordinary parameters.
 
-Halves round to nearest, ties away from zero. bf16 autocast sends ties to the even neighbour and otherwise computes with
-the same numbers, so a step is that of fp32 weights under autocast.
+Splitting rounds to nearest, ties away from zero. bf16 autocast rounds ties to even and otherwise computes with the same
+numbers, so a step equals that of fp32 weights under autocast, except at ties.
 
 Tensor suffixes: N elements of a parameter, of one row of it, or of a piece of it, flat. V vocabulary, D features.
 """
@@ -24,15 +24,15 @@ from torch.autograd.function import once_differentiable
 
 _ROUND = 1 << 15  # half of what the lower 16 bits can count
 _LOWER = "lower_half"  # the attribute of a parameter that holds its lower half
-# Masters are put together so many elements at a time: the largest parameters have hundreds of millions.
+# Masters are assembled this many elements at a time: the largest parameters have hundreds of millions.
 _PIECE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class LowerHalves:
-    """Where the lower halves are: `device`, or None if this process does not keep them.
+    """Where the lower halves are kept: `device`, or None if this process does not keep them.
 
-    Ranks that take no optimiser steps need none.
+    Ranks that take no optimiser steps do not need them.
     """
 
     device: torch.device | None
@@ -76,7 +76,7 @@ def read_piece(parameter: Tensor, piece: slice) -> Tensor:
 
 
 def write_piece(parameter: Tensor, piece: slice, master_N: Tensor) -> None:
-    """Overwrites a range of the flat master; what another process keeps the lower halves of is rounded."""
+    """Overwrites a range of the flat master; it is rounded if another process keeps the lower halves."""
     weights_N = parameter.detach().view(-1)[piece]
     if weights_N.dtype != torch.bfloat16:
         if weights_N.data_ptr() != master_N.data_ptr():  # `read_piece` returned a view
@@ -89,7 +89,7 @@ def write_piece(parameter: Tensor, piece: slice, master_N: Tensor) -> None:
 
 
 def _pieces(parameter: Tensor, row: int | None) -> Iterator[tuple[slice, slice]]:
-    """Yields ranges of a parameter, or of one of its rows, and where they lie in that row."""
+    """Yields ranges of a parameter, or of one of its rows, and their positions in that row."""
     size = parameter.numel() if row is None else parameter[0].numel()
     start = 0 if row is None else row * size
     for begin in range(0, size, _PIECE_ELEMENTS):
@@ -132,7 +132,7 @@ def write_master(parameter: Tensor, values: Tensor, row: int | None = None) -> N
 def halve_matrices(model: nn.Module, lower: LowerHalves) -> None:
     """Halves in place the weights of all `nn.Linear` and `nn.Embedding` modules that no other kind of module uses.
 
-    What is left, such as norms and routers, is small, and may be used where autocast does not cast.
+    The other parameters, such as norms and routers, are small, and may be used where autocast does not cast.
     """
     users: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
@@ -147,9 +147,9 @@ def halve_matrices(model: nn.Module, lower: LowerHalves) -> None:
 
 
 class HalfEmbedding(nn.Module):
-    """An embedding whose weights are bf16. Its output and its gradient are fp32, as those of an fp32 embedding are.
+    """An embedding whose weights are bf16. Its output and gradient are fp32, as for an fp32 embedding.
 
-    In bf16, the residual stream would be rounded in every layer, and the gradients of a frequent token at every sum.
+    In bf16, every layer would round the residual stream, and every addition the gradient of a frequent token.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:

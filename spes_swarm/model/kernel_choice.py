@@ -1,4 +1,4 @@
-"""Which expert kernel a device computes with: the one that the user names, or the fastest that works.
+"""Chooses the expert kernel of a device: the one that the user names, or the fastest that works.
 
 Tensor suffixes as in `expert_mlp`.
 """
@@ -23,9 +23,9 @@ from spes_swarm.model.kernels import KERNELS, ExpertKernel, LoopKernel, load_ker
 from spes_swarm.model.sparse_model import build_model, find_experts
 
 _WARM_UP, _REPEATS = 2, 5
-# Another kernel must take less than this share of the time of `torch`, which needs no other package.
+# Another kernel must take less than this share of the time of `torch`, which needs no extra package.
 _CLEARLY_FASTER = 0.95
-# Relative distance from the loop: far above any rounding, far below what a broken kernel returns.
+# Largest accepted relative error against the loop: far above rounding, far below that of a broken kernel.
 _MOST_ERROR = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -42,7 +42,7 @@ class LayerShape:
 
     @classmethod
     def largest(cls, model_type: str, settings: Mapping[str, Any], tokens: int, held: int) -> Self:
-        """Returns the largest layer of a model, of which no weights are made."""
+        """Returns the shape of a model's largest layer, without creating weights."""
         model = build_model(model_type, settings, 0, "cpu", on_meta=True)
         top_k = first_of(model.config, EXPERTS_PER_TOKEN)
         assert isinstance(top_k, int)  # checked with the run's configuration
@@ -57,17 +57,17 @@ _TRIAL = LayerShape(tokens=48, top_k=2, dim=64, ffn=32, experts=5, held=2)
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel, and the reason in words."""
+    """A kernel, and why it was chosen."""
 
     kernel: str
     kernel_reason: str
 
 
 def choose_kernel(shape: LayerShape, device: torch.device, precision: str) -> KernelChoice:
-    """Returns the kernel that computes this layer fastest; one that does not work is passed over, and the reason told.
+    """Returns the fastest kernel for this layer; the reason names each kernel that was skipped, and why.
 
-    On a CPU nothing is measured: one expert is computed at a time there (see `expert_mlp`), and all kernels do that
-    with the same `torch.mm`. On a GPU each computes the layer forward and backward a few times; that takes seconds.
+    On a CPU nothing is measured: experts are computed one at a time (see `expert_mlp`), by all kernels with the same
+    `torch.mm`. On a GPU each kernel computes the layer forward and backward a few times, which takes seconds.
 
     Args:
         shape: of the layer.
@@ -75,16 +75,16 @@ def choose_kernel(shape: LayerShape, device: torch.device, precision: str) -> Ke
         precision: "fp32", or "bf16" by autocast.
     """
     if device.type == "cpu":
-        return KernelChoice("torch", "on a CPU all kernels multiply alike")
+        return KernelChoice("torch", "on a CPU all kernels compute the same products")
     return measured_choice(shape, device, precision)
 
 
 def measured_choice(shape: LayerShape, device: torch.device, precision: str) -> KernelChoice:
-    """Returns the kernel that is fastest when measured; arguments as of `choose_kernel`."""
+    """Measures all kernels and returns the fastest; the arguments are those of `choose_kernel`."""
     try:
         layer = Layer(shape, device, precision)
     except torch.OutOfMemoryError:
-        return KernelChoice("torch", "the memory does not suffice to measure others")
+        return KernelChoice("torch", "there is not enough memory to measure the others")
     seconds: dict[str, float] = {}
     sources: dict[str, str] = {}
     remarks = []
@@ -93,12 +93,12 @@ def measured_choice(shape: LayerShape, device: torch.device, precision: str) -> 
             kernel = try_kernel(name, device, precision)
             seconds[name], sources[name] = layer.seconds(kernel), kernel.source
         except ConfigError as exc:
-            remarks.append(f"passed over: {exc}")
+            remarks.append(f"skipped: {exc}")
         except Exception as exc:  # kernels fail in many ways; the others may work
-            remarks.append(f"passed over: kernel {name!r} fails on this layer: {_reason(exc)}")
+            remarks.append(f"skipped: kernel {name!r} fails on this layer: {_reason(exc)}")
     del layer
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # others on this GPU, and the model, need other sizes
+        torch.cuda.empty_cache()  # the model, and other processes on this GPU, need this memory
     return fastest(seconds, sources, remarks)
 
 
@@ -117,14 +117,14 @@ def _full_name(name: str, source: str) -> str:
 
 
 def try_kernel(name: str, device: torch.device, precision: str) -> ExpertKernel:
-    """Loads a kernel, and compares it on a small layer with the plain loop.
+    """Loads a kernel and compares it with the plain loop on a small layer.
 
     Raises:
-        ConfigError: it is unknown, does not load, fails, or computes something else.
+        ConfigError: it is unknown, does not load, fails, or computes wrong results.
     """
     kernel = load_kernel(name)
     if device.type == "cpu" and kernel.source == "torch":
-        return kernel  # multiplies as the loop does
+        return kernel  # computes as the loop does
     layer = Layer(_TRIAL, device, precision, leave_out=True)
     try:
         error = layer.distance(kernel, LoopKernel())
@@ -145,9 +145,10 @@ class Layer:
     """A layer of experts with random weights, as a peer computes it."""
 
     def __init__(self, shape: LayerShape, device: torch.device, precision: str, *, leave_out: bool = False) -> None:
-        """Draws weights and tokens, which choose at random; `leave_out`: none the first or the last expert.
+        """Draws random weights, tokens and routing.
 
-        The first is a held one if there is any: its gradients are zeros.
+        With `leave_out` no token chooses the first or the last expert. If any expert is held, the first one is, and its
+        gradients are zeros.
         """
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._device = device
@@ -183,7 +184,7 @@ class Layer:
         return max(float((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)) for ours, theirs in pairs)
 
     def seconds(self, kernel: ExpertKernel) -> float:
-        """Returns the median seconds of forward and backward."""
+        """Returns the median time of a forward and backward pass."""
         taken = []
         for _ in range(_WARM_UP + _REPEATS):
             self._wait()

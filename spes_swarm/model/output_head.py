@@ -2,8 +2,8 @@
 
 The logits of a batch are by far its largest tensor: 256 sequences of 2048 tokens with Qwen's vocabulary of 151,665
 would take 318 GB in fp32. So the layer and the loss are one function here, and its gradients are computed along with
-it, chunk by chunk; that costs no matrix product more, and what is kept is the gradient of the weight. On a GPU, the
-package liger_kernel does the same in fewer operations, if it is installed.
+it, chunk by chunk; this takes no additional matrix product, and what is kept is the gradient of the weight. On a GPU,
+the package liger_kernel does the same in fewer operations, if it is installed.
 
 Tensor suffixes: N rows (positions), C rows of one chunk, D model dim, V vocabulary.
 """
@@ -54,7 +54,7 @@ def assume_output_head(model: nn.Module) -> None:
 
 @contextmanager
 def chunks_of(device_type: str) -> Iterator[None]:
-    """Makes chunks as large as on a device of this type: a plan for a GPU is made on a CPU. Not for several threads."""
+    """Makes chunks as large as on this type of device, for plans for a GPU on a CPU. Not thread-safe."""
     global _planned_device
     before, _planned_device = _planned_device, device_type
     try:
@@ -102,24 +102,24 @@ def linear_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_
 
 
 def chunked_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
-    """Returns what `linear_loss` returns, in plain torch: for every device and dtype."""
+    """Returns what `linear_loss` returns, computed with torch on any device and in any dtype."""
     losses: tuple[Tensor, ...] = _LinearLoss.apply(rows_NX, weight_VD, targets_N, z_weight)  # type: ignore[no-untyped-call]
     return losses
 
 
 def liger_applies(rows_ND: Tensor, weight_VD: Tensor, z_weight: float) -> bool:
-    """Returns True if `liger_loss` is as exact here as `chunked_loss`, and can be used.
+    """Returns True if `liger_loss` can be used and is as exact here as `chunked_loss`.
 
     Liger sums the weight's gradient, and rounds the z-loss that it reports, in the dtype of its operands, so they must
-    be fp32; autocast may still multiply in bf16. It reports no log-sum-exp that has no weight, and without a gradient
-    of the hidden states it has none of the weight.
+    be fp32; autocast may still multiply in bf16. With a z-loss weight of 0 it reports no log-sum-exp, and it computes
+    the weight's gradient only together with that of the hidden states.
     """
     in_fp32 = rows_ND.dtype == weight_VD.dtype == torch.float32
     return in_fp32 and rows_ND.requires_grad and z_weight > 0.0 and load_liger() is not None
 
 
 def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
-    """Returns what `linear_loss` returns, from liger_kernel, where `liger_applies`."""
+    """Returns what `linear_loss` returns, computed by liger_kernel; requires `liger_applies`."""
     fused = load_liger()
     assert fused is not None
     found = fused(
@@ -131,14 +131,14 @@ def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: 
 
 @functools.cache
 def load_liger() -> Callable[..., Any] | None:
-    """Returns the function of liger_kernel; None if that is not installed, or, with a warning, if it does not load."""
+    """Returns liger_kernel's loss; None if it is not installed, or, with a warning, if it does not load."""
     if find_spec("liger_kernel") is None:
         return None
     try:
         function: Callable[..., Any] = importlib.import_module(
             "liger_kernel.transformers.functional"
         ).liger_fused_linear_cross_entropy
-    except Exception as exc:  # it, or triton, was made for another torch
+    except Exception as exc:  # it, or triton, was built for another torch
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
         _LOGGER.warning("liger_kernel does not load: %s; the loss is computed with torch", reason)
         return None
@@ -155,7 +155,7 @@ class _LinearLoss(torch.autograd.Function):
         share_N = valid_N / valid_N.sum().clamp_min(1)
         grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
         grad_VD = None
-        if weight_VD is not None and ctx.needs_input_grad[1]:  # chunks and micro-batches add up in fp32
+        if weight_VD is not None and ctx.needs_input_grad[1]:  # chunks and micro-batches accumulate in fp32
             grad_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
         nats = torch.zeros((), device=rows_NX.device)
         squares = nats.clone()

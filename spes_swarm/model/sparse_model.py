@@ -178,7 +178,7 @@ class SparseModel:
         module: the transformers model; call it to compute. Its experts modules and norms have been replaced.
         layout: layout of the untouched model.
         held: the experts that this peer trains, ascending.
-        foreign_storage: where the others are.
+        foreign_storage: where the other experts are kept.
         revision: counts writes of weights, and changes of the held experts; optimisers write past it.
     """
 
@@ -236,7 +236,7 @@ class SparseModel:
         block = self.layout.blocks[block_index]
         _check_array(out_N, block.size)
         if self.shares_foreign and block not in self.layout.trained_blocks(self.held):
-            raise ValueError("this rank has only a share of an expert that others train; see the reference")
+            raise ValueError("this rank stores only a share of an expert that others train; read the reference")
         if not out_N.flags.writeable:
             raise ValueError("out_N is read-only")
         for slot in block.slots:
@@ -271,10 +271,10 @@ class SparseModel:
     # Training
 
     def halve(self, lower: LowerHalves) -> None:
-        """Halves the matrices that are trained: they are bf16 from now on, and must be computed with under autocast.
+        """Halves the trained matrices: they are bf16 from now on, and must be used under autocast.
 
-        Blocks are read and written in fp32 as before, in every bit if the lower halves are kept. Call it before an
-        optimiser is made, and once the model is on its device.
+        Blocks are still read and written in fp32, bit for bit if the lower halves are kept. Call it when the model is
+        on its device, before the optimiser is created.
         """
         halve_matrices(self.module, lower)
         for experts in self._experts.values():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from spes_swarm.port.messages import SwarmView
 
-_BARRIER_S = 120.0  # limit while all peers are present: some may wait for more peers than this one
+_BARRIER_S = 120.0  # limit while all peers are present; some may wait for more peers than this one does
 _ABSENCE_S = 20.0  # limit once a peer has left or failed
 _POLL_S = 0.1
 

@@ -1,11 +1,11 @@
-"""How fast this machine would train a run, from a few seconds of real steps.
+"""Predicts how fast this machine would train a run, from a few seconds of real steps.
 
 Models of the run with one and with two layers, at full width and with the settings of a plan, take steps on this
-machine's device; what the second layer adds stands for every other. Where that would take too long or too much memory,
-the steps have fewer tokens and the models a smaller vocabulary. The time of a layer is then extrapolated on a line
-through two measurements over its operations, because a part of it, such as expanding rounded experts, is the same for
-any number of tokens; that of embedding and head over tokens, and in proportion to the vocabulary. Exchange between
-ranks does not count.
+machine's device; the time that the second layer adds stands for every other layer. If that would take too long or too
+much memory, the steps have fewer tokens and the models a smaller vocabulary. The time of a layer is then extrapolated
+linearly over its operations from two measurements, because a part of it, such as expanding rounded experts, does not
+depend on the number of tokens. The time of embedding and head is extrapolated over tokens, and in proportion to the
+vocabulary. The exchange between ranks is not included.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.throughput import peak_flops
 
-_STEP_S = 0.5  # about what the longest measured step takes
+_STEP_S = 0.5  # approximate length of the longest measured step
 _PROBE_TOKENS = (32, 128)
-_SHARE_OF_LONG = 4  # the other measured step has so many times fewer tokens
+_SHARE_OF_LONG = 4  # the short step has this many times fewer tokens than the long one
 _REPEATS = 3
 _USABLE_FRACTION = 0.5  # of the free memory
-_ENOUGH_BYTES = 4 * 10**9  # the vocabulary shrinks until the model takes no more, or to its least
+_ENOUGH_BYTES = 4 * 10**9  # the vocabulary shrinks until the model fits into this, or to its minimum
 _LEAST_VOCABULARY = 1024
-_POOL_ELEMENTS = 1_000_003  # prime: rows of weights that are filled from the same numbers still differ
+_POOL_ELEMENTS = 1_000_003  # prime, so that rows filled from the same numbers differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a peer reaches, all ranks together."""
+    """The predicted speed of a peer, all ranks together."""
 
     device: str
     tokens_per_second: float
     step_seconds: float  # of a local step, optimiser included
     round_step_seconds: float  # of the local steps between two rounds
-    teraflops: float  # 1e12 operations per second that the steps have to compute
-    mfu: float | None  # their share of the devices' peak, 0 to 1; None: unknown, as on a CPU
+    teraflops: float  # 1e12 model operations per second
+    mfu: float | None  # share of the devices' peak, 0 to 1; None: unknown, as on a CPU
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What is computed at a time."""
+    """The size of a measured step."""
 
     sequences: int
     length: int
@@ -68,7 +68,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class _Line:
-    """Seconds over tokens or operations."""
+    """Seconds as a linear function of tokens or operations."""
 
     fixed: float
     slope: float
@@ -77,8 +77,8 @@ class _Line:
     def through(cls, points: Sequence[tuple[float, float]]) -> _Line:
         """Returns the line through the points (x, seconds) of a short and a long step.
 
-        Time neither falls nor starts below zero, whatever disturbs a measurement: then, and with one point, it is taken
-        to be proportional to x in the long step.
+        If a disturbed measurement makes the time fall with x or start below zero, or if there is only one point, the
+        time is taken to be proportional to x in the long step.
         """
         (x, y), (long_x, long_y) = points[0], points[-1]
         slope = (long_y - y) / (long_x - x) if long_x > x else 0.0
@@ -91,22 +91,22 @@ class _Line:
 
 
 def calibrate(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Speed:
-    """Measures a few steps on a device.
+    """Predicts the speed of a peer by measuring a few steps on a device.
 
     Args:
         run: the swarm's settings.
-        peer: its numbers of experts, of sequences in a batch, and of sequences at a time; its other settings.
-        device: on which to measure; it stands for those of all ranks.
-        num_ranks: among which the batch is divided.
+        peer: its settings; `experts`, `batch_size` and `micro_batch_size` are numbers.
+        device: where to measure; it stands for the devices of all ranks.
+        num_ranks: number of ranks that share the batch.
 
     Raises:
         ConfigError: the layers of the model differ.
-        CapacityError: even the smallest such model does not fit into half of the free memory.
+        CapacityError: even with the smallest vocabulary, two layers do not fit into half of the free memory.
     """
     experts, work = int(peer.experts), Workload.of(run, peer, device)
     num_layers = layers_if_alike(run.model.settings, work.layout)
     if num_layers is None:
-        raise ConfigError("--calibrate: the layers of this model differ, so two do not stand for all; leave it out")
+        raise ConfigError("--calibrate: the layers of this model differ, so two cannot represent all; leave it out")
     batch_size = run.training.batch_size_of(peer.batch_size)
     whole = _Tokens(min(int(peer.micro_batch_size), batch_size // num_ranks), run.training.sequence_length)
     operations = _Operations.of(run, experts)
@@ -114,7 +114,7 @@ def calibrate(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     probe = _Probe(with_layers(reduced, 2), peer, device)
     sizes = probe.affordable(whole)
     two = [probe.measure(size) for size in sizes]
-    del probe  # two models at once might not fit
+    del probe  # both models at once might not fit
     one = [_Probe(with_layers(reduced, 1), peer, device).measure(size) for size in sizes]
     layer = [max(0.0, two_s.gradients - one_s.gradients) for two_s, one_s in zip(two, one, strict=True)]
     ends = [max(0.0, one_s.gradients - layer_s) for one_s, layer_s in zip(one, layer, strict=True)]
@@ -139,7 +139,7 @@ def calibrate(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
 
 @dataclass(frozen=True)
 class _Operations:
-    """How many operations sequences of any length take, if all experts get the same share of tokens."""
+    """Counts the operations of sequences of any length, if all experts get the same share of tokens."""
 
     flops: ModelFlops
     length: int  # of the sequences that these were counted for
@@ -152,21 +152,21 @@ class _Operations:
         return cls(ModelFlops.of(SparseModel(model, range(experts)), length), length, experts / run.model.num_experts)
 
     def of_step(self, size: _Tokens) -> int:
-        """Returns those that a step has to compute."""
+        """Returns the operations of a step."""
         attention = self.flops.attention_per_token * size.length // self.length
         flops = replace(self.flops, attention_per_token=attention)
         return flops.step(size.total, int(self.held * size.total * flops.rows_per_token)).model
 
     def in_layers(self, size: _Tokens) -> int:
-        """Returns the same without the head's."""
+        """Returns the operations of a step without the head."""
         return replace(self, flops=replace(self.flops, head_per_token=0)).of_step(size)
 
 
 def _with_room(run: RunConfig, peer: PeerConfig, device: torch.device) -> RunConfig:
-    """Returns the run with a vocabulary so small that a model of two layers fits, and a step of one sequence.
+    """Shrinks the vocabulary of a run until two layers and a step of one sequence fit into memory.
 
     Raises:
-        CapacityError: even the least vocabulary is too large.
+        CapacityError: they do not fit even with the smallest vocabulary.
     """
     room = _USABLE_FRACTION * min(free_bytes(device), free_host_bytes())
     needed = _needed(with_layers(run, 2), peer, device, 1)
@@ -189,14 +189,14 @@ def _needed(run: RunConfig, peer: PeerConfig, device: torch.device, sequences: i
 
 
 def _with_vocabulary(run: RunConfig, size: int) -> RunConfig:
-    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # which might be too large
+    no_tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # whose ids might be too large
     settings = {**run.model.settings, **no_tokens, "vocab_size": size}
     return replace(run, model=replace(run.model, settings=settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Seconds:
-    """What a step takes."""
+    """The time of a step."""
 
     gradients: float
     optimiser: float  # for each trained weight
@@ -225,7 +225,7 @@ class _Probe:
         self._trained = sum(parameter.numel() for _, parameter in self._model.trainable_parameters())
 
     def affordable(self, whole: _Tokens) -> list[_Tokens]:
-        """Returns the sizes of a short and of a long step to measure, or only `whole` if that is short enough."""
+        """Returns the sizes of a short and a long step to measure, or only `whole` if that is fast enough."""
         short, long = (_Tokens(1, min(tokens, whole.length)) for tokens in _PROBE_TOKENS)
         seconds = [self.measure(size).gradients for size in (short, long)]
         line = _Line.through([(short.total, seconds[0]), (long.total, seconds[1])])
@@ -244,7 +244,7 @@ class _Probe:
         return [_Tokens(sequences // _SHARE_OF_LONG, whole.length), largest]
 
     def measure(self, size: _Tokens) -> _Seconds:
-        """Returns the least of a few steps, which other programs have disturbed least; the first does not count."""
+        """Returns the minimum over a few steps, which other programs disturb least, after a warm-up step."""
         self._take(size)
         taken = [self._take(size) for _ in range(_REPEATS)]
         return _Seconds(

@@ -110,8 +110,8 @@ class InitialModel:
             settings: a `run` section; `name`, `model` and `tokenizer` are added where it lacks them.
             source: where they come from, for messages.
             adapt: limit the sequence length and the number of experts to those of the model.
-            with_tokenizer: take the model's tokenizer, and set a pad token that it produces to null. A run without it
-                has the same shapes, and of a repository only config.json is fetched.
+            with_tokenizer: use the model's tokenizer, and set a pad token that it produces to null. Without it, the run
+                has the same shapes, and only config.json is fetched from a repository.
 
         Raises:
             CheckpointError: config.json is missing or cannot be read.
@@ -133,7 +133,7 @@ class InitialModel:
         return RunConfig.from_dict(run, source)
 
     def _pinned_name(self) -> str | None:
-        """Returns the name under which every peer finds the files of this commit; None for a directory."""
+        """Returns a name that refers to this commit on every peer; None for a directory."""
         if self.location.repo_id is None:
             return None
         return f"{self.location.repo_id}@{_Repository.of(self.location).commit}"
@@ -209,7 +209,7 @@ def check_trainable(name: str, model: Mapping[str, Any]) -> None:
         check_mixture(model["type"])
     except ConfigError as exc:
         raise ConfigError(f"{name}: {exc}; upcycle a dense model first: python -m spes_swarm.upcycle --help") from exc
-    # What a pad token may be depends on the tokenizer, which has not been loaded yet.
+    # Whether a pad token is valid depends on the tokenizer, which is not loaded yet.
     settings = {**model["settings"], "pad_token_id": None}
     try:
         ModelConfig(type=model["type"], settings=settings)
@@ -222,7 +222,7 @@ def check_trainable(name: str, model: Mapping[str, Any]) -> None:
 def _train_every_token(model: Mapping[str, Any], tokenizer: Tokenizer) -> None:
     """Sets the pad token to null where it occurs in text, since torch never trains the embedding of a pad token.
 
-    Also if it is outside the vocabulary, which torch refuses: published configurations contain -1.
+    A pad token outside the vocabulary, which torch refuses, is set to null too: published configurations contain -1.
     """
     config = config_from_settings(model["type"], model["settings"])
     pad, ends = first_of(config, ("pad_token_id",)), first_of(config, ("eos_token_id",))

@@ -112,7 +112,7 @@ class Joining:
         return self.trainer
 
     def close(self) -> None:
-        """Ends what still reads data in the background."""
+        """Stops reading data in the background."""
         if hasattr(self, "_sampler"):
             self._sampler.close()
 
@@ -231,7 +231,7 @@ class Joining:
         self._contribution.close()
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
-        # From here on it answers others: a script that starts a swarm need not wait for its first step.
+        # From here on the peer answers others, so a script that starts a swarm need not wait for its first step.
         context.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
         context.directory.remember(self.manifest)
         context.data.remember(self._local)
@@ -332,7 +332,7 @@ class Joining:
         else:
             self.trainer.restore(self._checkpoint, self._table)
         if self._checkpoint is None or self._checkpoint.meta.round < self._table.round:
-            # What the others have trained on meanwhile is not to be repeated.
+            # Do not repeat what the others have trained on.
             view = self._ask(Commands.view, COMMAND_TIMEOUT_S)
             self._sampler.follow(view.ready)
             self._sampler.advance(view.data)

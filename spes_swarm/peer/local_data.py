@@ -1,4 +1,4 @@
-"""The data that a peer trains on: its sources, opened and described as a founder would describe them."""
+"""The data that a peer trains on: opens its sources, and describes them as a founder would."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class LocalSource:
     described: DataConfig  # as a founder would describe it
     files: tuple[TokenFile, ...] = ()
     stream: tuple[StreamedDataset, Preparing] | None = None
-    member: Membership | None = None  # of the files in their corpus; None: no corpus
+    member: Membership | None = None  # position of the files in their corpus; None: not a corpus
 
     @property
     def shards(self) -> tuple[int, int]:
-        """Number of shards here and of the whole data."""
+        """Number of shards on this peer and in the whole data."""
         if self.stream is not None:
             return self.stream[0].num_units, self.stream[0].num_units
         return len(self.files), self.member.num_shards if self.member is not None else len(self.files)
@@ -73,7 +73,7 @@ class LocalData:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the whole data; at least as many as there are here."""
+        """Number of shards in the whole data, of which this peer may have a subset."""
         return sum(part.shards[1] for _, part in self.parts)
 
     def to_event(self) -> dict[str, Any]:
@@ -89,12 +89,12 @@ class LocalData:
         Args:
             run: settings of the run.
             peer_id: of this peer.
-            seed: of its order; None: its identity decides, so it has the same order in every session.
-            stop: set when the user wants to leave, which ends all waiting for data.
+            seed: of the data order; None: derived from the peer id, so the order is the same in every session.
+            stop: set when the peer is told to leave, which ends all waiting for data.
             say: gets messages for the user.
 
         Raises:
-            DataError: too little data.
+            DataError: there is too little data.
         """
         training, holdout_fraction = run.training, run.evaluation.holdout_fraction
         own_seed = int.from_bytes(blake3(peer_id.encode()).digest()[:6], "little")
@@ -129,7 +129,7 @@ class LocalData:
 
 
 def held_out_batches(batches: BatchSource, evaluation: EvaluationConfig) -> list[NDArray[np.int64]]:
-    """Returns the sequences on which a run is evaluated, each int64 (B, S); none if it is not.
+    """Returns the batches on which a run is evaluated, each int64 (B, S); none if it is not evaluated.
 
     Raises:
         DataError: nothing is held out, or the data cannot be read.
@@ -161,7 +161,7 @@ def _absolute(source: str) -> str:
 
 
 def apparent(source: str) -> DataConfig:
-    """Describes one source as far as its name tells.
+    """Describes one source from its name alone.
 
     Raises:
         DataError: it is malformed.
@@ -188,11 +188,11 @@ def open_source(
     Args:
         source: see config/data_source.py.
         tokenizer: of the run.
-        run: what the run's description says of this source; it decides the split, and the commit of a data set on the
-            Hub unless the source names one.
+        run: the run's description of this source. It decides the split and, unless the source names one, the commit of
+            a data set on the Hub.
         check_content: compare token files with their digests, once per machine.
         say: gets messages for the user.
-        pause: called now and then; may raise to abort.
+        pause: called repeatedly; may raise to abort.
 
     Raises:
         DataError: the data cannot be used.

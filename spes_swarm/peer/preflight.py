@@ -1,4 +1,4 @@
-"""Checks that run before torch is imported, which takes seconds, or before all else is. They leave nothing on disk.
+"""Checks that run before slow imports such as torch, which takes seconds. They leave nothing on disk.
 
 A request that passes may still fail later, with the same message: files can vanish, and a driver can be broken.
 """
@@ -105,9 +105,9 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
 
 
 def check_memory(peer: PeerConfig, run: RunConfig, placement: Placement | None) -> None:
-    """Refuses a run that cannot fit into host memory; imports torch and transformers, and touches no GPU.
+    """Refuses a run that cannot fit into host memory. Imports torch and transformers, but does not use a GPU.
 
-    A GPU's memory, and that of activations, are checked once the network process has been forked.
+    GPU memory and activations are checked after the network process has been forked.
 
     Raises:
         ConfigError: the model lacks the wanted experts, or the batch is too large.

@@ -1,4 +1,4 @@
-"""How a peer computes its steps on a device, where the user leaves it to us, and the model on all of its ranks."""
+"""How a peer computes its steps: resolves the settings left to `auto`, and describes the model for all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spes_swarm.training.ranks.orders import Replica
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """What does not change what is learned, beyond rounding; it follows from the settings and the kind of device."""
+    """Settings that change what is learned only by rounding; they follow from the configuration and the device."""
 
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
     foreign_experts: str  # form of other peers' experts: one of `frozen_stack.FORMS`
@@ -30,13 +30,13 @@ class StepSettings:
 
     @classmethod
     def of(cls, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Self:
-        """Resolves every "auto", and what has no effect.
+        """Resolves every "auto", and replaces settings that have no effect.
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
 
         Raises:
-            ConfigError: the weights are to be bf16 where this device computes in fp32.
+            ConfigError: bf16 weights are requested, but this device computes in fp32.
         """
         without_effect = _without_effect(peer, device, num_ranks)
         usual = "bf16" if device.type == "cuda" else "fp32"
@@ -53,7 +53,7 @@ class StepSettings:
 
 
 def _without_effect(peer: PeerConfig, device: torch.device, num_ranks: int) -> str:
-    """Returns a note if others' experts are on the device, although the user wants them elsewhere; else nothing."""
+    """Returns a note if the requested storage of others' experts has no effect; otherwise an empty string."""
     if peer.foreign_storage == "host" and device.type == "cpu":
         return "; --foreign-storage host has no effect on a CPU, which computes in host memory"
     if peer.foreign_storage == "ranks" and num_ranks == 1:
@@ -62,10 +62,10 @@ def _without_effect(peer: PeerConfig, device: torch.device, num_ranks: int) -> s
 
 
 def check_tools(peer: PeerConfig, device: torch.device) -> None:
-    """Fails early if something is missing that building or running the model needs.
+    """Fails early if building or running the model lacks something.
 
     Raises:
-        ConfigError: the expert kernel is unknown or does not work, or there is no working compiler.
+        ConfigError: the expert kernel is unknown or does not work, or no compiler works.
     """
     if peer.kernel != "auto":
         try_kernel(peer.kernel, device, StepSettings.of(peer, device).precision)
@@ -74,7 +74,7 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
 
 
 def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
-    """Returns where the lower halves of bf16 weights are: with AdamW's moments."""
+    """Returns where the lower halves of bf16 weights are kept: with AdamW's moments."""
     return torch.device("cpu") if peer.optimizer_states == "host" else device
 
 
@@ -104,7 +104,7 @@ def replica_of(
 ) -> Replica:
     """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it.
 
-    All ranks compute with the same kernel, so it is chosen before: see `kernel_of`.
+    All ranks use the same kernel, which rank 0 chooses first: see `kernel_of`.
     """
     return Replica(
         model_type=run.model.type,

@@ -39,7 +39,7 @@ class Presence:
     experts: tuple[int, ...]
     total_tokens: int = 0  # tokens that this peer has trained on in the run
     losses: RoundLosses | None = None  # of its last round
-    data: tuple[int, ...] = ()  # how far it is in each data set that the peers divide; see data/streaming/pieces.py
+    data: tuple[int, ...] = ()  # its position in each data set that the peers divide; see data/streaming/pieces.py
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SwarmView:
     swarm_round: int
     experts_covered: int
     ready: tuple[str, ...] = ()  # the peers counted in num_ready
-    data: tuple[int, ...] = ()  # how far the furthest voice is in each data set that the peers divide
+    data: tuple[int, ...] = ()  # the furthest position of a voice in each data set that the peers divide
     # How many periods a round is overdue before this peer publishes it; see protocol/members/election.py.
     publishing_periods: int = 0
 

@@ -2,9 +2,9 @@
 
 Publishing runs in a separate process at the lowest priority (`python -m spes_swarm.publish`), which reads this peer's
 newest checkpoint and dies with this peer. protocol/members/election.py decides which of several volunteers publishes.
-What is already published is looked up at the target, so a volunteer that is silent or lies cannot stop the others: a
-round that the n-th in line after the first does not find there, it publishes itself when it is n periods overdue, and
-two later if the first announces an upload.
+What is already published is looked up at the target, so a volunteer that is silent or lies cannot stop the others. The
+n-th in line after the first publishes a round itself if it is n periods overdue and not at the target; it waits two
+periods longer if the first announces an upload.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class Publishing:
         self.network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], Future[Written]]) -> None:
-        """Calls `save` if a publication is due and it is this peer's turn; `look` starts it once the checkpoint is
-        written.
+        """Calls `save` if a publication is due and it is this peer's turn; `look` starts it once the checkpoint has
+        been written.
 
         A peer that is not first in line waits until a round is overdue. It then publishes its newest round, unless
-        the target turns out to have that round or a newer one.
+        the target already has that round or a newer one.
 
         Raises:
             CheckpointError: from `save`.
@@ -161,9 +161,9 @@ class Publishing:
     def publish_last(self, round_number: int, stop: threading.Event, timeout_s: float) -> None:
         """Publishes the last round of a run even if it is not due; its checkpoint has been written.
 
-        Volunteers take turns as always: a peer that is not first in line waits until those before it have left, or
-        for half of `timeout_s`, and then finds the round published or publishes it. A failure is reported, and retried
-        until `timeout_s` have passed.
+        Volunteers take turns: a peer that is not first in line waits until those before it have left, or for half of
+        `timeout_s`, and then publishes the round unless the target has it. A failure is reported and retried until
+        `timeout_s` have passed.
         """
         started = time.monotonic()
         deadline = started + timeout_s

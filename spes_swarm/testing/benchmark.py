@@ -1,4 +1,4 @@
-"""What benchmarks share: models of several sizes, and memory as the kernel reports it."""
+"""Helpers of the benchmarks: models of several sizes, and memory as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
 
 TINY = "tiny"  # its step is the baseline of memory
-# Hidden size, expert's FFN, layers, heads; the names count the parameters with eight experts.
+# Hidden size, expert's FFN, layers, heads. The names are the numbers of parameters with eight experts.
 SIZES = {
     TINY: (32, 32, 1, 2),
     "1M": (96, 192, 2, 4),
@@ -22,7 +22,7 @@ SIZES = {
 
 
 def quickstart_run(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int, **settings: Any) -> RunConfig:
-    """Returns the quickstart's run with a model of this size; `settings` are further settings of the model."""
+    """Returns the quickstart's run with a model of this size; `settings` are additional model settings."""
     run = load_config(default_config_path()).run
     assert run is not None
     sizes = {
@@ -43,7 +43,7 @@ def quickstart_run(hidden: int, ffn: int, layers: int, heads: int, sequence_leng
 def status_bytes(key: str, process_id: int | None = None) -> int:
     """Returns a size in /proc/PID/status, e.g. VmRSS, or VmHWM, its peak; 0 for a process that has ended.
 
-    Without `process_id` it is of this process.
+    Without `process_id`, it is that of this process.
 
     Raises:
         UserError: the kernel does not report this size.
@@ -56,5 +56,5 @@ def status_bytes(key: str, process_id: int | None = None) -> int:
 
 
 def reset_peak() -> None:
-    """Makes VmHWM of this process begin at its current resident size."""
+    """Resets VmHWM of this process to its current resident size."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)

@@ -94,7 +94,7 @@ class Gradients:
             try:
                 return self._add_up(batch_BS, share, size, progress)
             except (MemoryError, RuntimeError) as exc:
-                # Ranks that share others' experts compute equally many micro-batches.
+                # Ranks that share others' experts must compute the same number of micro-batches.
                 if size == 1 or self._model.shares_foreign or not is_out_of_memory(exc):
                     raise
             # Outside the handler: the exception's traceback keeps the activations alive.
@@ -121,7 +121,7 @@ class Gradients:
         return float(total)
 
     def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
-        """Returns the context in which the model is run on so many batches; ranks that share others' experts take part.
+        """Returns the context for evaluating this many batches; ranks that share others' experts take part.
 
         Raises:
             RankError: another rank of this peer has ended.

@@ -17,7 +17,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-# Of the `fault` event.
+# Kinds of the `fault` event.
 _KINDS = {CapacityError: "memory", DataError: "data", RankError: "rank"}
 
 
@@ -52,9 +52,9 @@ class StepMemory:
 
     @contextmanager
     def guard(self, optimiser: torch.optim.Optimizer) -> Iterator[None]:
-        """Wraps a step: records why it failed for want of memory, data or a rank, and frees the gradients.
+        """Wraps a step: records a failure for lack of memory, data or a rank, and frees the gradients.
 
-        A step that stopped waiting for data is no failure. Other errors propagate.
+        A step that stopped waiting for data is not a failure. Other errors propagate.
         """
         known = set(optimiser.state)
         try:

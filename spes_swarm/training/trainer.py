@@ -427,7 +427,7 @@ class Trainer:
         self._setup.status.phase = "evaluating"
         with contextlib.suppress(RankError), self._gradients.evaluating(len(self._held_out.batches)):
             return self._held_out.measure(self._model.module)
-        return None  # a rank has ended: the next step reports it
+        return None  # a rank has ended; the next step reports it
 
     def _report(
         self, report: RoundReport, alpha: float | None, losses: RoundLosses, held_out: HeldOutLoss | None

@@ -1,4 +1,4 @@
-"""The choice of an expert kernel: by rule on a CPU, by measurement otherwise, past all that does not work."""
+"""The choice of an expert kernel: fixed on a CPU, measured elsewhere, without kernels that do not work."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def more_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(KERNELS, name, make)
 
 
-def test_what_does_not_work_is_passed_over_in_one_line(more_kernels: None) -> None:
+def test_kernels_that_do_not_work_are_skipped_with_the_reason_in_one_line(more_kernels: None) -> None:
     choice = measured_choice(SMALL, CPU, "fp32")
     assert choice.kernel in ("torch", "loop")
     for reason in (
-        "passed over: kernel 'missing' needs the package x",
-        "passed over: kernel 'failing' (a test) fails at its first product: no kernel image is available",
-        "passed over: kernel 'wrong' (a test) computes wrong results: they are off by 100%",
+        "skipped: kernel 'missing' needs the package x",
+        "skipped: kernel 'failing' (a test) fails at its first product: no kernel image is available",
+        "skipped: kernel 'wrong' (a test) computes wrong results: they are off by 100%",
     ):
         assert reason in choice.kernel_reason
     assert "\n" not in choice.kernel_reason
@@ -90,7 +90,7 @@ def test_torch_is_preferred_unless_another_is_clearly_faster() -> None:
         "other", "a layer takes other (other 1.0) 900 ms, torch 1e+03 ms, loop 2e+03 ms"
     )
     assert fastest({"loop": 2.0, "other": 3.0}, sources).kernel == "loop"
-    assert fastest({}, {}, ["passed over"]) == KernelChoice("torch", "none could be measured; passed over")
+    assert fastest({}, {}, ["skipped"]) == KernelChoice("torch", "none could be measured; skipped")
 
 
 @pytest.mark.parametrize(("held", "precision"), [(0, "fp32"), (2, "bf16"), (5, "fp32")])

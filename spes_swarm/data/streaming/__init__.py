@@ -1,4 +1,4 @@
-"""Data sets that are tokenised while they stream, and which peer trains on which part of them.
+"""Data sets that are tokenised as they stream, and their division among the peers.
 
-Start with `pieces`, the rules that all peers follow; `stream_sampler` makes batches of the pieces of one peer.
+Start with `pieces`, the rules that all peers follow; `stream_sampler` makes batches from one peer's pieces.
 """

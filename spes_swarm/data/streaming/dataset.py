@@ -1,11 +1,10 @@
-"""A data set of the `datasets` library as units of examples, which can be read from any place on.
+"""A data set of the `datasets` library, as units of examples that can be read from any point.
 
-Only formats whose content is data are read: no code of a repository is run, and nothing is unpickled. A unit is a file,
-or a row group of one if there are few files and they are Parquet. A file that is a unit of its own still has its row
-groups as *parts*, so a peer that resumes in the middle fetches only what it needs. Other files have one part and are
-read from their beginning.
+Only formats that contain data are read: no code of a repository is run, and nothing is unpickled. A unit is a file or,
+if there are few Parquet files, a row group. If the unit is a whole Parquet file, its row groups are its *parts*, so a
+peer that resumes in the middle fetches only what it needs. Other files have one part and are read from the beginning.
 
-Each example gives one value: the text of a document, or the record of a conversation, which chat.py understands.
+Each example has one value: the text of a document, or the record of a conversation in a form of chat.py.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ class Example:
 
 
 def check_installed(source: HfName) -> None:
-    """Checks that `datasets` is installed, without the seconds that importing it takes.
+    """Checks that `datasets` is installed without importing it, which takes seconds.
 
     Raises:
-        DataError: it is not.
+        DataError: it is not installed.
     """
     if importlib.util.find_spec("datasets") is None:
         raise DataError(f"{source} needs the package datasets: pip install 'spes-swarm[hf]'")
@@ -54,18 +53,18 @@ class StreamedDataset:
     """One split of a data set.
 
     Attributes:
-        column: of the texts or conversations.
-        is_chat: whether it has conversations.
-        revision: commit of the Hub's repository; None for a directory.
-        digest: hex BLAKE3 that identifies the files and the column; of local files, their names, sizes, and the first
-            and last MiB.
+        column: the column of the texts or conversations.
+        is_chat: whether the examples are conversations.
+        revision: commit of the repository on the Hub; None for a directory.
+        digest: hex BLAKE3 that identifies the files and the column; of local files it covers the names, sizes, and the
+            first and last MiB.
     """
 
     def __init__(self, source: HfName, split: str = SPLIT) -> None:
-        """Opens it: lists the files, reads the first one's schema and, if the files are few, their row groups.
+        """Lists the files, and reads the first one's schema and, if there are few files, their row groups.
 
         Raises:
-            DataError: there is no such data set, configuration, split or column; or it cannot be read.
+            DataError: the data set, configuration, split or column does not exist, or cannot be read.
         """
         check_installed(source)
         import datasets  # takes seconds to import
@@ -96,7 +95,7 @@ class StreamedDataset:
         self.digest: str = blake3("\n".join([self.column, *what]).encode()).hexdigest()
 
     def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
-        """Yields the examples of a unit in order, from a place on.
+        """Yields the examples of a unit in order, from this part and number on.
 
         Raises:
             Exception: whatever `datasets`, its file systems and the Hub's client raise; see reader.py.
@@ -111,7 +110,7 @@ class StreamedDataset:
 
 
 def _silence(datasets: Any) -> None:
-    """Makes the libraries print nothing: whatever fails is reported in one line."""
+    """Keeps the libraries from printing: failures are reported in one line."""
     from huggingface_hub.utils import logging as hub_logging
 
     datasets.disable_progress_bars()
@@ -120,7 +119,7 @@ def _silence(datasets: Any) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error in one line of bounded length."""
+    """Returns an error's message as one line of bounded length."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -143,12 +142,12 @@ def _commit(source: HfName) -> str:
 
     commit = HfApi().dataset_info(source.name, revision=source.revision, timeout=30.0).sha
     if commit is None:
-        raise DataError(f"{source}: the Hub does not say which commit this is")
+        raise DataError(f"{source}: the Hub does not report its commit")
     return str(commit)
 
 
 def _identity(file: str, root: Path) -> str:
-    """Returns what identifies a local file, wherever its directory is."""
+    """Returns what identifies a local file, independent of where its directory is."""
     path = Path(file)
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as content:
         size = path.stat().st_size

@@ -1,20 +1,20 @@
-"""Which piece of a streamed data set is trained on by which peer, and which examples by none: pure rules.
+"""Pure rules that assign each piece of a streamed data set to one peer, and hold examples out.
 
-A data set consists of *units*, its files or their row groups. In every epoch all peers go through the units in one
-pseudo-random order, keyed by run and epoch. A *piece* is a unit where there are many, otherwise a block of consecutive
-examples of one. Each piece belongs to one of the members, by rendezvous hash: if a member comes or goes, only its
-pieces move. A peer trains on its own pieces and passes over the others.
+A data set consists of *units*: its files or their row groups. In every epoch all peers go through the units in the same
+pseudo-random order, keyed by run and epoch. A *piece* is a whole unit if there are many units, otherwise a block of
+consecutive examples of one unit. Each piece belongs to one member, by rendezvous hash: if a member joins or leaves,
+only its pieces move. A peer trains on its own pieces and skips the others.
 
 Nothing is negotiated. The rule gives each piece to exactly one peer as long as all agree on the members, which are
-those of the last commit, and it has these limits:
+those of the last commit. It has these limits:
 
-- A piece that has been begun is finished by the peer that began it, and by no other if that peer dies.
-- Peers are at different places of the order. A piece that changes hands is left out of the epoch if its old owner has
-  not come to it yet and its new owner has passed it; it is trained on twice in the opposite case.
-- Until its first commit the others do not count a newcomer as a member, so its first round may repeat theirs.
+- A piece is finished by the peer that began it. If that peer dies, no other peer finishes it.
+- Peers are at different places in the order. A piece that changes owners is left out of the epoch if the old owner has
+  not reached it and the new owner has passed it; in the opposite case it is trained on twice.
+- A newcomer is not a member until its first commit, so its first round may repeat work of the others.
 
-A newcomer begins beyond the furthest piece that a member has announced (`position`), so what the others have done in
-that epoch is not repeated.
+A newcomer begins beyond the furthest position that a member has announced (`position`), so it does not repeat what the
+others have done in that epoch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from blake3 import blake3
 from spes_swarm.data.permutation import Permutation
 
 BLOCK_EXAMPLES = 32
-MANY_UNITS = 64  # with fewer, pieces are blocks: rendezvous hashing gives unequal shares of a few pieces
+MANY_UNITS = 64  # with fewer, pieces are blocks: rendezvous hashing divides a small number of pieces unevenly
 
 # A position is one integer below 2**62: place in the order of all epochs, and block.
 _BLOCK_BITS = 20
@@ -37,7 +37,7 @@ _MAX_POSITION = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Part of one epoch that one peer trains on; ordered as peers go through them."""
+    """The part of an epoch that one peer trains on; pieces compare in training order."""
 
     epoch: int
     place: int  # of its unit in the epoch's order
@@ -59,17 +59,17 @@ class Deal:
         return self.num_units < MANY_UNITS
 
     def unit(self, epoch: int, place: int) -> int:
-        """The unit at a place of an epoch's order."""
+        """Returns the unit at a place in an epoch's order."""
         if epoch not in self._orders:
             self._orders = {epoch: Permutation(self.num_units, f"spes-swarm units {self.run_seed} {epoch}".encode())}
         return int(self._orders[epoch](np.array([place]))[0])
 
     def piece(self, epoch: int, place: int, example: int) -> Piece:
-        """The piece of an example, given by its number in the unit."""
+        """Returns the piece that contains an example, which is given by its number in the unit."""
         return Piece(epoch, place, example // BLOCK_EXAMPLES if self.in_blocks else 0)
 
     def owner(self, piece: Piece, members: Collection[str]) -> str:
-        """Which of the members trains on a piece; each has the same chance, whoever the others are."""
+        """Returns the member that trains on a piece; all members are equally likely."""
         unit = self.unit(piece.epoch, piece.place)
         key = f"spes-swarm piece {self.run_seed} {piece.epoch} {unit} {piece.block} ".encode()
         return min(members, key=lambda member: blake3(key + member.encode()).digest())
@@ -80,13 +80,13 @@ class Deal:
         return int.from_bytes(blake3(key).digest()[:8], "little") < self.holdout_fraction * 2**64
 
     def position(self, piece: Piece, *, begun: bool) -> int:
-        """How far a peer is that comes to a piece, or has begun it, as one integer that grows; 0 is the beginning."""
+        """Returns the position of a peer that has reached or begun a piece: an increasing integer, 0 at the start."""
         place = piece.epoch * self.num_units + piece.place
         block = min(piece.block + begun, (1 << _BLOCK_BITS) - 1)
         return min(place << _BLOCK_BITS | block, _MAX_POSITION)
 
     def place_of(self, position: int) -> tuple[int, int, int]:
-        """The first (epoch, place, example) that a peer at a position has not begun."""
+        """Returns the first (epoch, place, example) that a peer at a position has not begun."""
         place, block = divmod(position, 1 << _BLOCK_BITS)
         if self.in_blocks:
             return *divmod(place, self.num_units), block * BLOCK_EXAMPLES

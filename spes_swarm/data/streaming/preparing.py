@@ -15,16 +15,16 @@ from spes_swarm.data.tokenizer import TokenArray, Tokenizer
 
 
 class Preparing:
-    """Tokenises examples; counts those that cannot be used by kind, see readers.py and chat.py.
+    """Tokenises examples; counts unusable ones by kind (see readers.py and chat.py).
 
     Args:
         tokenizer: of the run.
         is_chat: whether examples are records with conversations instead of texts.
         name: of the data set.
-        say: gets the counts when the first example is skipped, the tenth, the hundredth and so on.
+        say: gets the counts when the 1st, 10th, 100th, ... example is skipped.
 
     Raises:
-        DataError: the tokenizer has no chat template, and examples are conversations.
+        DataError: the examples are conversations, and the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, is_chat: bool, name: str, say: Callable[[str], None]) -> None:
@@ -37,11 +37,11 @@ class Preparing:
 
     @property
     def digest(self) -> str:
-        """What decides the tokens besides the tokenizer's digest."""
+        """Identifies what decides the tokens, except the tokenizer, which has its own digest."""
         return "text" if self._template is None else self._template.digest
 
     def __call__(self, value: Any) -> TokenArray | None:
-        """Returns the tokens of an example with the end of text, int64 (N,); None if it cannot be used."""
+        """Returns the tokens of an example, int64 (N,), with the end of text; None if it is unusable."""
         tokens = self._text(value) if self._template is None else self._chat(value, self._template)
         if (skipped := self._broken.total()) >= self._tell_at:
             kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self._broken.items()))
@@ -70,7 +70,7 @@ class Preparing:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drops fields that are null: in a table, every record has the fields of all others."""
+    """Drops null fields: in a table, each record has the fields of all records."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Reads one unit of a data set ahead of training, on a thread of its own, and goes on after a failure.
+"""Reads one unit of a data set ahead of training, on its own thread, and retries after a failure.
 
-A failed read is repeated from the example after the last one, with growing pauses, for as long as the user of the
-reader waits. Content that cannot be decoded is no failure of the network: the rest of that unit is skipped.
+A failed read is retried from the next example, with growing pauses, for as long as the caller waits. Content that
+cannot be decoded is not retried: the rest of the unit is skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spes_swarm.base.errors import DataError, DataStoppedError
 from spes_swarm.data.streaming.dataset import Example, one_line
 from spes_swarm.data.tokenizer import TokenArray
 
-_AHEAD = 64  # examples that are read before they are asked for
+_AHEAD = 64  # examples read ahead
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _POLL_S = 0.1
 
@@ -24,7 +24,7 @@ Prepare = Callable[[Any], TokenArray | None]  # tokenises an example's value; No
 
 
 class Units(Protocol):
-    """A data set, see dataset.py."""
+    """A data set; see dataset.py."""
 
     name: str
 
@@ -34,11 +34,11 @@ class Units(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An example that has been read."""
+    """An example that has been read, with its tokens."""
 
     example: Example
     tokens: TokenArray | None
-    is_prepared: bool  # False: `wanted` was False
+    is_prepared: bool  # False: it was not wanted, so it was not tokenised
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ class Skipped:
 
 
 class Reader:
-    """Yields the examples of a unit, from a place on, as `next` asks for them.
+    """Reads the examples of a unit from a given point; `next` returns them in order.
 
     Args:
         units: the data set.
         unit: which unit.
-        part: where to begin.
-        number: where to begin in that part.
+        part: the first part.
+        number: the first example in that part.
         prepare: tokenises an example; called on the reader's thread.
-        wanted: whether an example is prepared, by its part and number.
+        wanted: takes a part and number; returns True if that example is to be tokenised.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Reader:
         self._wanted = wanted
         self._items: queue.Queue[Prepared | Skipped | None] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
-        self.has_read_all = False  # the thread has ended, and what is left is in memory
-        self.failure: str | None = None  # why reading fails at present
+        self.has_read_all = False  # the thread has ended, and the remaining examples are in memory
+        self.failure: str | None = None  # why reading fails now
         self._thread = threading.Thread(target=self._run, args=(part, number), name="data", daemon=True)
         self._thread.start()
 
     def next(self, timeout_s: float, stop: threading.Event) -> Prepared | Skipped | None:
-        """Returns the next example; None at the end of the unit, which may only be asked for once.
+        """Returns the next example; None, once, at the end of the unit.
 
         Raises:
             DataStoppedError: `stop` was set.
-            DataError: none has come within `timeout_s`.
+            DataError: no example arrived within `timeout_s`.
         """
         waited = 0.0
         while True:
@@ -103,7 +103,7 @@ class Reader:
                     ) from None
 
     def close(self, wait_s: float = 0.0) -> None:
-        """Ends the thread soon; waits for it for up to `wait_s`."""
+        """Stops the thread; waits up to `wait_s` for it to end."""
         self._closed.set()
         self._thread.join(wait_s)
 
@@ -146,7 +146,7 @@ class Reader:
 def _is_transient(error: BaseException) -> bool:
     """Returns True if a read may succeed later: an error of the network or the disk, not of the content.
 
-    `datasets` wraps errors in its own. An OSError of a decoder has no errno.
+    `datasets` wraps errors in its own types. An OSError from a decoder has no errno.
     """
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,9 +1,9 @@
-"""Batches from a data set that streams: its documents are tokenised as they arrive and packed into windows.
+"""Batches from a streamed data set: documents are tokenised as they arrive and packed into windows.
 
 The documents of a peer's pieces, each with its end of text, form one stream that is cut into windows of S tokens. The
 cursor is the place of the next token: epoch, place of the unit in the epoch's order, example, and token in the example.
-A peer that resumes there tokenises that example again and continues with the same bits. The cursor also has the members
-among whom the pieces were dealt, since they decide which piece is next.
+A peer that resumes there tokenises that example again and continues bit for bit. The cursor also contains the members
+among whom the pieces were divided, since they decide which piece is next.
 
 Memory holds a few dozen examples (see reader.py), and nothing is written.
 """
@@ -28,14 +28,14 @@ from spes_swarm.data.streaming.reader import Prepare, Prepared, Reader, Units
 
 PATIENCE_S = 180.0  # how long training waits for the next example
 
-_EVALUATED_UNITS = 8  # the evaluation sequences come from as many units, if there are
-_MAX_BARREN_EPOCHS = 20  # in which this peer had examples and none was usable
+_EVALUATED_UNITS = 8  # evaluation sequences come from this many units, if the data set has them
+_MAX_BARREN_EPOCHS = 20  # consecutive epochs in which this peer had examples, none of them usable
 _CLOSE_S = 5.0
 _NUMBERS = ("epoch", "place", "part", "example", "token")
 
 
 class StreamedUnits(Units, Protocol):
-    """What the sampler needs to know of a data set besides its examples."""
+    """A data set as the sampler sees it."""
 
     num_units: int
     digest: str
@@ -50,12 +50,12 @@ class _Place:
     part: int = 0
     example: int = 0  # in the part
     token: int = 0  # in the example
-    begun: bool = False  # this peer has begun the piece, and finishes it whoever its owner is now
+    begun: bool = False  # this peer has begun the piece, and finishes it even if it now belongs to another
 
 
 @dataclass(slots=True)
 class _Document:
-    """A tokenised example, of which the first tokens may have been used."""
+    """A tokenised example; its first tokens may already be used."""
 
     at: _Place
     tokens_N: NDArray[np.int64]
@@ -71,7 +71,7 @@ class StreamSampler(BatchSource):
         run_seed: the same for all peers of a run.
         peer_id: of this peer.
         holdout_fraction: share of the examples that is never trained on, 0 to 0.5.
-        stop: set when the user wants to leave, which ends all waiting.
+        stop: set when the peer is told to leave, which ends all waiting.
         say: gets messages for the user.
         patience_s: how long to wait for an example.
     """
@@ -149,7 +149,7 @@ class StreamSampler(BatchSource):
         return True
 
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
-        """See `BatchSource`. The windows come from up to eight units, in an order that the run's seed decides."""
+        """See `BatchSource`. The windows come from up to eight units, in an order that follows from the run's seed."""
         if not self._deal.holdout_fraction:
             raise DataError("nothing is held out for evaluation: set the held-out fraction above 0")
         windows = self._held_out_windows(num_sequences)
@@ -182,10 +182,10 @@ class StreamSampler(BatchSource):
         """See `BatchSource`."""
         self._leave_unit(_CLOSE_S)
 
-    # The walk through the data set.
+    # Moving through the data set.
 
     def _enter(self, place: _Place) -> None:
-        """Moves to a place, without opening anything."""
+        """Moves to a place without opening its unit."""
         self._leave_unit()
         self._cursor = self._at = place
         self._documents: deque[_Document] = deque()
@@ -247,7 +247,7 @@ class StreamSampler(BatchSource):
                 self._usable += 1
                 at = dataclasses.replace(here, token=first_token)
                 self._documents.append(_Document(at, tokens_N[first_token:].astype(np.int64)))
-        # After a piece's last example, nobody has begun the next piece yet.
+        # After a piece's last example, the next piece has not been begun.
         after = dataclasses.replace(here, example=number + 1)
         self._at = dataclasses.replace(after, begun=self._is_mine and self._piece_of(after) == piece)
 
@@ -256,7 +256,7 @@ class StreamSampler(BatchSource):
         return self._deal.unit(self._at.epoch, self._at.place)
 
     def _open_unit(self) -> None:
-        """Opens the unit at the current place, or the next one in which this peer may have a piece."""
+        """Opens the unit at the current place, or the next one that may contain a piece of this peer."""
         if not self._at.begun:
             self._move(self._first_from(self._at))
         if self._ahead is not None and self._ahead_at == self._at:
@@ -269,7 +269,7 @@ class StreamSampler(BatchSource):
             self._at = dataclasses.replace(self._at, begun=True)
 
     def _next_unit(self) -> None:
-        """Leaves a unit that has been read to its end."""
+        """Leaves a unit whose end has been reached."""
         self._reader = None
         self._move(self._following(self._at))
 
@@ -283,13 +283,13 @@ class StreamSampler(BatchSource):
         self._at = to
 
     def _following(self, place: _Place) -> _Place:
-        """The beginning of the next unit, in the next epoch if this one is over."""
+        """Returns the beginning of the next unit, which may be in the next epoch."""
         if place.place + 1 < self._units.num_units:
             return _Place(place.epoch, place.place + 1)
         return _Place(place.epoch + 1)
 
     def _first_from(self, place: _Place) -> _Place:
-        """The first place from there on in whose unit this peer may have a piece."""
+        """Returns the first place, from this one on, whose unit may contain a piece of this peer."""
         while not self._deal.in_blocks and not self._owns(self._piece_of(place)):
             place = self._following(place)
         return place

@@ -46,10 +46,10 @@ class FrozenStack(nn.Module):
             shape: number of matrices, their rows and columns.
             form: of the weights.
             device: of the model.
-            storage: where the stack is; None: on the device.
+            storage: where the stack is kept; None: on the device.
 
         Raises:
-            CapacityError: it is to be on a disk that has too little space.
+            CapacityError: the storage is on a disk that has too little space.
         """
         super().__init__()
         self.shape = shape
@@ -69,7 +69,7 @@ class FrozenStack(nn.Module):
         return self.shape[0]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Called by `nn.Module.to`, with what moves a tensor.
+        # Called by `nn.Module.to`; `fn` moves a tensor.
         if self._storage.is_fixed:
             return self
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch does not annotate it
@@ -80,20 +80,20 @@ class FrozenStack(nn.Module):
         return self.values.shape[1] == self.shape[1]
 
     def write(self, index: int, matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds a matrix of any float dtype into place; returns its values and scales, of all rows."""
+        """Rounds a matrix of any float dtype into place; returns the values and scales of all its rows."""
         stored = self._rounded(matrix_RC)
         self.put(index, *stored)
         return stored
 
     def put(self, index: int, values_RX: Tensor, scales_RN: Tensor) -> None:
-        """Writes a rounded matrix, of which it takes the rows that are stored here."""
+        """Writes those rows of a rounded matrix that are stored here."""
         self._storage.before_write()
         for target_rX, source_RX in ((self.values[index], values_RX), (self.scales[index], scales_RN)):
             own_rX = source_RX[self._rows]
             target_rX[: len(own_rX)].copy_(own_rX)
 
     def empty_matrix(self) -> tuple[Tensor, Tensor]:
-        """Returns room in host memory for a rounded matrix: values and scales of all its rows."""
+        """Returns uninitialised values and scales in host memory for all rows of a rounded matrix."""
         values, scales = (
             torch.empty((self.shape[1], *stored.shape[2:]), dtype=stored.dtype) for stored in (self.values, self.scales)
         )
@@ -120,7 +120,7 @@ class FrozenStack(nn.Module):
         return rounded_RP, scales_RN
 
     def read(self, index: int) -> Tensor:
-        """Returns one matrix (R, C) in fp32, zeros in rows that are not stored here; of an fp32 stack it is a view."""
+        """Returns one matrix (R, C) in fp32, with zeros in rows not stored here; a view of a whole fp32 stack."""
         R, C = self.shape[1:]
         own_rC = _expanded(self.values[index], self.scales[index], self.form, torch.float32)[:, :C]
         if self.is_whole:
@@ -135,7 +135,7 @@ class FrozenStack(nn.Module):
     ) -> Tensor:
         """Returns all matrices (G, R, C), or some of them; float stacks of this dtype are not copied.
 
-        `fetched` are the stack's values and scales as its storage has fetched them; None: they are where they are used.
+        `fetched` are the values and scales as the storage has fetched them; None: the buffers are used where they are.
         """
         values, scales = fetched or (self.values, self.scales)
         R, C = self.shape[1:]

@@ -1,8 +1,8 @@
-"""Copies of layers on the device: the one that computes, and the one that will be next.
+"""Copies of layers on the device: the layer that computes, and the layer expected next.
 
-Which layer is next is learned from the order in which layers were used before, so nothing is assumed about the model,
-and a change of that order costs time only. Forward and backward passes are learned separately: a layer has another
-successor in each. With activation checkpointing a backward pass uses each layer twice in a row.
+The next layer is predicted from the order in which layers were used before. Nothing is assumed about the model, and a
+change of that order costs only time. Forward and backward passes are learned separately, since a layer has a different
+successor in each. With activation checkpointing, a backward pass uses each layer twice in a row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UseOrder:
         self._latest: tuple[nn.Module, bool] | None = None
 
     def use(self, layer: nn.Module, in_backward: bool) -> nn.Module | None:
-        """Records a use; returns the other layer that came after this use the last time, None if there was none."""
+        """Records a use; returns the layer used after it last time, or None if there was none or it was the same."""
         now = (layer, in_backward)
         if self._latest is not None and self._latest != now:
             self._next[self._latest] = layer
@@ -32,40 +32,38 @@ class UseOrder:
         return self.after(layer, in_backward)
 
     def after(self, layer: nn.Module, in_backward: bool) -> nn.Module | None:
-        """Returns what `use` would return, without recording a use."""
+        """Returns what `use` would return, without recording anything."""
         following = self._next.get((layer, in_backward))
         return None if following is layer else following
 
 
 class LayerCopy(Protocol):
-    """A copy of a layer's buffers that may still be under way."""
+    """A copy of a layer's buffers, possibly still in progress."""
 
     def ready(self) -> list[Tensor]:
-        """Returns the tensors; what is computed from now on sees them complete."""
+        """Returns the tensors; operations queued from now on see them complete."""
 
     def drop(self) -> None:
-        """Makes sure that the memory of the copy may be used again; what is computed from now on may do so."""
+        """Releases the copy: operations queued from now on may reuse its memory."""
 
     def finish(self) -> None:
-        """Waits until the copy does not read its source any more."""
+        """Waits until the copy no longer reads its source."""
 
 
 class Prefetcher:
-    """Keeps at most two layers' copies."""
+    """Keeps copies of at most two layers."""
 
     def __init__(self, start_copy: Callable[[nn.Module], LayerCopy]) -> None:
-        """Takes what starts to copy the buffers of a layer."""
+        """Takes a function that starts to copy the buffers of a layer."""
         self.order = UseOrder()
         self._start_copy = start_copy
         self._copies: dict[nn.Module, LayerCopy] = {}
 
     def fetch(self, layer: nn.Module, in_backward: bool) -> list[Tensor]:
-        """Returns the copies of a layer's buffers, and starts to copy the next layer. They are valid until the next
-        `fetch`.
-        """
+        """Returns copies of a layer's buffers, valid until the next `fetch`, and starts to copy the next layer."""
         following = self.order.use(layer, in_backward)
         wanted = [each for each in (layer, following) if each is not None]
-        # In this order: the copy of this layer must not wait for that of the next.
+        # This layer first: its copy must not wait for that of the next layer.
         for each in wanted:
             if each not in self._copies:
                 self._make_room(wanted)
@@ -73,7 +71,7 @@ class Prefetcher:
         return self._copies[layer].ready()
 
     def forget(self) -> None:
-        """Drops all copies: their sources are about to change."""
+        """Drops all copies, because their sources are about to change."""
         for copy in self._copies.values():
             copy.finish()
             copy.drop()
@@ -86,10 +84,10 @@ class Prefetcher:
 
 
 class StreamCopy:
-    """A copy that a CUDA device makes beside its computation."""
+    """A copy that a CUDA device makes on a separate stream."""
 
     def __init__(self, sources: Sequence[Tensor], device: torch.device, stream: torch.cuda.Stream) -> None:
-        # The tensors belong to the computing stream, in which earlier users of their memory may still be at work.
+        # The tensors belong to the computing stream, on which earlier uses of their memory may still be pending.
         self._tensors = [torch.empty_like(source, device=device) for source in sources]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

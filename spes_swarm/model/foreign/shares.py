@@ -1,8 +1,8 @@
 """Others' experts divided among the ranks of a peer: each stores some rows of every matrix.
 
-A layer's matrices are gathered for each of its passes, in their stored form, on all ranks at once. So every rank must
-run the same passes in the same order; how tokens are routed does not matter. Rows are divided, not experts: however the
-held experts change, every rank has an equal share, and none is moved.
+A layer's matrices are gathered, in their stored form, on all ranks at once for each of its passes. Every rank must
+therefore run the same passes in the same order; the routing of tokens does not matter. Rows are divided rather than
+experts: when the held experts change, the shares stay equal and no rows move between ranks.
 
 Tensor suffixes: W ranks, G experts, R rows of a matrix, r rows of a share, X stored values of a row.
 """
@@ -19,7 +19,7 @@ from spes_swarm.model.foreign.storage import ForeignStorage
 
 
 class Gathering(Protocol):
-    """What connects the ranks."""
+    """The connection between the ranks."""
 
     rank: int
     world_size: int
@@ -33,22 +33,22 @@ class Gathering(Protocol):
 
 
 class SharedStorage(ForeignStorage):
-    """A share of each matrix, on the device of the model."""
+    """Stores a share of each matrix on the device of the model."""
 
     def __init__(self, ranks: Gathering) -> None:
         """Takes the connection to the other ranks."""
         self._ranks = ranks
-        # What brings a matrix that was written on rank 0 to the others, and what makes sure that it has arrived.
+        # Set on rank 0: `publish` passes a written matrix on to the other ranks, `flush` sends all that are pending.
         self.publish: Callable[[nn.Module, int, tuple[Tensor, Tensor]], None] | None = None
         self.flush: Callable[[], None] | None = None
 
     def own_rows(self, num_rows: int) -> slice:
-        """See ForeignStorage. The last ranks may have fewer rows than they have room for."""
+        """See ForeignStorage. The last ranks may have fewer rows than space for them."""
         each = -(-num_rows // self._ranks.world_size)
         return slice(self._ranks.rank * each, (self._ranks.rank + 1) * each)
 
     def fetch(self, layer: nn.Module) -> list[Tensor]:
-        """See ForeignStorage. Matrices may have more rows than they should; the last ones are meaningless."""
+        """See ForeignStorage. Matrices may have extra rows at the end, which are meaningless."""
         return [self._whole(buffer) for buffer in layer.buffers()]
 
     def _whole(self, share_GrX: Tensor) -> Tensor:
@@ -64,6 +64,6 @@ class SharedStorage(ForeignStorage):
             self.publish(stack, index, stored)
 
     def before_hold(self) -> None:
-        """See ForeignStorage. What was written belongs to the experts that are held now."""
+        """See ForeignStorage. Pending matrices refer to the current stacks."""
         if self.flush is not None:
             self.flush()

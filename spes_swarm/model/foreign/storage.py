@@ -1,7 +1,7 @@
 """The places where others' experts can be: the device, host memory, or a disk. `shares` divides them among ranks.
 
 A layer is a module whose buffers are the stored experts of one decoder layer. Each of its passes, forward or backward,
-fetches them first: then they are on the device that computes.
+first fetches them to the device that computes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LIBC = ctypes.CDLL(None)
 
 
 def in_backward_pass() -> bool:
-    """Returns True if autograd is computing gradients in this thread; also while a forward pass is repeated for it."""
+    """Returns True while autograd computes gradients in this thread, including forward passes repeated for it."""
     return torch._C._current_graph_task_id() != -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignBytes:
-    """What others' experts take."""
+    """The memory that other peers' experts take."""
 
     on_device: int
     on_host: int  # page-locked, beside a GPU
@@ -39,12 +39,12 @@ class ForeignBytes:
 
 
 def foreign_bytes(kind: str, stored: int, num_layers: int, *, on_gpu: bool, num_ranks: int = 1) -> ForeignBytes:
-    """Returns where the `stored` bytes of `num_layers` alike layers are, for each of `num_ranks`.
+    """Returns where the `stored` bytes of `num_layers` equal layers are, for each of `num_ranks`.
 
-    Pages of a file that the kernel keeps in memory do not count: it drops them when memory is short.
+    Pages of files that the kernel keeps in memory do not count: it drops them when memory is short.
     """
     if kind == "ranks":
-        # A layer is gathered, and then put in order.
+        # One layer as gathered, and again with its rows in order.
         return ForeignBytes(on_device=stored // num_ranks + 2 * stored // num_layers, on_host=0, on_disk=0)
     if kind == "device" or (kind == "host" and not on_gpu):
         return ForeignBytes(on_device=stored, on_host=0, on_disk=0)
@@ -65,12 +65,12 @@ def new_storage(kind: str, device: torch.device, directory: Path) -> ForeignStor
 
 
 class ForeignStorage:
-    """The device of the model: buffers move with it, and are used where they are."""
+    """The device of the model: buffers move with the model and are used in place."""
 
     is_fixed = False  # True: buffers stay where they are when the model moves
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns zeros in this place; the model is on `device` now.
+        """Returns zeros in this storage; the model is currently on `device`.
 
         Raises:
             CapacityError: a disk has too little space.
@@ -86,14 +86,14 @@ class ForeignStorage:
         return list(layer.buffers())
 
     def before_write(self) -> None:
-        """Prepares for changes of buffers; called before each of them."""
+        """Prepares for a change of the buffers; called before each one."""
 
     def before_hold(self) -> None:
         """Prepares for a change of the held experts, which replaces all buffers."""
         self.before_write()
 
     def written(self, stack: nn.Module, index: int, stored: tuple[Tensor, Tensor]) -> None:
-        """Takes note of a matrix that has been written from outside: the values and scales of all its rows."""
+        """Called after a matrix has been written, with the values and scales of all its rows."""
 
 
 class PinnedStorage(ForeignStorage):
@@ -107,9 +107,9 @@ class PinnedStorage(ForeignStorage):
 
 
 class DiskStorage(ForeignStorage):
-    """Files on a disk, mapped into memory: the kernel keeps as much of them there as it has room for.
+    """Files on a disk, mapped into memory: the kernel caches as many of their pages as fit.
 
-    They have no names, so they are gone when this process is, however it ends.
+    They have no names, so they disappear when this process ends, however it ends.
     """
 
     is_fixed = True
@@ -128,7 +128,7 @@ class DiskStorage(ForeignStorage):
             os_errors_as(CapacityError, f"{self._directory}: {num_bytes / 1e9:.1f} GB for experts of other peers"),
             tempfile.TemporaryFile(dir=self._directory) as file,
         ):
-            # The space is taken now: writing to a mapped page that the disk has no room for kills the process.
+            # Allocate the space now: writing to a mapped page without disk space kills the process.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             path = f"/proc/self/fd/{file.fileno()}"
             return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8).view(dtype).view(shape)
@@ -142,18 +142,18 @@ class DiskStorage(ForeignStorage):
 
 
 def _read_ahead(mapped: Tensor) -> None:
-    """Makes the kernel read a tensor of `DiskStorage`, without waiting for it. It is a hint: the kernel may refuse."""
+    """Asks the kernel to read a tensor of `DiskStorage` in the background; the kernel may ignore the hint."""
     if mapped.numel():
         _LIBC.madvise(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes), mmap.MADV_WILLNEED)
 
 
 class StagedStorage(ForeignStorage):
-    """Another storage beside a GPU: copies of two layers are on the device, and the second arrives during the first."""
+    """Another storage, with copies of two layers on a GPU: the second is copied while the first computes."""
 
     is_fixed = True
 
     def __init__(self, source: ForeignStorage, start_copy: Callable[[list[Tensor]], LayerCopy]) -> None:
-        """Takes where the experts are, and what starts to copy tensors to the device."""
+        """Takes the storage of the experts, and a function that starts to copy tensors to the device."""
         self._source = source
         self._prefetcher = Prefetcher(lambda layer: start_copy(source.fetch(layer)))
 

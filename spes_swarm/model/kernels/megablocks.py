@@ -1,14 +1,14 @@
-"""The dropless operations of megablocks: it sorts choices, moves rows and multiplies, all with its own kernels.
+"""The dropless operations of megablocks, whose own kernels sort choices, move rows and multiply.
 
-Suffixes as in `products`. They come from the installed package megablocks, which compiles its extensions when it is
-installed, or else prebuilt from the Hub, through the package kernels. Both have the same operations:
+They come from the installed package megablocks, which compiles its extensions when it is installed, or else prebuilt
+from the Hub, through the package kernels. Tensor suffixes as in `products`. Both have the same operations:
 
 - `ops.sort`, `ops.histogram`, `ops.inclusive_cumsum` (compiled): the order of the choices and the ends of the groups;
 - `backend.kernels.gather` and `scatter` (triton): rows to the experts, and weighted sums of rows by token;
 - `backend.gmm` of grouped_gemm (compiled; the prebuilt one contains it): grouped products, in bf16 only.
 
 `megablocks.ops.gather` and `scatter` wrap the triton kernels for autograd, and under autocast they would round the
-routing weights to bf16. Here the gradients are known (see `expert_mlp`), so the kernels are called directly.
+routing weights to bf16. Since `expert_mlp` computes the gradients itself, the kernels are called directly.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MegablocksDispatch:
         self._ops, self._rows = megablocks.ops, megablocks.rows
 
     def sort(self, slots_TK: Tensor, num_slots: int) -> SortedChoices:
-        """Returns the sorted choices; nothing waits for the device."""
+        """Returns the sorted choices, without waiting for the device."""
         slots_S = slots_TK.reshape(-1).to(torch.int32)
         sorted_S, order_S = self._ops.sort(slots_S, max(1, (num_slots - 1).bit_length()))
         ends_E = self._ops.inclusive_cumsum(self._ops.histogram(slots_S, num_slots), 0).reshape(-1)
@@ -105,7 +105,7 @@ class MegablocksKernel:
                 f"kernel 'megablocks' multiplies in bf16 only, not in {str(a.dtype).removeprefix('torch.')}: "
                 "use precision bf16, or the kernel torch"
             )
-        # Built without CUTLASS, as it is by default, grouped_gemm wants the rows of each group in host memory.
+        # Without CUTLASS, the default build, grouped_gemm expects the row counts in host memory.
         counts_G = torch.tensor(groups.counts, dtype=torch.int64)
         return self._gmm(a, b, counts_G, trans_a, trans_b)
 
@@ -165,7 +165,7 @@ def _load(module: str, extension: str | None = None) -> Any:
         raise _does_not_load(module, "it must be built for this torch", exc) from exc
 
 
-@functools.cache  # asking the Hub takes time
+@functools.cache  # a request to the Hub takes time
 def _prebuilt() -> Megablocks:
     try:
         with warnings.catch_warnings():
@@ -177,7 +177,7 @@ def _prebuilt() -> Megablocks:
                 rows=hub.backend.kernels,
                 gmm=hub.gg_backend.gmm,
             )
-    except Exception as exc:  # the network, the cache, no build for this torch, or another interface
+    except Exception as exc:  # network, cache, no build for this torch, or a changed interface
         raise _does_not_load(HUB_REPOSITORY, "prebuilt, from the Hub", exc) from exc
 
 

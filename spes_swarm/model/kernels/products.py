@@ -1,4 +1,4 @@
-"""Expert kernels: matrix products with one matrix per group of consecutive rows, and the way of rows to and from them.
+"""Expert kernels: matrix products with one matrix per group of consecutive rows, and moving rows to and from groups.
 
 Tensor suffixes: T rows sorted by group, D input features, F output features, G groups. In `Dispatch`: T tokens, K
 choices of each, S = T * K choices, E slots of experts.
@@ -28,7 +28,7 @@ class Groups:
     def __init__(self, ends_G: Tensor, counts: Sequence[int] | None = None) -> None:
         """Takes one past the last row of each group: int32, ascending, on the rows' device; the last is T.
 
-        `counts` are the rows of each group, if the host knows them already.
+        `counts` are the rows of each group, if the host already knows them.
         """
         self.ends_G = ends_G
         self._counts = counts
@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def counts(self) -> Sequence[int]:
-        """Rows of each group, on the host: reading unknown ones waits for the device, once."""
+        """Rows of each group, on the host; the first read waits for the device if they are not known."""
         if self._counts is None:
             ends = self.ends_G.tolist()
             self._counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
@@ -49,16 +49,16 @@ class Groups:
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """The choices of tokens, numbered token by token, in the order of their slots."""
+    """The experts chosen for tokens, numbered token by token, in the order of their slots."""
 
     slots_S: Tensor  # int32, ascending
-    order_S: Tensor  # int32: the choice in each place
+    order_S: Tensor  # int32: the choice at each place
     ends_E: Tensor  # int32: one past the last place of each slot
     top_k: int  # choices of a token
 
 
 class Dispatch(Protocol):
-    """Sorts choices and moves rows to the experts and back, where a kernel has operations of its own for that."""
+    """A kernel's own operations that sort choices and move rows to the experts and back."""
 
     def sort(self, slots_TK: Tensor, num_slots: int) -> SortedChoices:
         """Sorts the choices by slot; those of one slot stay in the order of their tokens."""
@@ -81,11 +81,11 @@ class ExpertKernel(Protocol):
 
     @property
     def source(self) -> str:
-        """The library that it comes from, for messages."""
+        """The library that provides the kernel, for messages."""
 
     @property
     def dispatch(self) -> Dispatch | None:
-        """Its own way of moving rows; None: rows are moved with torch."""
+        """Its own operations that move rows; None: torch moves them."""
 
     def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Groups) -> Tensor:
         """Returns y_TF."""

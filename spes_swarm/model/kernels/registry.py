@@ -19,7 +19,7 @@ def load_kernel(name: str) -> ExpertKernel:
     """Returns the kernel called `name`.
 
     Raises:
-        ConfigError: no such kernel, or something that it needs is missing or does not load.
+        ConfigError: the kernel is unknown, or something it needs is missing or does not load.
     """
     if name not in KERNELS:
         raise ConfigError(f"unknown expert kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")

@@ -4,10 +4,9 @@ Tensor data goes over raw streams with our own frames rather than through protob
 whatever length a sender announces and writes without a deadline. Here every frame has a size limit set by the reader,
 and every read and write has a deadline, so neither a hostile nor a frozen peer can hold memory or a task.
 
-The side that opened a stream closes it, once it has received what it asked for; the serving side waits for that. When
-a process closes a stream first, its p2pd closes the libp2p stream for reading, then for writing. Between the two, the
-goroutine that reads notices the end and may reset the stream, and the other side's p2pd then discards whatever it has
-not forwarded yet.
+The side that opened a stream closes it once it has received what it asked for; the serving side waits for that. If the
+serving process closes first, its p2pd closes the libp2p stream for reading, then for writing. In between, the goroutine
+that reads may notice the end and reset the stream; the other p2pd then discards whatever it has not forwarded.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MAX_EXTRA_BYTES = 4096
 MAX_STREAMS_PER_PEER = 8
 # Of one kind, from all peers together: each stream costs a file descriptor.
 MAX_STREAMS = 256
-# What a served peer still sends after the answer, such as requests that it made in advance.
+# Limit on what a served peer sends after the answer, such as requests made in advance.
 _MAX_LATE_BYTES = 1 << 16
 
 
@@ -109,8 +108,8 @@ class Channel:
     async def end(self) -> None:
         """Signals the end of the data and waits for the answer.
 
-        A stream that closes instead of answering is not an error: the other side may have stopped after it had received
-        everything, and whether it has shows in its result.
+        A stream that closes without an answer is not an error: the other side may have stopped after it received
+        everything, which its result shows.
 
         Raises:
             STREAM_ERRORS: the signal could not be sent, or no answer came in time.
@@ -134,8 +133,7 @@ class Channel:
     async def wait_until_closed(self) -> None:
         """Waits until the other side closes the stream, so that it receives what was sent last.
 
-        What it still sends is dropped. Waits for no longer than the deadline of one frame in total, and for no more
-        than 64 KiB.
+        Whatever it still sends is dropped. Waits at most the deadline of one frame in total, and for at most 64 KiB.
         """
         num_bytes = 0
         with suppress(*STREAM_ERRORS):
@@ -185,7 +183,7 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
 
 
 async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink) -> None:
-    """Registers a stream handler. A ProtocolError in it is reported, sent to the other side, and ends the stream.
+    """Registers a stream handler. A ProtocolError in it is reported, is sent to the other side, and ends the stream.
 
     After the handler has returned, the stream stays open until the other side closes it.
     """
@@ -203,7 +201,7 @@ async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: 
         except ProtocolError as exc:
             on_fault(channel.peer_id, exc)
             await channel.send_error(str(exc))
-            if not busy:  # waiting for streams beyond the limit would make it none; their answer may be lost
+            if not busy:  # a wait would defeat the limit on streams; the answer to a busy peer may be lost
                 await channel.wait_until_closed()
         except TimeoutError:
             on_fault(channel.peer_id, ProtocolError("stalled", f"a stream made no progress for {timeout_s:.0f} s"))

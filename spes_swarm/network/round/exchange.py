@@ -363,7 +363,7 @@ class Exchange:
             try:
                 await self._stream_reduced(state, member, channel)
                 await channel.send(Frame(FrameKind.END))
-                # It closes once it has everything: only then may this peer leave.
+                # The other side closes once it has everything; this peer may leave only then.
                 await channel.wait_until_closed()
             finally:
                 state.served(member)

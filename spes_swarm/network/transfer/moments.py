@@ -29,7 +29,7 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 _MAX_HELLO_BYTES = 1024
 _MAX_STEP = 1 << 40
 _ATTEMPTS = 3
-# At a time: one peer may give all of them, and it serves no more than MAX_STREAMS_PER_PEER.
+# Fetches at a time: one peer may give all of them, and it serves at most MAX_STREAMS_PER_PEER streams.
 _MAX_FETCHES = 4
 
 
@@ -105,8 +105,8 @@ class Moments:
             await channel.send(
                 Frame(FrameKind.DATA, part=index, extra=self._step.to_bytes(8, "little"), payload=payload)
             )
-        # The adopter ends its side when it has everything, and closes the stream after the answer: only then may this
-        # peer leave.
+        # The adopter ends its side when it has everything, and closes the stream after the answer. This peer may leave
+        # only then.
         answer = await channel.receive(max_payload_bytes=64)
         await channel.send(Frame(FrameKind.END))
         await channel.wait_until_closed()
@@ -151,7 +151,7 @@ class Moments:
                 except ProtocolError as exc:
                     self.on_fault(peer, exc)
                 except TimeoutError:
-                    frozen.add(peer)  # every further expert would take as long
+                    frozen.add(peer)  # each further expert would also run into the timeout
                 except STREAM_ERRORS:
                     pass  # the giver is gone: try the next one, or keep fresh moments
                 else:

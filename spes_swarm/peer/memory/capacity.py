@@ -2,15 +2,15 @@
 
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits, unless
-  they are in host memory, where they take the lower halves of bf16 weights along), and the other experts in the form in
-  which they are stored, 0.56 to 4 bytes per weight;
+- on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits), and the
+  other experts in the form in which they are stored, 0.56 to 4 bytes per weight. Moments can be in host memory instead;
+  the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
   put together on the host, without gradients and moments.
 
-Several ranks of a peer are on one machine: each has a model and its gradients, on a GPU of its own or, on a CPU, all in
-host memory. Everything else exists once.
+All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
+memory. Everything else exists once.
 
 Activations come on top (step_memory.py counts them). What Python, torch and CUDA take themselves does not count. So
 `auto` leaves part of the memory free, and only what cannot possibly fit is rejected.
@@ -101,7 +101,7 @@ class Workload:
         )
 
     def device_bytes(self, num_experts: int) -> dict[str, int]:
-        """Returns what training takes on the device of rank 0 without activations, by class."""
+        """Returns the bytes of training on the device of rank 0 by class, without activations."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
         halves_apart = self.live_weights == "bf16" and self.optimizer_states == "host"
@@ -115,7 +115,7 @@ class Workload:
         }
 
     def host_bytes(self, num_experts: int) -> dict[str, int]:
-        """Returns what the exchange takes, by class, and what the other ranks or the models of GPUs take there."""
+        """Returns the bytes in host memory by class: of the exchange, and of other ranks or the models of GPUs."""
         on_device = self.device_bytes(num_experts)
         trained = on_device["gradients"] // _GRADIENT
         weights = _WEIGHT * trained
@@ -132,8 +132,8 @@ class Workload:
         if self.foreign_storage == "host":
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
-            # All ranks put their models together at once; these have moved to the GPUs before the first round. Host
-            # memory and files are filled where they are.
+            # All ranks assemble their models on the host at once, and move them to the GPUs before the first round.
+            # Experts in host memory and files are written in place.
             moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
             host["round"] = max(self.result_bytes, self.num_ranks * moved)
         elif self.num_ranks > 1:
@@ -166,7 +166,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
         return on_device <= fraction * free_on_device and on_host <= fraction * free_on_host
 
     def shortage(work: Workload, num_experts: int) -> tuple[str, int, float]:
-        """Returns the memory that is too small, the bytes that are needed there, and those that are free."""
+        """Returns which memory is too small, the bytes needed there, and the bytes free."""
         on_device, on_host = work.needed(num_experts)
         if on_gpu and on_device > free_on_device:
             return memory_of(workload.device), on_device, free_on_device
@@ -214,7 +214,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yields flags, and what a peer needs with them: others' experts in fewer bytes, then moments in another form."""
+    """Yields flags and the workload with them: others' experts in fewer bytes, then moments in another form."""
     forms = FORMS[FORMS.index(workload.foreign_experts) :]
     smaller = _SMALLER_STATES.get(workload.device.type, _SMALLER_STATES["cuda"])
     for states in (workload.optimizer_states, *(each for each in smaller if each != workload.optimizer_states)):
@@ -251,9 +251,9 @@ def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device, num_ran
 
 
 def check_host_memory(run: RunConfig, peer: PeerConfig, on_gpu: bool, num_ranks: int = 1) -> None:
-    """Refuses what cannot fit into host memory, activations aside.
+    """Refuses a run that cannot fit into host memory, without counting activations.
 
-    It touches no GPU, so that the network process can still be forked afterwards. A GPU's own memory is not checked.
+    It does not use a GPU, so the network process can still be forked afterwards. GPU memory is not checked.
 
     Raises:
         ConfigError, CapacityError: as `plan_experts`.

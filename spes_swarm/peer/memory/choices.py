@@ -1,4 +1,4 @@
-"""Settings that need less memory and cost time, precision, or both: what a plan tries, one after the other."""
+"""Settings that save memory at the cost of time, precision, or both, in the order in which a plan tries them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spes_swarm.peer.step_settings import StepSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings of a PeerConfig, by their names there; the defaults are those that take the least time on a GPU."""
+    """Settings of a PeerConfig, by their names there; the defaults are the fastest on a GPU."""
 
     foreign_experts: str = "bf16"
     activation_checkpointing: str = "none"
@@ -37,7 +37,7 @@ _LAYERS = replace(_FAST, activation_checkpointing="layers")
 _INT8 = replace(_LAYERS, foreign_experts="int8")
 _INT4 = replace(_LAYERS, foreign_experts="int4")
 
-# In the order of the time that they cost. A further setting is a field of Choice, and a line wherever it belongs.
+# Fastest first. To add a setting, add a field to Choice, and a line here at the right place.
 _CHOICES = {
     "cuda": (
         _FAST,
@@ -65,7 +65,7 @@ _CHOICES = {
 
 
 def choices(device: torch.device, num_ranks: int = 1) -> tuple[Choice, ...]:
-    """Returns what to try on a device of this type, fastest first."""
+    """Returns the settings to try on this type of device, fastest first."""
     found = _CHOICES[device.type]
     if num_ranks > 1 and device.type == "cuda":  # on a CPU all ranks are in the same memory
         place = found.index(_INT8) + 1
@@ -74,7 +74,7 @@ def choices(device: torch.device, num_ranks: int = 1) -> tuple[Choice, ...]:
 
 
 def step_shape(peer: PeerConfig, device: torch.device, num_held: int, num_ranks: int = 1) -> StepShape:
-    """Returns what decides the activations of this peer's steps."""
+    """Returns the settings that determine the activations of this peer's steps."""
     settings = StepSettings.of(peer, device, num_ranks)
     return StepShape(
         num_held=num_held,

@@ -55,7 +55,7 @@ def shared_vectors(num_elements: int, storage: str, directory: Path) -> tuple[Sh
 
 
 def check_disk_space(num_bytes: int, directory: Path, advice: str) -> None:
-    """Refuses a disk without so much space.
+    """Refuses a disk with less free space than `num_bytes`.
 
     Raises:
         CapacityError: the disk of the directory has too little space; the message ends with `advice`.

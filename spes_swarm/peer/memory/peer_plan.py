@@ -38,13 +38,13 @@ class PeerPlan:
 def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
     """Returns how many experts and sequences fit, activations included; "auto" makes room for activations.
 
-    Each of `num_ranks` processes on this machine computes its share of a batch. On GPUs only the one of rank 0, which
-    needs the most, is counted.
+    Each of `num_ranks` processes on this machine computes a share of the batch. Of several GPUs only that of rank 0,
+    which needs the most memory, is counted.
 
     Raises:
         ConfigError: as `plan_experts`, or the batch cannot be divided evenly among the ranks.
-        CapacityError: as `plan_experts`; also if not even one sequence fits beside the weights. The message says what
-            would fit.
+        CapacityError: as `plan_experts`; also if not even one sequence fits in addition to the weights. The message
+            says what would fit.
     """
     Placement(rank=0, world_size=num_ranks).check_batch(run.training.batch_size_of(peer.batch_size))
     experts = plan_experts(run, peer, device, num_ranks)
@@ -78,7 +78,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
 
 
 def _check_disk(work: Workload, peer: PeerConfig, experts: int) -> None:
-    """Refuses a disk without room for others' experts, of which each rank has its own files, and the reference."""
+    """Refuses a disk without space for the reference and for others' experts, of which each rank has its own files."""
     files = work.num_ranks * work.foreign_bytes(experts).on_disk
     vectors = 2 * torch.float32.itemsize * work.layout.num_elements if work.on_disk else 0
     advice = "use --foreign-storage device, a smaller form of --foreign-experts, or an --output-dir on a larger disk"
@@ -102,7 +102,7 @@ def _what_would_fit(
     for number in range(experts, 0, -1):
         fewer = f"--experts {number} " if number < experts else ""
         for flags, smaller in options:
-            # Moments that leave a GPU need room on the host.
+            # Moments that move off a GPU need host memory.
             if _static(smaller, number) + temporary <= free and smaller.needed(number)[1] <= free_on_host:
                 yield f"{flag}{fewer}{flags}would fit"
 

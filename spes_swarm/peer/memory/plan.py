@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def host_peak(self) -> int:
-        """All that is in host memory."""
+        """All bytes in host memory."""
         return sum(self.host.values()) + (self.device_peak if self.trains_on == "cpu" else 0)
 
     def settings(self) -> dict[str, Any]:
@@ -98,27 +98,27 @@ class _Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shortage:
-    """Settings with which it does not."""
+    """Settings with which it does not fit."""
 
     choice: Choice
-    memory: str  # which is too small
-    least: int  # bytes that are needed there
-    size: int  # bytes that are there
+    memory: str  # the memory that is too small
+    least: int  # bytes needed there
+    size: int  # bytes available there
 
 
 def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batch_size: int | None = None) -> Plan:
-    """Returns the fastest settings with which `experts` fit, in a swarm of that many peers.
+    """Returns the fastest settings with which `experts` fit, and the costs in a swarm of `peers`.
 
     Args:
         run: the swarm's settings.
-        experts: to train; None: the run's number, or as many of these as fit.
-        machine: of the peer.
-        peers: in the swarm.
+        experts: number of experts to train; None: the run's number, or fewer if they do not fit.
+        machine: the peer's machine.
+        peers: number of peers in the swarm.
         batch_size: sequences of a local step; None: the run's.
 
     Raises:
         ConfigError: the batch is too large, or cannot be divided among the ranks.
-        CapacityError: they do not fit with any; the message says what is missing, and what would fit.
+        CapacityError: they fit with no settings; the message says how much is missing, and what would fit.
     """
     batch_size = run.training.batch_size_of(batch_size)
     if batch_size % machine.ranks:
@@ -164,19 +164,19 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
 
 
 class _Planner:
-    """Tries settings for one run on one kind of machine; each step is counted once."""
+    """Tries settings for one run on one machine; caches the memory of each step."""
 
     def __init__(self, run: RunConfig, machine: Machine, batch_size: int) -> None:
         """Takes the sequences of a local step that one rank computes."""
         self._run = replace(run, training=replace(run.training, batch_size=batch_size))
         self._machine = machine
-        # How many ranks have their activations in the same memory.
+        # Number of ranks whose activations are in the same memory.
         self.sharing = machine.ranks if machine.device.type == "cpu" else 1
-        # Activations are the same wherever the reference and the moments are.
+        # Activations do not depend on where the reference and the moments are.
         self._estimates: dict[StepShape, StepEstimate] = {}
 
     def fit(self, experts: int) -> _Fit | _Shortage:
-        """Returns the fastest settings with which so many experts fit; if there are none, those that lack the least."""
+        """Returns the fastest settings with which these experts fit, or those with the smallest shortage."""
         shortages = []
         for choice in choices(self._machine.device, self._machine.ranks):
             for storage in ("memory", "disk"):

@@ -59,11 +59,11 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model on the device: others' experts in their form, both halves of bf16 weights
+    weights: int  # of the whole model on the device: others' experts as stored, and both halves of bf16 weights
     gradients: int
     optimiser: int  # both moments in fp32
-    activations: int  # everything else at the moment when most is alive, but logits
-    logits: int  # alive at that moment: a chunk of them, or none if it is in the backward of a layer
+    activations: int  # everything else at the peak, except logits
+    logits: int  # at the peak: a chunk of them, or none if the peak is in a layer's backward pass
 
     @property
     def temporary(self) -> int:
@@ -113,7 +113,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         if micro_batch_size < run.training.batch_size:
             accumulate()
     temporary = max(0, allocations.peak - weights - trained)
-    # Some gradients may not exist yet at the peak; all of them are counted, so the activations are what is left.
+    # All gradients are counted, even those that do not exist yet at the peak; activations are the remainder.
     logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
     stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
@@ -161,7 +161,7 @@ class StepEstimate:
         self._bounds: dict[int, int] = {}
 
     def step(self, micro_batch_size: int) -> StepMemory:
-        """Returns the memory of a step that computes so many sequences at a time."""
+        """Returns the memory of a step that computes this many sequences at a time."""
         if micro_batch_size not in self._known:
             self._known[micro_batch_size] = step_memory(self._run, self._shape, micro_batch_size)
         return self._known[micro_batch_size]
@@ -171,7 +171,7 @@ class StepEstimate:
         return self.step(micro_batch_size).temporary
 
     def at_least(self, micro_batch_size: int) -> int:
-        """Returns a lower bound of `temporary`, faster."""
+        """Returns a lower bound of `temporary`, which is faster to compute."""
         if self._num_alike is None or micro_batch_size in self._known:
             return self.temporary(micro_batch_size)
         if micro_batch_size not in self._bounds:
@@ -221,8 +221,8 @@ class Allocations(TorchDispatchMode):
 
     Attributes:
         live: bytes now.
-        peak: the most there have been.
-        logits_at_peak: then, those of tensors with one column for each entry of the vocabulary.
+        peak: the largest value of `live`.
+        logits_at_peak: bytes, at the peak, of tensors with one column per entry of the vocabulary.
     """
 
     def __init__(self, vocabulary: int | None = None) -> None:

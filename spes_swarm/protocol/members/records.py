@@ -82,7 +82,7 @@ class Progress(Record):
     round_seconds: _NonNegative  # of the last round
     bytes_sent: _Count  # payload of the last round whose traffic has ended
     bytes_received: _Count
-    # How far it is in each data set that the peers divide among themselves, where newcomers begin; see
+    # Its position in each data set that the peers divide among themselves; newcomers begin beyond it. See
     # data/streaming/pieces.py.
     data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
     # For monitoring; no decision of a peer depends on these.

@@ -174,10 +174,10 @@ class Roster:
         return median_low([count for count in counts if count] or [0])
 
     def data_positions(self) -> tuple[int, ...]:
-        """How far the furthest voice is in each data set that the peers divide.
+        """Returns the furthest position of a voice in each data set that the peers divide.
 
-        The maximum, because what any of them has trained on is not to be repeated. A false claim sends a newcomer to
-        another place of the order, never to other data.
+        The maximum avoids repeating what any of them has trained on. A false claim moves a newcomer to another place in
+        the order, never to other data.
         """
         claims = [view.progress.data for view in self.voices() if view.progress.data]
         length = max(map(len, claims), default=0)

@@ -25,9 +25,9 @@ from spes_swarm.training.optimiser.moment_storage import (
 class PeerAdamW(torch.optim.AdamW):
     """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says how the moments are stored.
 
-    `device` is torch's own step, unless weights are halved. The others take the same step one piece of a parameter
-    after the other: its moments are expanded, or fetched from host memory, updated, and put back, and so are halved
-    weights. In 8 bits this takes 38 bytes per element of a piece, 40 MB on a GPU, whatever the size of the model.
+    `device` is torch's own step, unless weights are halved. The other forms take the same step piece by piece: the
+    moments and halved weights of a piece are expanded or fetched, updated, and written back. In 8 bits this takes 38
+    bytes per element of a piece, 40 MB on a GPU, whatever the size of the model.
 
     In 8 bits, vectors (norms, biases) stay in fp32.
     """

@@ -81,7 +81,7 @@ def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, d
     """Computes this rank's share of a step.
 
     Raises:
-        RankError: another rank of this peer has ended, or this one must, for lack of memory.
+        RankError: another rank of this peer has ended, or this one is out of memory.
     """
     model.hold(step.held)
     exchange_weights(group, model, step)
@@ -93,12 +93,12 @@ def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, d
         if not is_out_of_memory(exc):
             raise
         if model.shares_foreign:
-            raise RankError("it is out of memory; give a smaller --micro-batch-size") from exc
+            raise RankError("it ran out of memory; give a smaller --micro-batch-size") from exc
         # Rank 0 knows; it leaves the swarm, and then gives the order to stop.
 
 
 def attend(group: RankGroup, model: SparseModel, order: Evaluation, device: torch.device) -> None:
-    """Passes two tokens through the model for each batch of rank 0's, so that others' experts are gathered as often.
+    """Passes two tokens through the model for each batch of rank 0, so that all ranks make the same gathers.
 
     Raises:
         RankError: another rank of this peer has ended.

@@ -37,7 +37,7 @@ _LOST = "another rank of this peer has ended"
 
 
 class RankGroup:
-    """The connection of one rank to the others. It cannot be used after a RankError."""
+    """The connection of one rank to the others; unusable after a RankError."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -134,7 +134,7 @@ class RankGroup:
         dist.broadcast(x_N.view(torch.uint8), src=0, group=self._data)
 
     def gather(self, own: Tensor) -> Tensor:
-        """Returns the tensors of all ranks (W, ...), which have the same shape; for W ranks.
+        """Returns the tensors of all W ranks (W, ...), which must have the same shape.
 
         Raises:
             RankError: a rank has ended.

@@ -43,8 +43,8 @@ class Replica:
     ) -> SparseModel:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
 
-        `ranks` is needed if they share others' experts. `lower_halves` says where those of bf16 weights are kept; None:
-        nowhere, because this rank takes no steps.
+        `ranks` is needed if they share others' experts. `lower_halves` is where the lower halves of bf16 weights are
+        kept; None: nowhere, because this rank takes no optimiser steps.
 
         Raises:
             CapacityError: the disk of `output_dir` has too little space.
@@ -92,7 +92,7 @@ class Matrices:
     """Receive matrices of others' experts, rounded, and keep your share of them."""
 
     held: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]  # of each: number of the stack in the model, and index in that
+    places: tuple[tuple[int, int], ...]  # for each: number of the stack in the model, and index in the stack
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""What rank 0 writes into others' experts that all ranks share, on its way to the other ranks."""
+"""Sends what rank 0 writes into shared experts to the other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FULL_BYTES = 64 << 20
 
 
 class Outbox:
-    """Collects rounded matrices in host memory, and sends many at a time.
+    """Collects rounded matrices in host memory and sends them in batches.
 
     If another rank has ended, they are dropped: the next step, which needs all ranks, reports it.
     """
@@ -30,7 +30,7 @@ class Outbox:
         self._num_bytes = 0
 
     def add(self, stack: nn.Module, index: int, stored: tuple[Tensor, Tensor]) -> None:
-        """Takes the values and the scales of a matrix that has been written into a stack of this model."""
+        """Adds the values and scales of a matrix that has been written into a stack of this model."""
         copies = [tensor.to("cpu", copy=True) for tensor in stored]
         self._stacks.append(stack)
         self._indices.append(index)
@@ -40,7 +40,7 @@ class Outbox:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what has been collected; called before the held experts change, and with them all stacks."""
+        """Sends what has been collected; called before the held experts, and thus all stacks, change."""
         if not self._stacks:
             return
         number: dict[nn.Module, int] = {stack: number for number, stack in enumerate(stacks_of(self._model))}
@@ -57,7 +57,7 @@ class Outbox:
 
 
 def receive_matrices(group: RankGroup, model: SparseModel, order: Matrices) -> None:
-    """Takes what rank 0 sends with an order, and keeps this rank's rows.
+    """Receives the matrices that rank 0 sends with an order, and keeps this rank's rows.
 
     Raises:
         RankError: another rank of this peer has ended.

@@ -54,7 +54,7 @@ class SharedGradients:
         try:
             return self._compute(batch_BS, progress)
         except BaseException as exc:
-            # Without memory the step is over for all ranks, unless the others wait for this one's share of experts.
+            # Out of memory ends the step for all ranks, unless the others wait for this rank's share of the experts.
             if not is_out_of_memory(exc) or self._model.shares_foreign:
                 self._group.abandon()
             raise
