@@ -54,7 +54,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     network.add_argument(
         "--upload-mbps", type=float, metavar="MBIT", help="upload bandwidth: sets this peer's share of a round's work"
     )
-    network.add_argument("--bootstrap-timeout", dest="bootstrap_timeout_s", type=float, metavar="SECONDS")
+    network.add_argument(
+        "--bootstrap-timeout",
+        dest="bootstrap_timeout_s",
+        type=float,
+        metavar="SECONDS",
+        help="how long to try to reach an initial peer (default: 60)",
+    )
     hub = parser.add_argument_group("publishing")
     hub.add_argument("--publish-to", metavar="USER/REPO|file:DIR", help="publish the model there while training")
     hub.add_argument("--publish-every", type=int, metavar="ROUNDS", help="rounds between publications (default: 100)")
@@ -73,11 +79,13 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--identity", metavar="FILE", help="identity file (default: OUTPUT_DIR/identity.key)")
     peer.add_argument("--name", help="public nickname")
     peer.add_argument("--data", metavar="SOURCE", help="stdlib, hf:NAME, a path, or a mixture such as 0.7*A + 0.3*B")
-    peer.add_argument("--data-differs", action="store_true", help="train on data that differ from the run's")
+    peer.add_argument("--data-differs", action="store_true", help="train on data other than the run's")
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
     peer.add_argument("--micro-batch-size", metavar="auto|N", help="sequences at a time (default: as many as fit)")
-    peer.add_argument("--precision", metavar="auto|fp32|bf16", help="of matrix products (default: bf16 on a GPU)")
+    peer.add_argument(
+        "--precision", metavar="auto|fp32|bf16", help="for matrix products (default: bf16 on a GPU)"
+    )
     peer.add_argument(
         "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
     )

@@ -38,22 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_parser("plan", __doc__)
     add = parser.add_argument
-    add("--config", type=Path, metavar="FILE", help="YAML file with a `run` section (default: quickstart)")
+    add("--config", type=Path, metavar="FILE", help="YAML file with a `run` section; without it, the quickstart")
     add("--initial-weights", metavar="MODEL", help="plan for this model: a directory, or USER/REPO[@REVISION]")
-    add(
-        "--experts",
-        default="auto",
-        metavar="auto|N|i,j",
-        help="experts to train; auto: the run's number, or what fits",
-    )
-    add("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step (default: the run's)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="device that trains (default: gpu)")
-    add("--memory", metavar="SIZE", help=f"memory of each GPU (default: {_DEFAULT_MEMORY})")
-    add("--host-memory", default="32GB", metavar="SIZE", help="memory of the machine (default: 32GB)")
-    add("--ranks", type=int, default=1, metavar="N", help="GPUs, or CPU processes, of this peer (default: 1)")
-    add("--upload", type=float, default=20.0, metavar="MBIT", help="Mbit/s")
-    add("--download", type=float, default=100.0, metavar="MBIT", help="Mbit/s")
-    add("--peers", type=int, default=16, metavar="N", help="peers in the swarm (default: 16)")
+    add("--experts", default="auto", metavar="auto|N|i,j", help="experts; auto: the run's number, or what fits")
+    add("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step; without it, the run's")
+    add("--device", choices=("gpu", "cpu"), default="gpu", help="device that trains")
+    add("--memory", metavar="SIZE", help=f"memory of each GPU; without it, {_DEFAULT_MEMORY}")
+    add("--host-memory", default="32GB", metavar="SIZE", help="memory of the machine")
+    add("--ranks", type=int, default=1, metavar="N", help="GPUs, or CPU processes, of this peer")
+    add("--upload", type=float, default=20.0, metavar="MBIT", help="upload bandwidth in Mbit/s")
+    add("--download", type=float, default=100.0, metavar="MBIT", help="download bandwidth in Mbit/s")
+    add("--peers", type=int, default=16, metavar="N", help="peers in the swarm")
     add("--calibrate", action="store_true", help="measure the speed of a peer on this machine, for some seconds")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
