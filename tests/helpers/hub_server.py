@@ -37,7 +37,7 @@ _UPLOAD = """
 import sys
 from spes_swarm.publishing.client import hub_api, patiently
 api = hub_api()
-if not api.repo_exists(sys.argv[1]):
+if not patiently(lambda: api.repo_exists(sys.argv[1])):
     patiently(lambda: api.create_repo(sys.argv[1]))
 patiently(lambda: api.upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]))
 """
@@ -74,7 +74,10 @@ class HubServer:
     def upload(self, directory: Path, repo_id: str) -> str:
         """Uploads a directory to a repository, as anybody would, which creates it if need be; returns the commit."""
         command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory)]
-        subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
         return self.commits(repo_id)[0]
 
     def fail_next(self, kind: str, match: str = "", times: int = 1, **details: Any) -> None:
