@@ -13,17 +13,16 @@ _MIN_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class _Peak:
-    """Dense matrix products of a GPU, in 1e12 operations per second, from its vendor's data sheet."""
+    """Dense matrix products of a GPU, in 1e12 operations per second, as its vendor states them."""
 
     names: str  # regular expression: the whole name that the driver reports
     bf16: float | None  # with fp32 accumulation; None: no bf16 units
     fp32: float  # without TF32, which torch does not use unless told to
 
 
-# Dense figures: where a data sheet states only those with 2:4 sparsity, half of them. Sources: NVIDIA's data sheets of
-# HGX B200 (at 1,000 W), H200, H100 (SXM, PCIe, NVL), A100, A40, A30, A10, L40S, L40, L4, V100 and T4; for RTX and
-# GeForce cards the appendices of its GA102, Ada and RTX Blackwell whitepapers, "FP16 Tensor TFLOPS with FP32
-# accumulate", which is half of the rate with fp16 accumulation on GeForce cards; AMD's data sheet of the MI300X.
+# Dense figures as the vendors state them; where only those with 2:4 sparsity are stated, half of them. On GeForce cards
+# bf16 with fp32 accumulation runs at half of the rate with fp16 accumulation. They were compared with public tables and
+# articles that quote the data sheets, except those of the H200 NVL, A30, RTX 4080 and RTX 6000 Ada.
 # Laptop, "D" and MIG variants have other clocks or fewer units and do not match.
 _PEAKS = (
     _Peak("NVIDIA B200", 2250.0, 75.0),

@@ -73,7 +73,10 @@ class HubServer:
     def upload(self, directory: Path, repo_id: str, kind: str = "model") -> str:
         """Uploads a directory to a "model" or "dataset" repository, created if need be; returns the commit."""
         command = [sys.executable, "-c", _UPLOAD, repo_id, str(directory), kind]
-        subprocess.run(command, cwd=ROOT, env=self.environment(), capture_output=True, timeout=PATIENCE_S, check=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
         return self.commits(repo_id)[0]
 
     def fail_next(self, kind: str, match: str = "", times: int = 1, **details: Any) -> None:
