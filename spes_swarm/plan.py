@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace) -> None:
 
     device = torch.device("cuda" if options.device == "gpu" else "cpu")
     if options.calibrate and device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--calibrate measures on this machine, which has no GPU: give --device cpu, or leave it out")
+        raise ConfigError("--calibrate measures on this machine, which has no GPU; give --device cpu, or leave it out")
     run = _read_run(options)
     wanted = parse_experts(options.experts, run.model.num_experts)
     experts = None if wanted == "auto" else len(wanted) if isinstance(wanted, tuple) else wanted
