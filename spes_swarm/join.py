@@ -83,9 +83,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument("--device", metavar="D", help="auto, cpu, cuda, cuda:1 (default: auto)")
     peer.add_argument("--batch-size", type=int, metavar="SEQUENCES", help="sequences in a local step")
     peer.add_argument("--micro-batch-size", metavar="auto|N", help="sequences at a time (default: as many as fit)")
-    peer.add_argument(
-        "--precision", metavar="auto|fp32|bf16", help="for matrix products (default: bf16 on a GPU)"
-    )
+    peer.add_argument("--precision", metavar="auto|fp32|bf16", help="for matrix products (default: bf16 on a GPU)")
     peer.add_argument(
         "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
     )

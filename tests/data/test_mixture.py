@@ -48,7 +48,7 @@ def mixture(sources: Sequence[Sampler | StreamSampler], *weights: float, peer_se
 
 
 def kinds(batch: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> list[int]:
-    """Which source each window is from: 1, 2, or 3 for the data set."""
+    """The source of each window: 1, 2, or 3 for the data set."""
     return [int(row[0]) if row[0] in (1, 2) else 3 for row in batch]
 
 
@@ -91,7 +91,7 @@ def test_a_cursor_of_something_else(sources: list[Sampler | StreamSampler]) -> N
         mixture(sources, 0.3, 0.2, 0.5).restore(saved)
     with pytest.raises(DataError, match="damaged"):
         mixed.restore({**saved, "draws": -1})
-    assert not mixed.restore(single)  # trained on one source before
+    assert not mixed.restore(single)  # saved with a single source
     assert not sources[0].restore(saved)
     assert not sources[2].restore(saved)
     assert not mixture(sources[:2], 0.5, 0.5).restore(saved)

@@ -1,4 +1,4 @@
-"""Who trains on which piece: one owner each, only the necessary moves, and positions that keep the order."""
+"""Owners of pieces: one each, as few moves as possible, and positions that preserve the order."""
 
 from __future__ import annotations
 

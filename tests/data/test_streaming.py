@@ -1,4 +1,4 @@
-"""Data sets that stream, read by the real `datasets`: who trains on what, and an exact cursor."""
+"""Streamed data sets, read by the real `datasets`: the division among peers, and an exact cursor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def few_units(tmp_path_factory: pytest.TempPathFactory) -> StreamedDataset:
 
 @pytest.fixture(scope="module")
 def many_units(tmp_path_factory: pytest.TempPathFactory) -> StreamedDataset:
-    """Seventy files, which are pieces as they are; each has two row groups, or one."""
+    """Seventy files, each of which is one piece with one or two row groups."""
     root = tmp_path_factory.mktemp("many")
     per_file = NUM_DOCUMENTS // 70 + 1
     files = [range(first, min(first + per_file, NUM_DOCUMENTS)) for first in range(0, NUM_DOCUMENTS, per_file)]
@@ -71,12 +71,12 @@ def sampler(
 
 
 def documents_of(tokens: Any) -> list[str]:
-    """The whole documents in a stream of tokens, which is cut anywhere at its ends."""
+    """The complete documents in a stream of tokens; the first and last may be cut."""
     return BYTES.decode(np.asarray(tokens).reshape(-1)).split("<|endoftext|>")[1:-1]
 
 
 def numbers_in(sampler: StreamSampler, num_tokens: int) -> list[int]:
-    """Documents in the order in which they are trained on, until so many tokens are used; the first is left out."""
+    """Documents in training order, until this many tokens are used; the first is left out."""
     windows = [sampler.next_batch(4) for _ in range(num_tokens // (4 * sampler.sequence_length))]
     found = documents_of(windows)
     numbers = [int(text[1 : text.index(">")]) for text in found]
@@ -148,7 +148,7 @@ def test_a_newcomer_begins_beyond_what_the_others_have_begun(
     theirs = set(one_epoch(newcomer))
     assert theirs
     assert not theirs & set(done)
-    # From here on the three are disjoint as well, except for pieces that moved between peers at different places.
+    # From here on the three are disjoint, except for pieces that moved between peers at different places.
     assert len(theirs & set(one_epoch(samplers[0]))) == 0
 
 
@@ -365,7 +365,7 @@ def test_conversations_have_a_loss_on_answers_alone(tmp_path: Path, samplers: li
 
 
 class Failing(StreamedUnits):
-    """Units that can be read until a number of examples, and fail then, for so many times."""
+    """Units whose reads fail after a number of examples, a number of times."""
 
     def __init__(self, units: StreamedDataset, error: Exception, after: int, times: int) -> None:
         self.units, self.error, self.after, self.times = units, error, after, times

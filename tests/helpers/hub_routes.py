@@ -260,7 +260,7 @@ class Handler(Connection):
         self._content(oid, {"ETag": f'"{oid}"'})
 
 
-# A data set has a prefix wherever a model has none; here both share one space of names.
+# Routes of data sets have a prefix that those of models lack; here both share one namespace.
 _REPO = r"(?:datasets/)?(?P<repo>[^/]+/[^/]+)"
 _API = r"/api/(?:models|datasets)/(?P<repo>[^/]+/[^/]+)"
 Handler.routes = [

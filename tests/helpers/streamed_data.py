@@ -1,4 +1,4 @@
-"""Small data sets on disk for `datasets`, each document with a number of its own."""
+"""Small data sets on disk for `datasets`, with numbered documents."""
 
 from __future__ import annotations
 

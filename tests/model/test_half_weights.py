@@ -1,4 +1,4 @@
-"""Halved weights: bf16 for the model, fp32 in every bit for all others."""
+"""Halved weights: bf16 for the model, and bit-exact fp32 for everything else."""
 
 from __future__ import annotations
 

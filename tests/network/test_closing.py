@@ -1,4 +1,4 @@
-"""Who closes a stream, and when: the side that asked, once it has everything. Real daemons, no training."""
+"""The side that asked closes a stream, once it has everything. Real daemons, no training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The predicted speed against the operations that a step of the whole model really takes, which are its clock here."""
+"""The predicted speed against a step of the whole model, on a clock that counts operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def six_layers() -> RunConfig:
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlopCounterMode]:
-    """Makes a clock of the operations of matrix products; only the reading of the time is replaced."""
+    """Replaces the clock by one that counts the operations of matrix products."""
     with FlopCounterMode(display=False) as mode:
         monkeypatch.setattr("spes_swarm.peer.calibration.time.perf_counter", lambda: mode.get_total_flops() / FLOPS)
         yield mode

@@ -265,7 +265,7 @@ def attempt(directory: Path) -> str | None:
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
 @pytest.mark.parametrize("part", range(4))
 def test_a_broken_config_json_gives_a_run_or_one_line(tmp_path: Path, family: str, part: int) -> None:
-    """Every key in turn: missing, and of many a value that makes no sense."""
+    """Every key in turn: removed, and for many also with a nonsensical value."""
     save_moe(tmp_path, family)
     before = (tmp_path / "config.json").read_text(encoding="utf-8")
     keys = [*json.loads(before), "quantization_config", "num_local_experts", "rope_theta", "sliding_window"]

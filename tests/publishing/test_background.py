@@ -1,4 +1,4 @@
-"""Volunteers that wait for one another: on whose turn a round is published, if the first in line does nothing."""
+"""Volunteers in line: which one publishes a round if the first does nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FakeTarget:
 
 
 class Network:
-    """A view of others, of which so many periods' patience is due."""
+    """A view in which this volunteer must wait this many periods."""
 
     def __init__(self, periods: int) -> None:
         self.view = SwarmView(1, 1, 1, 0, 0.0, 0.0, 0.0, 0, 8, publishing_periods=periods)
@@ -129,7 +129,7 @@ def test_who_waits_for_a_volunteer_that_publishes_never_does_so_itself(
 
 
 class Clock(threading.Event):
-    """Time that passes only where somebody waits for this event."""
+    """A clock that advances only while something waits for this event."""
 
     now = 0.0
 

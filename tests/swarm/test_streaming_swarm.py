@@ -1,4 +1,4 @@
-"""Data sets that stream, in swarms of real peers: disjoint shares, exact resumption, and the Hub's commits."""
+"""Streamed data sets in swarms of real peers: disjoint shares, exact resumption, and pinned commits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_founders_commit(tmp_path: Path) 
         (event,) = founder.events("data")
         assert (event["name"], event["revision"], event["split"]) == ("user/verses", commit, "train")
         assert hub.upload(new, "user/verses", "dataset") != commit
-        # The printed command needs no word about the data.
+        # The printed command needs no --data.
         printed = next(line for line in founder.text().splitlines() if "--initial-peers" in line)
         assert "--data" not in shlex.split(printed)
         joiner = running.join("--max-rounds", 1, name="joiner")

@@ -1,4 +1,4 @@
-"""Which layers are on the device when: copies arrive in time, are never too many, and never outdated."""
+"""Copies of layers on the device: they arrive in time, and are never too many or outdated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step(checkpointing: bool, layers: int = NUM_LAYERS) -> list[Use]:
 
 
 def next_other(uses: list[Use], index: int) -> int | None:
-    """The layer of the next use, if that is another one."""
+    """The layer of the next use, if it is a different one."""
     rest = [use for use in uses[index:] if use != uses[index]]
     return rest[0][0] if rest and rest[0][0] != uses[index][0] else None
 
@@ -60,7 +60,7 @@ def test_an_evaluation_costs_one_wrong_prediction() -> None:
 
 @dataclass
 class Device:
-    """Where copies are; it sees how many there are at once."""
+    """The place of the copies; records how many exist at once."""
 
     alive: list[Copy] = field(default_factory=list)
     most: int = 0
@@ -105,7 +105,7 @@ def test_each_layer_is_on_its_way_before_it_is_needed(checkpointing: bool) -> No
         # What is started now is the next layer.
         assert device.started - late <= (following is not None)
     assert device.most == 2
-    # Forward and backward pass bring every layer once, but those that are there from the pass before.
+    # Each pass copies every layer once, except those still there from the pass before.
     assert device.started <= 3 * (2 * NUM_LAYERS - 2) + 2
 
 

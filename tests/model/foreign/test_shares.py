@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class OneProcess:
-    """Ranks that are models of the same process: what others have is looked up in theirs."""
+    """Ranks that are models of the same process, and read each other's shares directly."""
 
     def __init__(self, rank: int, peers: list[SparseModel], world_size: int) -> None:
         self.rank = rank
@@ -132,7 +132,7 @@ def test_all_ranks_gather_as_often_whatever_the_routing(checkpointing: str, pass
         if name.endswith("gate.weight"):
             parameter.data.zero_()  # all experts are equally good, and the same two are chosen for all tokens
     for model in ranks:
-        gradients(model)  # the first time, the form of the output head is looked at, too
+        gradients(model)  # the first call also examines the output head
     held = tuple(np.flatnonzero(ranks[1].pop_routed_tokens()).tolist())
     assert len(held) == 2
     for model, link in zip(ranks, links, strict=True):

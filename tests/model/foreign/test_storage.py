@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class CopiedAtOnce:
-    """A copy as on a GPU, without one. When it is dropped its content is destroyed, so that nobody uses it then."""
+    """A copy as on a GPU, without one. Dropping it destroys its content, so a later use shows."""
 
     def __init__(self, sources: list[Tensor]) -> None:
         self.tensors = [source.clone() for source in sources]
@@ -85,7 +85,7 @@ def steps(model: SparseModel, device: torch.device = CPU) -> Iterator[list[Tenso
 def test_gradients_are_those_of_the_device_bit_for_bit(
     tmp_path: Path, form: str, checkpointing: str, staged: bool
 ) -> None:
-    """Also after weights and held experts have changed: nothing is computed with outdated copies."""
+    """No outdated copies are used after weights and held experts have changed."""
     storage: ForeignStorage = DiskStorage(tmp_path)
     if staged:
         storage = StagedStorage(storage, CopiedAtOnce)

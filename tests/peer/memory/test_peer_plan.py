@@ -48,7 +48,7 @@ QWEN_SETTINGS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_step_is_taken_once() -> Iterator[None]:
-    """A step depends on its arguments alone and takes most of a second; these tests need the same few many times."""
+    """Caches steps: each takes most of a second, and these tests need the same few many times."""
     take, taken = step_memory.step_memory, dict[tuple[str, StepShape, int], StepMemory]()
 
     def remembered(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:

@@ -72,7 +72,7 @@ def test_matrices_arrive_also_before_the_held_experts_change(monkeypatch: pytest
             values_N = rng.standard_normal(block.size, dtype=np.float32)
             for model in (whole, first):
                 model.write_block(block.index, values_N)
-            values_N[:] = 0.0  # the caller's memory is the caller's
+            values_N[:] = 0.0  # the caller may overwrite its memory
     storage = first.foreign_storage
     assert isinstance(storage, SharedStorage)
     assert storage.flush is not None
