@@ -160,7 +160,7 @@ def _absolute(source: str) -> str:
     return str(hf) if hf is not None else str(user_path(source).absolute())
 
 
-def apparent(source: str) -> DataConfig:
+def described_by_name(source: str) -> DataConfig:
     """Describes one source from its name alone.
 
     Raises:

@@ -32,7 +32,7 @@ from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
 from spes_swarm.data.tokenizer import Tokenizer
-from spes_swarm.peer.local_data import LocalData, absolute_source, apparent, open_source
+from spes_swarm.peer.local_data import LocalData, absolute_source, described_by_name, open_source
 from spes_swarm.storage.run_directory import RunDirectory
 
 
@@ -68,7 +68,7 @@ class PeerData:
         if run.kind in (None, "own") or may_differ:
             return source, may_differ
         terms = parse_mixture(source)
-        here = DataConfig.mixed(tuple((term.weight, apparent(term.source)) for term in terms))
+        here = DataConfig.mixed(tuple((term.weight, described_by_name(term.source)) for term in terms))
         if [part.kind for _, part in run.parts] != [part.kind for _, part in here.parts]:
             raise _refusal(run, here)
         for term in terms:

@@ -61,7 +61,7 @@ def test_a_revision_is_a_commit_and_stays(tmp_path: Path, hub: HubServer) -> Non
     assert {path.name for path in (tmp_path / "cache").rglob("*.jsonl")} == set()  # what streams is not stored
 
 
-def test_few_rows_are_fetched_to_go_on_in_the_middle(tmp_path: Path, hub: HubServer) -> None:
+def test_resuming_in_the_middle_fetches_few_rows(tmp_path: Path, hub: HubServer) -> None:
     rows = 64_000
     hub.upload(save_parquet(tmp_path / "set", [range(rows)], rows_in_group=1000), "user/table", "dataset")
     size = (tmp_path / "set" / "part-00000.parquet").stat().st_size
@@ -73,7 +73,7 @@ def test_few_rows_are_fetched_to_go_on_in_the_middle(tmp_path: Path, hub: HubSer
 
 
 @pytest.mark.parametrize("fault", [{"kind": "cut", "fraction": 0.3}, {"kind": "status", "status": 503}])
-def test_connections_that_break_cost_nothing(tmp_path: Path, hub: HubServer, fault: dict[str, object]) -> None:
+def test_broken_connections_lose_no_examples(tmp_path: Path, hub: HubServer, fault: dict[str, object]) -> None:
     hub.upload(save_jsonl(tmp_path / "set", [range(200)]), "user/verses", "dataset")
     dataset = opened("hf:user/verses")
     hub.fail_next(match=".jsonl", times=2, **fault)  # type: ignore[arg-type]

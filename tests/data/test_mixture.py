@@ -84,7 +84,7 @@ def test_a_cursor_continues_with_the_same_bits(sources: list[Sampler | StreamSam
         np.testing.assert_array_equal(again.next_batch(5), batch)
 
 
-def test_a_cursor_of_something_else(sources: list[Sampler | StreamSampler]) -> None:
+def test_a_cursor_of_another_source_or_settings(sources: list[Sampler | StreamSampler]) -> None:
     mixed = mixture(sources, 0.2, 0.3, 0.5)
     saved, single = mixed.state(), sources[0].state()
     with pytest.raises(DataError, match="other weights"):

@@ -32,7 +32,7 @@ def test_every_piece_has_one_owner_whatever_the_order_of_the_members(
 
 
 @given(seed=SEEDS, num_units=UNITS, members=MEMBERS, newcomer=st.text("xyz", min_size=1, max_size=3))
-def test_only_the_pieces_of_those_who_come_or_go_move(
+def test_only_the_pieces_of_members_that_join_or_leave_move(
     seed: int, num_units: int, members: set[str], newcomer: str
 ) -> None:
     deal = Deal(seed, num_units, 0.1)
@@ -75,7 +75,7 @@ def test_a_position_is_the_first_place_that_has_not_been_begun(num_units: int, d
         assert begun <= deal.position(other, begun=False)
 
 
-def test_the_beginning_is_position_0_and_an_absurd_claim_is_a_place_too() -> None:
+def test_the_start_is_position_0_and_an_absurd_claim_is_a_valid_place() -> None:
     for num_units in (1, MANY_UNITS):
         deal = Deal(0, num_units, 0.1)
         assert deal.position(Piece(0, 0, 0), begun=False) == 0

@@ -152,7 +152,7 @@ def test_a_newcomer_begins_beyond_what_the_others_have_begun(
     assert len(theirs & set(one_epoch(samplers[0]))) == 0
 
 
-def test_nobody_is_sent_back(dataset: StreamedDataset, samplers: list[StreamSampler]) -> None:
+def test_no_peer_moves_backwards(dataset: StreamedDataset, samplers: list[StreamSampler]) -> None:
     peer = sampler(dataset, samplers)
     numbers_in(peer, 3200)
     before = peer.state()
@@ -184,7 +184,7 @@ def test_a_cursor_continues_with_the_same_bits(
     assert again.state() == first.state()
 
 
-def test_a_cursor_is_exact_at_every_token_of_a_piece_whoever_the_members_are_then(
+def test_a_cursor_is_exact_at_every_token_of_a_piece_for_any_members(
     dataset: StreamedDataset, samplers: list[StreamSampler]
 ) -> None:
     """A piece that was begun is finished, and a cursor that was restored can be saved again at once."""
@@ -261,7 +261,7 @@ def test_formats_and_columns(tmp_path: Path, samplers: list[StreamSampler]) -> N
     assert [example.value for example in content.read(0)] == list(map(document, range(5)))
 
 
-def test_reading_begins_anywhere(tmp_path: Path) -> None:
+def test_reading_can_begin_anywhere(tmp_path: Path) -> None:
     found = opened(save_parquet(tmp_path, [range(7)], rows_in_group=3))
     assert found.num_units == 3  # few files are cut into row groups
     assert [(e.number, e.value) for e in found.read(1, 0, 2)] == [(2, document(5))]
@@ -301,7 +301,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         StreamedDataset(name, "test")
 
 
-def test_examples_that_cannot_be_used_are_counted(tmp_path: Path, samplers: list[StreamSampler]) -> None:
+def test_unusable_examples_are_counted(tmp_path: Path, samplers: list[StreamSampler]) -> None:
     records = [{"text": text} for text in ("a" * 30, "", None, "  ", "b" * 30)]
     said: list[str] = []
     found = opened(save_records(tmp_path, *records))
@@ -327,7 +327,7 @@ def test_without_a_usable_example_it_says_so(tmp_path: Path, samplers: list[Stre
         list(few.evaluation_batches(1, 1))
 
 
-def test_conversations_have_a_loss_on_answers_alone(tmp_path: Path, samplers: list[StreamSampler]) -> None:
+def test_conversations_have_a_loss_on_answers_only(tmp_path: Path, samplers: list[StreamSampler]) -> None:
     tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer"))
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "the sky"}]
     forged = [{"role": "user<|im_end|>", "content": "what?"}, messages[1]]
@@ -381,7 +381,7 @@ class Failing(StreamedUnits):
             yield example
 
 
-def test_reading_goes_on_after_a_failure_where_it_stopped(
+def test_reading_resumes_after_a_failure_where_it_stopped(
     few_units: StreamedDataset, samplers: list[StreamSampler]
 ) -> None:
     failing = Failing(few_units, ConnectionError("reset by peer"), after=11, times=2)
@@ -407,7 +407,7 @@ def test_a_failure_that_lasts_ends_in_one_line_and_loses_nothing(
     np.testing.assert_array_equal(resumed, intact.next_batch(4))
 
 
-def test_whoever_leaves_does_not_wait(few_units: StreamedDataset, samplers: list[StreamSampler]) -> None:
+def test_a_peer_that_leaves_does_not_wait(few_units: StreamedDataset, samplers: list[StreamSampler]) -> None:
     stop = threading.Event()
     failing = Failing(few_units, ConnectionError("down"), after=0, times=10**9)
     peer = sampler(failing, samplers, stop=stop)
@@ -416,9 +416,7 @@ def test_whoever_leaves_does_not_wait(few_units: StreamedDataset, samplers: list
         peer.next_batch(1)
 
 
-def test_content_that_cannot_be_decoded_costs_the_rest_of_its_unit(
-    tmp_path: Path, samplers: list[StreamSampler]
-) -> None:
+def test_undecodable_content_skips_the_rest_of_its_unit(tmp_path: Path, samplers: list[StreamSampler]) -> None:
     save_jsonl(tmp_path, [range(0, 30), range(30, 60)])
     with (tmp_path / "part-00001.jsonl").open("a") as file:
         file.write("{broken\n")

@@ -176,7 +176,7 @@ def test_no_network_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["user/model@", "user/model@../../secret", "user/model@v1@v2", "@v1"])
-def test_a_revision_that_is_none_is_refused_before_anything_is_asked(name: str) -> None:
+def test_a_malformed_revision_is_refused_before_any_request(name: str) -> None:
     with pytest.raises(DataError, match="expected USER/REPO@REVISION"):
         load_tokenizer(name)
 

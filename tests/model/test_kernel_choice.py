@@ -78,7 +78,7 @@ def test_kernels_that_do_not_work_are_skipped_with_the_reason_in_one_line(more_k
 
 
 @pytest.mark.parametrize(("name", "why"), [("failing", "first product"), ("wrong", "wrong results"), ("x", "unknown")])
-def test_a_kernel_that_is_named_must_work(more_kernels: None, name: str, why: str) -> None:
+def test_a_kernel_named_by_the_user_must_work(more_kernels: None, name: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         check_tools(PeerConfig(kernel=name), CPU)
 

@@ -60,7 +60,7 @@ def test_it_is_the_chunked_loss_on_cuda(autocast: bool, ignored: str) -> None:
     assert max(distances("cuda", autocast, ignored, 2048, 256, 5000)) < _MOST_ERROR[autocast]
 
 
-def test_it_is_left_alone_where_it_would_be_less_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_used_where_it_would_be_less_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_head, "load_liger", lambda: print)
     rows, weight = torch.zeros(2, 3).requires_grad_(), torch.zeros(4, 3)
     assert liger_applies(rows, weight, 1e-5)
@@ -70,7 +70,7 @@ def test_it_is_left_alone_where_it_would_be_less_exact(monkeypatch: pytest.Monke
     linear_loss(rows, weight, torch.tensor([0, 1]), 1e-5)  # on a CPU, it would print
 
 
-def test_one_that_does_not_load_is_passed_over_in_one_line(
+def test_one_that_does_not_load_is_skipped_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "liger_kernel").mkdir()

@@ -248,7 +248,7 @@ def test_a_peer_that_never_closes_costs_no_more_than_the_deadline() -> None:
     run(test)
 
 
-def test_a_peer_that_sends_on_and_on_is_not_waited_for() -> None:
+def test_a_peer_that_keeps_sending_is_not_waited_for() -> None:
     async def test() -> None:
         async with pair() as (left, right):
             sending = asyncio.ensure_future(send_without_end(left))

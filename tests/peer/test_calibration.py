@@ -86,14 +86,14 @@ def test_a_vocabulary_that_is_too_large_is_extrapolated(
     assert speed.step_seconds == pytest.approx(operations_of_a_batch(run, counter) / FLOPS, rel=0.05)
 
 
-def test_nothing_is_made_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_model_is_built_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "free_host_bytes", lambda: 10**6)
     monkeypatch.setattr(calibration._Probe, "__init__", lambda *_: pytest.fail("a model was made"))
     with pytest.raises(CapacityError, match=r"--calibrate: two layers of the model take .* leave --calibrate out"):
         calibrate(with_layers(six_layers(), 1), PEER, CPU)
 
 
-def test_layers_that_differ_cannot_stand_for_each_other() -> None:
+def test_different_layers_cannot_represent_each_other() -> None:
     names = ("hidden_size", "vocab_size", "num_experts", "num_attention_heads", "num_key_value_heads")
     settings = {name: six_layers().model.settings[name] for name in names}
     settings |= {"num_experts_per_tok": 2, "num_hidden_layers": 2, "mlp_only_layers": [0]}

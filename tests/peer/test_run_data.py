@@ -376,7 +376,7 @@ def test_a_mixture_is_the_same_with_the_same_sources_and_weights(tmp_path: Path,
     assert not same_run_data(dataclasses.replace(wanted, sources=wanted.sources[::-1]), run)
 
 
-def test_what_every_machine_finds_needs_no_name(peer: Peer) -> None:
+def test_data_that_every_machine_finds_need_no_name(peer: Peer) -> None:
     on_hub = DataConfig(kind="hf", name="user/verses", config="en", revision="ab" * 20, digest="0" * 64)
     assert peer.data().choose(on_hub) == (f"hf:user/verses:en@{'ab' * 20}", False)
     assert peer.data().choose(DataConfig(kind="hf", name="user/verses")) == ("hf:user/verses", False)

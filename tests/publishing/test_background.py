@@ -106,16 +106,14 @@ def test_the_first_in_line_publishes_when_it_is_due(metrics: Metrics, target: Fa
 
 
 @pytest.mark.parametrize("periods", [1, 2, 3])
-def test_a_live_volunteer_that_publishes_nothing_is_passed_over(
-    metrics: Metrics, target: FakeTarget, periods: int
-) -> None:
+def test_a_live_volunteer_that_publishes_nothing_is_skipped(metrics: Metrics, target: FakeTarget, periods: int) -> None:
     late = (1 + periods) * EVERY  # the first round due, and so many periods
     train(volunteer(metrics, periods), target, 2 * late)
     assert target.published == [late, 2 * late]
 
 
 @pytest.mark.parametrize("periods", [1, 2, 3])
-def test_who_waits_for_a_volunteer_that_publishes_never_does_so_itself(
+def test_a_volunteer_behind_one_that_publishes_never_publishes(
     metrics: Metrics, target: FakeTarget, periods: int
 ) -> None:
     def publish(number: int) -> None:
@@ -140,7 +138,7 @@ class Clock(threading.Event):
 
 
 @pytest.mark.parametrize(("periods", "published_at"), [(0, 0.0), (1, 300.0)])
-def test_the_last_round_of_a_run_does_not_wait_for_ever_either(
+def test_the_last_round_of_a_run_does_not_wait_forever(
     monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget, periods: int, published_at: float
 ) -> None:
     clock = Clock()

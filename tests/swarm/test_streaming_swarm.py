@@ -45,7 +45,7 @@ def checkpoint_rounds(peer: LocalPeer) -> dict[int, Path]:
     return {int(path.name.split("-")[1]): path for path in checkpoints_in(peer.output_dir / "checkpoints")}
 
 
-def test_two_peers_share_a_data_set_and_resume_exactly(tmp_path: Path) -> None:
+def test_two_peers_divide_a_data_set_and_resume_exactly(tmp_path: Path) -> None:
     files = [range(first, first + 3000) for first in range(0, 3000 * NUM_FILES, 3000)]
     source = save_jsonl(tmp_path / "set", files)
     with swarm(tmp_path, round={**PATIENT, "inner_steps": 40}) as running:

@@ -73,7 +73,7 @@ def run_orders(group: RankGroup) -> None:
         else:
             assert isinstance(order, Evaluation)
             with precision():
-                attend(group, model, order, device)
+                join_evaluation(group, model, order, device)
     group.close()
 
 
@@ -97,7 +97,7 @@ def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, d
         # Rank 0 knows; it leaves the swarm, and then gives the order to stop.
 
 
-def attend(group: RankGroup, model: SparseModel, order: Evaluation, device: torch.device) -> None:
+def join_evaluation(group: RankGroup, model: SparseModel, order: Evaluation, device: torch.device) -> None:
     """Passes two tokens through the model for each batch of rank 0, so that all ranks make the same gathers.
 
     Raises:

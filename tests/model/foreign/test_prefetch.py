@@ -93,7 +93,7 @@ class Copy:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_layer_is_on_its_way_before_it_is_needed(checkpointing: bool) -> None:
+def test_each_layer_is_copied_before_it_is_needed(checkpointing: bool) -> None:
     layers, device = new_layers(), Device()
     prefetcher = Prefetcher(device.start_copy)
     for number, in_backward in step(checkpointing):

@@ -125,7 +125,7 @@ def test_each_rank_stores_its_share(form: str) -> None:
 
 
 @pytest.mark.parametrize(("checkpointing", "passes"), [("none", 2), ("layers", 3), ("selective", 3)])
-def test_all_ranks_gather_as_often_whatever_the_routing(checkpointing: str, passes: int) -> None:
+def test_all_ranks_make_the_same_gathers_for_any_routing(checkpointing: str, passes: int) -> None:
     """Also a rank whose tokens meet held experts only."""
     _, ranks, links = models("int8", 2, checkpointing)
     for name, parameter in ranks[1].trainable_parameters():
@@ -146,7 +146,7 @@ def test_all_ranks_gather_as_often_whatever_the_routing(checkpointing: str, pass
     assert [link.gathered for link in links] == 2 * [2 * passes * buffers_per_layer]
 
 
-def test_a_share_is_not_taken_for_an_expert() -> None:
+def test_reading_a_share_as_an_expert_is_refused() -> None:
     _, ranks, _ = models("fp32", 2, "none")
     block = ranks[0].layout.expert_block(0)
     with pytest.raises(ValueError, match="only a share"):

@@ -142,7 +142,7 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
     assert "needs 884.0 MB of this machine's memory, but only 655.0 MB is free" in refusal(load, 1)
 
 
-def test_a_small_gpu_is_offered_moments_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_in_host_memory_are_suggested_for_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     load = workload(LARGE, CUDA, "int4")
     with_free(monkeypatch, host=10 * GB, device=235 * M)
     # 10 + 9 M weights of 8 bytes, and 63 M of 4.5 bits: 188 MB; moments in 8 bits would be 38 MB more.
@@ -152,7 +152,7 @@ def test_a_small_gpu_is_offered_moments_in_host_memory(monkeypatch: pytest.Monke
     assert refusal(load, 2).endswith(": --experts 1 --optimizer-states int8 would fit")
 
 
-def test_ranks_are_counted_where_they_are() -> None:
+def test_ranks_count_in_the_memory_that_they_use() -> None:
     one, two = workload(LARGE), replace(workload(LARGE), num_ranks=3)
     assert two.device_bytes(2) == one.device_bytes(2)
     # A model of 82 M weights, and gradients of 28 M.

@@ -62,7 +62,7 @@ def _each_step_is_taken_once() -> Iterator[None]:
         yield
 
 
-def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_made(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path) -> None:
     """Three experts of four layers in fp32, for each rank, and reference and contribution."""
     peer = PeerConfig(experts="1", foreign_storage="disk", reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)

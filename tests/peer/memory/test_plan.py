@@ -206,6 +206,6 @@ def test_a_configuration_without_a_run(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_here_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_on_a_missing_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--calibrate"]) == 2
     assert "which has no GPU; give --device cpu" in capsys.readouterr().err

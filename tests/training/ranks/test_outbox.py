@@ -61,7 +61,7 @@ def pair(monkeypatch: pytest.MonkeyPatch, full_bytes: int) -> tuple[Wire, Wire, 
 
 
 @pytest.mark.parametrize("full_bytes", [1, 20_000, 1 << 30])
-def test_matrices_arrive_also_before_the_held_experts_change(monkeypatch: pytest.MonkeyPatch, full_bytes: int) -> None:
+def test_matrices_arrive_before_the_held_experts_change(monkeypatch: pytest.MonkeyPatch, full_bytes: int) -> None:
     sender, receiver, first, second = pair(monkeypatch, full_bytes)
     whole, rng = model_of(None), np.random.default_rng(0)
     for held, written in ((HELD, range(8)), ((2, 4), (1, 3)), ((2, 4), (0,))):
@@ -90,7 +90,7 @@ def test_matrices_arrive_also_before_the_held_experts_change(monkeypatch: pytest
             assert torch.equal(found.scales, expected.scales[:, share])
 
 
-def test_writes_after_a_rank_has_ended_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_after_a_rank_has_ended_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer still commits its last round and writes a checkpoint."""
     sender, _, first, _ = pair(monkeypatch, 1)
     sender.lost = True

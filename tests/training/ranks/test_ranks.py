@@ -261,7 +261,7 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
     assert bool(abandoned) == expected
 
 
-def test_an_evaluation_that_only_rank_0_gives_up_is_the_last_that_ranks_do_together() -> None:
+def test_an_evaluation_interrupted_on_rank_0_ends_the_ranks_that_share_experts() -> None:
     for shares in (False, True):
         group = Meeting(failures=0.0)
         model, own = own_gradients(2, SharedStorage(group) if shares else None)
