@@ -53,7 +53,7 @@ def install(root: Path, monkeypatch: pytest.MonkeyPatch, modules: dict[str, str]
         ({"megablocks/__init__.py": "import absent"}, r"needs the module absent, which is not installed: see"),
         (
             {"megablocks/ops/__init__.py": "raise ModuleNotFoundError(\"No module named 'megablocks_ops'.\")"},
-            r"needs megablocks_ops, the compiled part of megablocks, which was not built when that was installed: see",
+            r"needs megablocks_ops, the compiled part of megablocks, which was not built when it was installed: see",
         ),
         (
             {"grouped_gemm/backend.py": "import grouped_gemm_backend"},

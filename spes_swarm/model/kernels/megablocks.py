@@ -156,7 +156,7 @@ def _load(module: str, extension: str | None = None) -> Any:
         if extension is not None and (missing == extension or extension in str(exc)):
             raise ConfigError(
                 f"kernel 'megablocks' needs {extension}, the compiled part of {module.split('.')[0]}, which was not "
-                f"built when that was installed: {_HOW_TO_INSTALL}"
+                f"built when it was installed: {_HOW_TO_INSTALL}"
             ) from exc
         raise ConfigError(
             f"kernel 'megablocks' needs the module {missing}, which is not installed: {_HOW_TO_INSTALL}"
