@@ -1,7 +1,8 @@
 """Trained weights in two halves: the upper one, a bf16 number, is the parameter; the lower one is kept beside it.
 
 The parameter is the fp32 master weight rounded to bf16, and the lower half (int16) is what the rounding left out, in
-units of the master's last place. Together they are the master, bit for bit and in the same number of bytes.
+units of the master's last place. Together they are the master, bit for bit (of a NaN: a NaN) and in the same number of
+bytes.
 Forward and backward see the parameter. The optimiser, rounds and checkpoints see the master, through `read_master` and
 `write_master`, which also serve ordinary parameters.
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 _ROUND = 1 << 15  # half of what the lower 16 bits can count
+_QUIET_NAN = 1 << 6  # the highest bit of the mantissa of a bf16 number
 _LOWER = "lower_half"  # the attribute of a parameter that holds its lower half
 # Masters are assembled this many elements at a time: the largest parameters have hundreds of millions.
 _PIECE_ELEMENTS = 1 << 22
@@ -39,9 +41,14 @@ class LowerHalves:
 
 
 def split(master_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the upper halves of fp32 numbers (bfloat16) and the lower ones (int16)."""
+    """Returns the upper halves of fp32 numbers (bfloat16) and the lower ones (int16).
+
+    Of a NaN the upper half is one as well, and `join` makes some NaN of both.
+    """
     bits_N = master_N.view(torch.int32)
-    upper_N = ((bits_N + _ROUND) >> 16).to(torch.int16)
+    rounded_N = (bits_N + _ROUND) >> 16
+    # Rounding could carry a NaN, such as that of CUDA (all bits set but the sign), into a zero of the other sign.
+    upper_N = torch.where(master_N.isnan(), (bits_N >> 16) | _QUIET_NAN, rounded_N).to(torch.int16)
     lower_N = (bits_N - (upper_N.to(torch.int32) << 16)).to(torch.int16)
     return upper_N.view(torch.bfloat16), lower_N
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -103,6 +104,8 @@ def calibrate(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
         ConfigError: the layers of the model differ.
         CapacityError: even with the smallest vocabulary, two layers do not fit into half of the free memory.
     """
+    # A plan is made before there is an output directory, in whose place the files of others' experts are.
+    peer = replace(peer, output_dir=str(_existing(Path(peer.output_dir))))
     experts, work = int(peer.experts), Workload.of(run, peer, device)
     num_layers = layers_if_alike(run.model.settings, work.layout)
     if num_layers is None:
@@ -135,6 +138,11 @@ def calibrate(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
         teraflops=flops_per_second / 1e12,
         mfu=None if peak is None else flops_per_second / (num_ranks * peak),
     )
+
+
+def _existing(directory: Path) -> Path:
+    """Returns a directory, or the nearest above it that exists."""
+    return next(each for each in (directory.absolute(), *directory.absolute().parents) if each.is_dir())
 
 
 @dataclass(frozen=True)

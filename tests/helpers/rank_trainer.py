@@ -1,7 +1,7 @@
 """A trainer of the tiny run that changes its experts on the way, alone or as rank 0 of several.
 
-`main([DIRECTORY, ROUNDS, STORAGE])` is rank 0 of those that the environment names. It prints a line after each round,
-then the outcome as JSON. STORAGE is that of others' experts.
+`main([DIRECTORY, ROUNDS, STORAGE, WEIGHTS])` is rank 0 of those that the environment names. It prints a line after each
+round, then the outcome as JSON. STORAGE is that of others' experts, WEIGHTS the form of the trained matrices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OTHERS = (2, 4)  # the experts held from the second round on
 FORMS = {"device": "fp32", "ranks": "int8"}  # of others' experts, by where they are stored
 
 
-def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device") -> Replica:
+def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device", live_weights: str = "fp32") -> Replica:
     """The model of a lone trainer."""
     return Replica(
         model_type=run.model.type,
@@ -46,9 +46,10 @@ def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device") -> 
         kernel="torch",
         foreign_experts=FORMS[storage],
         foreign_storage=storage,
+        live_weights=live_weights,
         activation_checkpointing="none",
         compile=False,
-        precision="fp32",
+        precision=live_weights,
         micro_batch_size=1,
         num_threads=1,
         losses=loss_weights(run.training),
@@ -62,18 +63,20 @@ def train(
     rounds: int = ROUNDS,
     on_round: Callable[[], None] = lambda: None,
     storage: str = "device",
+    live_weights: str = "fp32",
 ) -> dict[str, Any]:
     """Trains for some rounds; returns what must not depend on the number of ranks, the losses, and the bytes of others'
     experts. A `storage` other than the device's is used if there are several ranks.
     """
     run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES, evaluation={"every_rounds": 2})
     if ranks is not None:
-        ranks.send_order(replica(run, storage=storage))
+        ranks.send_order(replica(run, storage=storage, live_weights=live_weights))
     lone = LoneTrainer(
         directory,
         run,
         FORMS[storage],
         SharedStorage(ranks) if ranks is not None and storage == "ranks" else None,
+        live_weights,
         max_rounds=rounds,
         micro_batch_size=1,
         ranks=ranks,
@@ -110,14 +113,16 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
 
 def main(arguments: list[str]) -> int:
     """Trains as rank 0; returns the exit code."""
-    directory, rounds, storage = arguments
+    directory, rounds, storage, live_weights = arguments
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
     ranks.connect()
     try:
         with ranks:
-            outcome = train(Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage)
+            outcome = train(
+                Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage, live_weights
+            )
             print(json.dumps(outcome), flush=True)
     except RankError as exc:
         print(f"rank 0: {exc}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -37,10 +37,25 @@ def floats(bits: list[int]) -> Tensor:
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=50))
 def test_halves_are_the_number_in_every_bit(bits: list[int]) -> None:
-    numbers_N = floats(bits)  # NaN and infinity included
+    numbers_N = floats(bits)  # infinity included
     upper_N, lower_N = split(numbers_N)
     assert (upper_N.dtype, lower_N.dtype) == (torch.bfloat16, torch.int16)
-    assert torch.equal(join(upper_N, lower_N).view(torch.int32), numbers_N.view(torch.int32))
+    same_N = join(upper_N, lower_N).view(torch.int32) == numbers_N.view(torch.int32)
+    assert bool((same_N | numbers_N.isnan()).all())
+
+
+_NAN_BITS = st.builds(
+    lambda sign, mantissa: sign | 0x7F800000 | mantissa, st.sampled_from([0, -(2**31)]), st.integers(1, 2**23 - 1)
+)
+
+
+@given(_NAN_BITS)
+@example(0x7FFFFFFF)  # CUDA's
+@example(-1)
+def test_a_nan_is_one_in_both_forms(bits: int) -> None:
+    upper_N, lower_N = split(floats([bits]))
+    assert upper_N.isnan().all()
+    assert join(upper_N, lower_N).isnan().all()
 
 
 @given(st.floats(-(2.0**126), 2.0**126, width=32))

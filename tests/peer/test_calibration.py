@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,16 @@ def test_a_vocabulary_that_is_too_large_is_extrapolated(
     assert calibration._with_room(run, PEER, CPU).model.vocab_size == 1024
     speed = calibrate(run, PEER, CPU)
     assert speed.step_seconds == pytest.approx(operations_of_a_batch(run, counter) / FLOPS, rel=0.05)
+
+
+@pytest.mark.slow
+def test_others_experts_are_in_files_before_there_is_an_output_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    peer = replace(PEER, foreign_storage="disk")
+    assert calibrate(with_layers(six_layers(), 2), peer, CPU).tokens_per_second > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_model_is_built_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,12 @@ def test_other_forms_of_experts_are_refused(experts: object) -> None:
         lease(1e9, experts=experts)
 
 
+def test_peers_that_do_not_know_of_divided_data_understand_runs_without_it() -> None:
+    assert "data" not in progress(1e9).model_dump()
+    record = progress(1e9, data=[0, 5])
+    assert type(record).model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))) == record
+
+
 def test_recent_faults_are_few_and_hold_only_kinds() -> None:
     now = 1000.0
     faults = RecentFaults(lambda: now)

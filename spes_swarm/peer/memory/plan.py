@@ -207,7 +207,7 @@ class _Planner:
         if machine.device.type == "cpu":
             name, size, fixed = "host memory", machine.host_memory, fixed + host
         short = partial(_Shortage, choice=choice)
-        if host > machine.host_memory:
+        if machine.device.type != "cpu" and host > machine.host_memory:
             return short(memory="host memory", least=host, size=machine.host_memory)
         if fixed > size:
             return short(memory=f"{name} before the first activation", least=fixed, size=size)

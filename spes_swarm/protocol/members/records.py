@@ -6,9 +6,16 @@ import re
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
@@ -83,7 +90,8 @@ class Progress(Record):
     bytes_sent: _Count  # payload of the last round whose traffic has ended
     bytes_received: _Count
     # Its position in each data set that the peers divide among themselves; newcomers begin beyond it. See
-    # data/streaming/pieces.py.
+    # data/streaming/pieces.py. Left out if there is none: older peers refuse a field that they do not know, and their
+    # runs have no such data.
     data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
     # For monitoring; no decision of a peer depends on these.
     in_round: bool = False  # currently in a round
@@ -93,6 +101,13 @@ class Progress(Record):
     eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
     eval_loss_stderr: _NonNegative | None = None  # its standard error; None: unknown
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_empty_data(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialise(self)
+        if not self.data:
+            fields.pop("data")
+        return fields
 
 
 class Lease(Record):

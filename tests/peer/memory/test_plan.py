@@ -16,7 +16,7 @@ from spes_swarm import plan as command
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.memory.capacity import Workload
+from spes_swarm.peer.memory.capacity import Workload, as_flags, gigabytes
 from spes_swarm.peer.memory.choices import Choice, choices, step_shape
 from spes_swarm.peer.memory.plan import Machine, Plan, plan
 from spes_swarm.peer.memory.step_memory import step_memory, with_layers
@@ -122,6 +122,17 @@ def test_as_many_experts_as_fit() -> None:
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert command.main(arguments) == 0
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", [1, 10**6])
+def test_a_cpu_with_far_too_little_memory_is_told_what_all_of_it_is_for(memory: int) -> None:
+    totals = {
+        choice: sum(Workload.of(RUN, choice.apply(PeerConfig(reference_storage="disk")), CPU).needed(1))
+        for choice in choices(CPU)
+    }
+    least = min(totals, key=lambda choice: totals[choice])
+    with pytest.raises(CapacityError, match=f"at least {gigabytes(totals[least])} .*{as_flags(least.to_dict())}: "):
+        planned(CPU, memory)
 
 
 def test_the_quickstart_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
