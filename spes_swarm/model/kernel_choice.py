@@ -20,6 +20,7 @@ from spes_swarm.config.model_size import EXPERTS_PER_TOKEN, first_of
 from spes_swarm.model.expert_mlp import Routing, expert_mlp
 from spes_swarm.model.experts import PROJECTIONS
 from spes_swarm.model.kernels import KERNELS, ExpertKernel, LoopKernel, load_kernel
+from spes_swarm.model.kernels.megablocks import would_be_downloaded
 from spes_swarm.model.sparse_model import build_model, find_experts
 
 _WARM_UP, _REPEATS = 2, 5
@@ -89,6 +90,9 @@ def measured_choice(shape: LayerShape, device: torch.device, precision: str) -> 
     sources: dict[str, str] = {}
     remarks = []
     for name in KERNELS:
+        if name == "megablocks" and would_be_downloaded():
+            remarks.append("skipped: the prebuilt megablocks is code from the Hub; name it to use it")
+            continue
         try:
             kernel = try_kernel(name, device, precision)
             seconds[name], sources[name] = layer.seconds(kernel), kernel.source

@@ -144,3 +144,11 @@ def test_a_gpu_measures(precision: str) -> None:
     assert choice.kernel in KERNELS
     assert "a layer takes" in choice.kernel_reason
     try_kernel(choice.kernel, torch.device("cuda"), precision)
+
+
+def test_code_from_the_hub_runs_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "would_be_downloaded", lambda: True)
+    monkeypatch.setitem(KERNELS, "megablocks", lambda: pytest.fail("it was loaded"))
+    choice = measured_choice(SMALL, CPU, "fp32")
+    assert choice.kernel in ("torch", "loop")
+    assert "the prebuilt megablocks is code from the Hub" in choice.kernel_reason
