@@ -51,7 +51,7 @@ class BatchSource(ABC):
             DataError: nothing is held out, or the data cannot be read.
         """
 
-    # Data that the peers of a run divide among themselves; see streaming/pieces.py. Others need nothing of this.
+    # Data that the peers of a run divide among themselves; see streaming/pieces.py. Other data need nothing of this.
 
     def follow(self, members: Collection[str]) -> None:  # noqa: B027 - nothing to do for data that is not divided
         """Divides the data among these peers from the next piece on; this peer is one of them in any case."""

@@ -11,6 +11,7 @@ those of the last commit, and it has these limits:
 - A piece that has been begun is finished by the peer that began it, and by no other if that peer dies.
 - Peers are at different places of the order. A piece that changes hands is left out of the epoch if its old owner has
   not come to it yet and its new owner has passed it; it is trained on twice in the opposite case.
+- A member that trains on other data owns pieces all the same, which nobody trains on in that epoch.
 - Until its first commit the others do not count a newcomer as a member, so its first round may repeat theirs.
 
 A newcomer begins beyond the furthest piece that a member has announced (`position`), so what the others have done in
@@ -51,6 +52,7 @@ class Deal:
     run_seed: int  # the same for all peers of a run
     num_units: int
     holdout_fraction: float  # share of the examples that no peer trains on
+    alone: str = ""  # the peer whose order this is, if it divides the data with no other
     _orders: dict[int, Permutation] = field(default_factory=dict, init=False)  # of the latest epoch
 
     @property
@@ -61,7 +63,8 @@ class Deal:
     def unit(self, epoch: int, place: int) -> int:
         """The unit at a place of an epoch's order."""
         if epoch not in self._orders:
-            self._orders = {epoch: Permutation(self.num_units, f"spes-swarm units {self.run_seed} {epoch}".encode())}
+            key = f"spes-swarm units {self.run_seed} {epoch} {self.alone}".rstrip()
+            self._orders = {epoch: Permutation(self.num_units, key.encode())}
         return int(self._orders[epoch](np.array([place]))[0])
 
     def piece(self, epoch: int, place: int, example: int) -> Piece:
