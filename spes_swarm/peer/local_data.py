@@ -99,6 +99,7 @@ class LocalData:
         training, holdout_fraction = run.training, run.evaluation.holdout_fraction
         own_seed = int.from_bytes(blake3(peer_id.encode()).digest()[:6], "little")
         peer_seed = seed if seed is not None else own_seed
+        divided = not self.differs and run.data.kind not in (None, "own")  # others are known to have the same data
 
         def batches_of(part: LocalSource) -> BatchSource:
             if part.stream is None:
@@ -117,6 +118,7 @@ class LocalData:
                 run_seed=training.seed,
                 peer_id=peer_id,
                 holdout_fraction=holdout_fraction,
+                divided=divided,
                 stop=stop,
                 say=say,
             )

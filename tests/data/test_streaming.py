@@ -106,6 +106,19 @@ def decoded(batch: Any) -> str:
 # ---------------------------------------------------------------------------------------------- who trains on what
 
 
+def test_a_peer_whose_data_no_other_has_trains_on_all_of_them(
+    dataset: StreamedDataset, samplers: list[StreamSampler]
+) -> None:
+    mine, others = (sampler(dataset, samplers, peer_id, divided=False) for peer_id in "ab")
+    mine.follow(["a", "b", "c"])
+    mine.advance([40 << 20])  # of a member whose data are others
+    assert mine.positions() == ()
+    order, kept = one_epoch(mine), held_out(mine)
+    assert set(order) == set(one_epoch(sampler(dataset, samplers))) == set(one_epoch(others))
+    assert order != one_epoch(sampler(dataset, samplers, "b", divided=False))
+    assert kept == held_out(others)
+
+
 def test_an_epoch_has_every_document_that_is_not_held_out(
     dataset: StreamedDataset, samplers: list[StreamSampler]
 ) -> None:

@@ -314,6 +314,20 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_data(tmp_path: Path, pe
 # -------------------------------------------------------------------------------- data sets that stream, mixtures
 
 
+def test_data_are_divided_only_with_peers_that_have_the_same(tmp_path: Path, peer: Peer) -> None:
+    source, other = (f"hf:{save_jsonl(tmp_path / name, [range(size)])}" for name, size in (("a", 50), ("b", 51)))
+    of_run = founded(source, peer)
+    for run_data, mine, differs, divided in (
+        (of_run, source, False, 1),
+        (of_run, other, True, 0),
+        (OWN, source, False, 0),
+        (of_run, f"0.5*{source} + 0.5*{other}", True, 0),
+    ):
+        data = Peer(tmp_path / "peer").data(mine, differs=differs).open(run_data, BYTES)
+        batches = data.batches(quickstart(run_data), peer_id="a", seed=None, stop=threading.Event(), say=print)
+        assert len(batches.positions()) == divided
+
+
 def test_a_directory_that_streams_is_compared_by_its_files(tmp_path: Path, peer: Peer) -> None:
     run = founded(f"hf:{save_jsonl(tmp_path / 'set', [range(50)])}", peer)
     assert (run.kind, run.name, run.split, run.revision) == ("hf", "set", "train", None)

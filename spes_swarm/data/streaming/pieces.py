@@ -11,6 +11,7 @@ those of the last commit. It has these limits:
 - A piece is finished by the peer that began it. If that peer dies, no other peer finishes it.
 - Peers are at different places in the order. A piece that changes owners is left out of the epoch if the old owner has
   not reached it and the new owner has passed it; in the opposite case it is trained on twice.
+- A member that trains on other data owns pieces, too, which no peer trains on in that epoch.
 - A newcomer is not a member until its first commit, so its first round may repeat work of the others.
 
 A newcomer begins beyond the furthest position that a member has announced (`position`), so it does not repeat what the
@@ -51,6 +52,7 @@ class Deal:
     run_seed: int  # the same for all peers of a run
     num_units: int
     holdout_fraction: float  # share of the examples that no peer trains on
+    alone: str = ""  # the peer whose order this is, if it divides the data with no other
     _orders: dict[int, Permutation] = field(default_factory=dict, init=False)  # of the latest epoch
 
     @property
@@ -61,7 +63,8 @@ class Deal:
     def unit(self, epoch: int, place: int) -> int:
         """Returns the unit at a place in an epoch's order."""
         if epoch not in self._orders:
-            self._orders = {epoch: Permutation(self.num_units, f"spes-swarm units {self.run_seed} {epoch}".encode())}
+            key = f"spes-swarm units {self.run_seed} {epoch} {self.alone}".rstrip()
+            self._orders = {epoch: Permutation(self.num_units, key.encode())}
         return int(self._orders[epoch](np.array([place]))[0])
 
     def piece(self, epoch: int, place: int, example: int) -> Piece:

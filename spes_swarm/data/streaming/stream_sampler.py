@@ -71,6 +71,7 @@ class StreamSampler(BatchSource):
         run_seed: the same for all peers of a run.
         peer_id: of this peer.
         holdout_fraction: share of the examples that is never trained on, 0 to 0.5.
+        divided: whether the peers divide this data set; if False, this peer goes through all of it in its own order.
         stop: set when the peer is told to leave, which ends all waiting.
         say: gets messages for the user.
         patience_s: how long to wait for an example.
@@ -85,6 +86,7 @@ class StreamSampler(BatchSource):
         run_seed: int,
         peer_id: str,
         holdout_fraction: float,
+        divided: bool = True,
         stop: threading.Event | None = None,
         say: Callable[[str], None] = lambda text: None,
         patience_s: float = PATIENCE_S,
@@ -97,7 +99,8 @@ class StreamSampler(BatchSource):
         self._stop = stop if stop is not None else threading.Event()
         self._say = say
         self._patience_s = patience_s
-        self._deal = Deal(run_seed, units.num_units, holdout_fraction)
+        self._divided = divided
+        self._deal = Deal(run_seed, units.num_units, holdout_fraction, "" if divided else peer_id)
         self._members: frozenset[str] = frozenset({peer_id})
         self._data = short_digest(units.digest)
         settings = f"{units.digest} {units.num_units} {sequence_length} {run_seed} {peer_id} {holdout_fraction}"
@@ -163,15 +166,17 @@ class StreamSampler(BatchSource):
 
     def follow(self, members: Collection[str]) -> None:
         """See `BatchSource`."""
-        self._members = frozenset({*members, self._me})
+        self._members = frozenset({*members, self._me} if self._divided else {self._me})
 
     def positions(self) -> tuple[int, ...]:
         """See `BatchSource`."""
+        if not self._divided:
+            return ()
         return (self._deal.position(self._piece_of(self._cursor), begun=self._cursor.begun),)
 
     def advance(self, positions: Sequence[int]) -> None:
         """See `BatchSource`."""
-        if not positions:
+        if not positions or not self._divided:
             return
         epoch, place, example = self._deal.place_of(positions[0])
         now = self._cursor
