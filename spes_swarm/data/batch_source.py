@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,13 @@ class BatchSource(ABC):
             DataError: nothing is held out, or the data cannot be read.
         """
 
-    # For data that the peers of a run divide among themselves; see streaming/pieces.py. Other sources ignore these.
+    # For data that the peers of a run divide among themselves; see dealing.py. Other sources ignore these.
 
-    def follow(self, members: Collection[str]) -> None:  # noqa: B027 - data that is not divided needs nothing
+    def follow(self, members: Iterable[str]) -> None:  # noqa: B027 - data that is not divided needs nothing
         """Divides the data among these peers and this one, from the next piece on."""
 
     def positions(self) -> tuple[int, ...]:
-        """This peer's position in each data set that is divided; see `Deal.position`."""
+        """This peer's position in each data set that is divided; newcomers begin beyond it."""
         return ()
 
     def advance(self, positions: Sequence[int]) -> None:  # noqa: B027

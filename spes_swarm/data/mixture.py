@@ -7,7 +7,7 @@ cursor and goes through its epochs at its own pace: a small source with a large 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -82,8 +82,9 @@ class Mixture(BatchSource):
         for source, count in zip(self.sources, shares(num_sequences, self._weights), strict=True):
             yield from source.evaluation_batches(count, batch_size)
 
-    def follow(self, members: Collection[str]) -> None:
+    def follow(self, members: Iterable[str]) -> None:
         """See `BatchSource`."""
+        members = frozenset(members)
         for source in self.sources:
             source.follow(members)
 

@@ -1,4 +1,4 @@
-"""Which tokens a peer trains on next: a resumable walk through token files, different for every peer.
+"""Which tokens a peer trains on next: a resumable walk through token files.
 
 All files of a peer form one stream of N tokens. Each file is cut into *windows* of S tokens; the loss shifts inside a
 window, so a window gives S - 1 predictions. A file is divided into equal periods; the last windows of each period are
@@ -9,13 +9,18 @@ held out for evaluation, and the rest, a *span*, is for training:
 Each training window lies inside one span, so it never contains a held-out token, and the held-out part is spread
 evenly over all sources. What is held out of a file depends on that file alone: a peer that has only some shards of a
 corpus never trains on what others evaluate. In each epoch, all windows are shifted by a new offset below S (long spans
-only: it costs each span one window), and their order is a new pseudo-random permutation, keyed by run, peer and epoch.
+only: it costs each span one window), and their order is a new pseudo-random permutation.
+
+Peers with the same files *divide* them: all walk through the order of the run, in which each block of windows belongs
+to one member (data/dealing.py), and skip the blocks of others. So no window is trained on twice in an epoch while the
+members stay the same; streaming/pieces.py has the limits when they change. Other peers walk through an order of their
+own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,11 +32,16 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.corpus_index import corpus_digest
+from spes_swarm.data.dealing import owner_of
 from spes_swarm.data.permutation import Permutation
 from spes_swarm.data.token_file import TokenFile
 
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets
 _MIN_SPAN_FOR_OFFSET = 16  # windows; an offset costs a span one of them
+# Windows in a block of the order that peers divide. Fewer cost more hashes; more make the shares of a small corpus
+# uneven, so an epoch has at least so many blocks if it has as many windows.
+_BLOCK_WINDOWS = 32
+_MIN_BLOCKS = 1024
 
 
 class TokenStream:
@@ -230,6 +240,7 @@ class Sampler(BatchSource):
         run_seed: the same for all peers of a run.
         peer_seed: different for each peer; a peer that keeps its seed resumes its own order.
         holdout_fraction: fraction of the windows that is never trained on, 0 to 0.5.
+        divided_as: this peer's id, if it divides the data with others; None: it has its own order.
 
     Raises:
         DataError: too little data, or an invalid fraction.
@@ -243,16 +254,21 @@ class Sampler(BatchSource):
         run_seed: int,
         peer_seed: int,
         holdout_fraction: float = 0.01,
+        divided_as: str | None = None,
     ) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
         lengths = [len(file.tokens) for file in stream.files]
         self.split = StreamSplit.plan(lengths, sequence_length, holdout_fraction)
         self._run_seed = run_seed
-        self._key = f"{run_seed} {peer_seed}"
+        self._key = f"{run_seed} {peer_seed}" if divided_as is None else f"{run_seed}"
+        self._me = divided_as
+        self._members: frozenset[str] = frozenset() if divided_as is None else frozenset({divided_as})
+        self._block = min(_BLOCK_WINDOWS, max(1, self.split.num_training() // _MIN_BLOCKS))
         # The meaning of a cursor depends on all of this, so the state includes it.
         split = self.split.splits[0] if len(lengths) == 1 else self.split
-        self._identity = short_digest(f"{stream.digest} {split} {self._key}")
+        walk = self._key if divided_as is None else f"{self._key} divided {divided_as}"
+        self._identity = short_digest(f"{stream.digest} {split} {walk}")
         self._data = short_digest(stream.digest)
         self._enter(0, 0)
 
@@ -274,7 +290,10 @@ class Sampler(BatchSource):
 
     def state(self) -> Cursor:
         """Returns the cursor, from which `restore` continues exactly here."""
-        return {"epoch": self.epoch, "position": self.position, "identity": self._identity, "data": self._data}
+        cursor: Cursor = {"epoch": self.epoch, "position": self.position}
+        if self._me is not None:
+            cursor["members"] = sorted(self._members)
+        return {**cursor, "identity": self._identity, "data": self._data}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Moves the cursor to a saved one.
@@ -298,8 +317,26 @@ class Sampler(BatchSource):
             )
         if epoch < 0 or not 0 <= position <= self.split.num_training():
             raise DataError(f"the saved data cursor is damaged (epoch {epoch}, position {position})")
+        self.follow(map(str, state.get("members", ())))
         self._enter(epoch, position)
         return True
+
+    def follow(self, members: Iterable[str]) -> None:
+        """See `BatchSource`. A block that this peer has begun stays its own."""
+        if self._me is not None:
+            self._members = frozenset({*members, self._me})
+
+    def positions(self) -> tuple[int, ...]:
+        """See `BatchSource`: the number of blocks begun or passed in all epochs, if the data is divided."""
+        if self._me is None:
+            return ()
+        return (self.epoch * self._num_blocks + -(-self.position // self._block),)
+
+    def advance(self, positions: Sequence[int]) -> None:
+        """See `BatchSource`."""
+        if self._me is not None and positions and positions[0] > self.positions()[0]:
+            epoch, block = divmod(positions[0], self._num_blocks)
+            self._enter(epoch, block * self._block)
 
     def evaluation_batches(self, num_sequences: int, batch_size: int) -> Iterator[NDArray[np.int64]]:
         """Yields held-out windows, int64 (B, S); the same ones in the same order on every peer with the same data.
@@ -336,6 +373,15 @@ class Sampler(BatchSource):
         self._order = Permutation(self.split.num_training(), key)
         self._offset = int.from_bytes(blake3(key + b" offset").digest()[:8], "little") % self.sequence_length
 
+    @property
+    def _num_blocks(self) -> int:
+        """Blocks in an epoch; the last one may be smaller."""
+        return -(-self.split.num_training() // self._block)
+
+    def _owns_next_block(self) -> bool:
+        piece = f"spes-swarm windows {self._key} {self.epoch} {self.position // self._block} "
+        return owner_of(piece.encode(), self._members) == self._me
+
     def _take(self, count: int) -> list[int]:
         """Returns the first tokens of the next `count` windows, and moves the cursor past them."""
         starts: list[int] = []
@@ -343,6 +389,12 @@ class Sampler(BatchSource):
             if self.position == self.split.num_training():
                 self._enter(self.epoch + 1, 0)
             stop = min(self.position + count - len(starts), self.split.num_training())
+            if self._me is not None:
+                end = min((self.position // self._block + 1) * self._block, self.split.num_training())
+                if self.position % self._block == 0 and not self._owns_next_block():
+                    self.position = end
+                    continue
+                stop = min(stop, end)
             order = self._order(np.arange(self.position, stop, dtype=np.int64))
             starts += [self.split.training_start(index, self._offset) for index in order.tolist()]
             self.position = stop

@@ -89,7 +89,8 @@ class LocalData:
         Args:
             run: settings of the run.
             peer_id: of this peer.
-            seed: of the data order; None: derived from the peer id, so the order is the same in every session.
+            seed: of an order of its own for the data in token files; None: the order that the peers of the run divide,
+                or, if its data may differ from theirs, one derived from the peer id.
             stop: set when the peer is told to leave, which ends all waiting for data.
             say: gets messages for the user.
 
@@ -103,12 +104,15 @@ class LocalData:
 
         def batches_of(part: LocalSource) -> BatchSource:
             if part.stream is None:
+                # Peers with some shards each have little in common: each goes through all of its own.
+                whole = part.shards[0] == part.shards[1]
                 return Sampler(
                     TokenStream(part.files),
                     sequence_length=training.sequence_length,
                     run_seed=training.seed,
                     peer_seed=peer_seed,
                     holdout_fraction=holdout_fraction,
+                    divided_as=peer_id if divided and whole and seed is None else None,
                 )
             dataset, prepare = part.stream
             return StreamSampler(

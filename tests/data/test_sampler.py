@@ -311,3 +311,101 @@ def test_files_must_share_a_tokenizer(tmp_path: Path) -> None:
         TokenStream([TokenFile.open(tmp_path / "0.npy"), TokenFile.open(tmp_path / "other.npy")])
     with pytest.raises(DataError, match="no token files"):
         TokenStream([])
+
+
+def divided(stream: TokenStream, me: str, members: str = "abc") -> Sampler:
+    one = Sampler(stream, sequence_length=8, run_seed=0, peer_seed=1, holdout_fraction=0.1, divided_as=me)
+    one.follow(members)
+    return one
+
+
+def windows_of_epoch(one: Sampler, epoch: int = 0) -> list[int]:
+    """First tokens of the windows that a peer takes in an epoch, which is at or after its current one."""
+    taken: list[int] = []
+    while True:
+        window = one.next_batch(1)[0]
+        if one.epoch > epoch:
+            return taken
+        if one.epoch == epoch:
+            taken.append(int(window[0]))
+
+
+@pytest.fixture(scope="module")
+def long_stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
+    """An epoch of 4,500 windows: a block has four, and the last block fewer."""
+    return counting_stream(tmp_path_factory.mktemp("long"), 41_003)
+
+
+def test_peers_that_divide_the_data_train_on_every_window_once(long_stream: TokenStream) -> None:
+    taken = [windows_of_epoch(divided(long_stream, me)) for me in "abc"]
+    counts = Counter(start for windows in taken for start in windows)
+    assert set(counts.values()) == {1}
+    assert len(counts) == divided(long_stream, "a").split.num_training()
+    assert max(map(len, taken)) < 1.2 * min(map(len, taken))
+    # The next epoch is another order, divided in another way.
+    one = divided(long_stream, "a")
+    assert set(windows_of_epoch(one, 1)) != set(taken[0])
+
+
+def test_a_peer_alone_takes_all_and_a_small_corpus_is_enough_for_many(
+    long_stream: TokenStream, stream: TokenStream
+) -> None:
+    alone = divided(long_stream, "a", "")
+    assert len(windows_of_epoch(alone)) == alone.split.num_training()
+    many = [f"{number}" for number in range(400)]  # more than windows
+    for me in many[:2]:
+        one = Sampler(stream, sequence_length=8, run_seed=0, peer_seed=1, holdout_fraction=0.1, divided_as=me)
+        one.follow(many)
+        assert one.next_batch(1).shape == (1, 8)
+
+
+def test_a_member_that_leaves_passes_its_windows_on_and_a_begun_block_stays(long_stream: TokenStream) -> None:
+    """Only windows between the places of the peers may be taken twice or left out."""
+    peers = [divided(long_stream, me) for me in "abc"]
+    taken: Counter[int] = Counter()
+    for one in peers:
+        while one.position < 2000 or one.position % 4 != 1:  # in a block that it has begun
+            taken[int(one.next_batch(1)[0, 0])] += 1
+    places = [one.position for one in peers]
+    for one, me in zip(peers[:2], "ab", strict=True):
+        one.follow("ab")
+        begun = set(one.next_batch(3)[:, 0].tolist())
+        assert begun == set(windows_of_epoch(divided(long_stream, me, ""))[one.position - 3 : one.position])
+        taken.update(begun)
+        taken.update(windows_of_epoch(one))
+    whole = windows_of_epoch(divided(long_stream, "x", ""))
+    assert {taken[window] for window in whole[: min(places) - 1] + whole[max(places) + 3 :]} == {1}
+
+
+@pytest.mark.parametrize("before", [1, 30, 5000])
+def test_a_cursor_of_divided_data_resumes_exactly(long_stream: TokenStream, before: int) -> None:
+    original = divided(long_stream, "a")
+    original.next_batch(before)
+    state = json.loads(json.dumps(original.state()))
+    resumed = divided(long_stream, "a", "")
+    assert resumed.restore(state)
+    assert resumed.state() == original.state()
+    assert resumed.next_batch(700).tolist() == original.next_batch(700).tolist()
+    with pytest.raises(DataError, match="another seed"):
+        divided(long_stream, "b").restore(state)
+
+
+def test_a_newcomer_begins_where_the_furthest_has_not_been(long_stream: TokenStream) -> None:
+    members = [divided(long_stream, me, "ab") for me in "ab"]
+    seen = {int(start) for one in members for start in one.next_batch(600)[:, 0]}
+    furthest = max(one.positions()[0] for one in members)
+    newcomer = divided(long_stream, "c")
+    newcomer.advance((furthest,))
+    newcomer.advance((furthest - 1,))  # never back
+    assert newcomer.positions() == (furthest,)
+    assert not seen & set(windows_of_epoch(newcomer))
+    newcomer.advance((3 * newcomer._num_blocks,))
+    assert (newcomer.epoch, newcomer.position) == (3, 0)
+
+
+def test_an_order_of_its_own_ignores_the_members(stream: TokenStream) -> None:
+    one, other = sampler(stream), sampler(stream)
+    one.follow("ab")
+    one.advance((7,))
+    assert one.positions() == ()
+    assert one.next_batch(40).tolist() == other.next_batch(40).tolist()

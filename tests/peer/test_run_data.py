@@ -317,7 +317,12 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_data(tmp_path: Path, pe
 def test_data_are_divided_only_with_peers_that_have_the_same(tmp_path: Path, peer: Peer) -> None:
     source, other = (f"hf:{save_jsonl(tmp_path / name, [range(size)])}" for name, size in (("a", 50), ("b", 51)))
     of_run = founded(source, peer)
+    corpus = shards(tmp_path / "corpus")
+    tokens = founded(corpus, peer)
     for run_data, mine, differs, divided in (
+        (tokens, corpus, False, 1),
+        (tokens, some_of(corpus, tmp_path / "some", 0), False, 0),
+        (of_run, corpus, True, 0),
         (of_run, source, False, 1),
         (of_run, other, True, 0),
         (OWN, source, False, 0),

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from blake3 import blake3
 
+from spes_swarm.data.dealing import owner_of
 from spes_swarm.data.permutation import Permutation
 
 BLOCK_EXAMPLES = 32
@@ -75,7 +76,7 @@ class Deal:
         """Returns the member that trains on a piece; all members are equally likely."""
         unit = self.unit(piece.epoch, piece.place)
         key = f"spes-swarm piece {self.run_seed} {piece.epoch} {unit} {piece.block} ".encode()
-        return min(members, key=lambda member: blake3(key + member.encode()).digest())
+        return owner_of(key, members)
 
     def is_held_out(self, unit: int, part: int, example: int) -> bool:
         """Returns True if no peer trains on an example in any epoch, so that all can evaluate on it."""

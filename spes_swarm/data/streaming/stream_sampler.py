@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,7 +164,7 @@ class StreamSampler(BatchSource):
         for first in range(0, len(windows), batch_size):
             yield np.stack(windows[first : first + batch_size])
 
-    def follow(self, members: Collection[str]) -> None:
+    def follow(self, members: Iterable[str]) -> None:
         """See `BatchSource`."""
         self._members = frozenset({*members, self._me} if self._divided else {self._me})
 
