@@ -100,11 +100,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     peer.add_argument("--kernel", metavar="auto|torch|loop|megablocks", help="expert kernel (default: auto, measured)")
     peer.add_argument("--compile", action="store_true", help="compile the model's layers with torch.compile")
-    peer.add_argument(
-        "--seed",
-        type=int,
-        help="go through token files in an order of your own, with this seed (default: the peers divide them)",
-    )
+    peer.add_argument("--seed", type=int, help="an order of its own for token files (default: the peers divide them)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")
     peer.add_argument(
         "--checkpoint-minutes",
