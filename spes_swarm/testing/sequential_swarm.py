@@ -212,9 +212,12 @@ class SequentialSwarm:
         sealed = [peer.sealed_statement(number) for peer in self.peers]
         group = form_group(_RUN_ID, number, sealed, len(layout.blocks))
         plan = make_plan(group, layout, config.part_elements, clip=config.clip)
-        codec, bounds = get_codec(config.codec), Bounds.of(config.clip, config.max_update_rms)
+        codec, result_codec = get_codec(config.codec), get_codec(config.codec_of_results)
+        bounds = Bounds.of(config.clip, config.max_update_rms)
         states = [
-            RoundState(group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks)
+            RoundState(
+                group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks, result_codec
+            )
             for index, peer in enumerate(self.peers)
         ]
         _exchange(states)

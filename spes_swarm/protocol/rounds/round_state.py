@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
@@ -22,6 +22,7 @@ from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
+from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
@@ -78,12 +79,6 @@ class CommitReport:
     experts_covered: int
 
 
-def _energy(difference_N: FloatArray) -> float:
-    """Sum of squares."""
-    with np.errstate(over="ignore"):
-        return float(np.sum(np.square(difference_N, dtype=np.float64)))
-
-
 @dataclass(eq=False)
 class RoundState:
     """One round as one member sees it."""
@@ -98,6 +93,7 @@ class RoundState:
     codec: Codec
     bounds: Bounds
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
+    result_codec: Codec | None = None  # of the results of parts with several contributions; None: `codec`
 
     def __post_init__(self) -> None:
         plan, me = self.plan, self.me
@@ -120,6 +116,7 @@ class RoundState:
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
         self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
+        self._feedback = ErrorFeedback()
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
@@ -171,6 +168,8 @@ class RoundState:
             payload = EXACT.encode(self.live_N[part.start : part.start + part.size])
         else:
             payload = self.codec.encode(self.own_difference(part))
+            if contribution.scale == 1:
+                self._feedback.note_sent(part.index, self.codec, payload)
         return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
 
     # What the reducer does.
@@ -231,7 +230,7 @@ class RoundState:
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
         apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
-        rms = math.sqrt(_energy(difference_N) / len(difference_N))
+        rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
         return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
     def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
@@ -243,7 +242,7 @@ class RoundState:
         if budget is None:
             budget = self._budget(part.block, contribution.stated_rms)
             self._budgets[key] = budget
-        energy = _energy(difference_N)
+        energy = sum_of_squares(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
@@ -279,9 +278,18 @@ class RoundState:
         del self._accumulators[index]
         part = self.plan.parts[index]
         if accumulator.differences:
-            encoded = self.codec.encode(self._mean(part, accumulator))
-            energy = _energy(self.codec.decode(encoded, part.size))
-            self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
+            codec = self.codec_of_result(part)
+            mean_N = self._mean(part, accumulator)
+            encoded = codec.encode(mean_N)
+            decoded_N = codec.decode(encoded, part.size)
+            self.results[index] = Result(
+                Form.DELTA, encoded, frozenset(accumulator.differences), sum_of_squares(decoded_N)
+            )
+            own = self._contribution(part, self.me)
+            if own is not None and own.scale == 1 and self.me in accumulator.differences:
+                share = own.weight / sum(accumulator.weights.values())
+                own_N = accumulator.differences[self.me]
+                self._feedback.note_result(index, codec, mean_N - decoded_N, own_N, share)
         elif not self.plan.block_of(part).contributions:
             # No member trained this block; those with another base still need its values.
             values_N = self.reference.values_N[part.start : part.start + part.size]
@@ -338,6 +346,14 @@ class RoundState:
 
     # Results.
 
+    def codec_of_result(self, part: Part) -> Codec:
+        """The codec of a part's result.
+
+        A part with one contribution keeps the codec of contributions: its rounding error stays with the contributor.
+        """
+        shared = len(self.plan.block_of(part).contributions) > 1
+        return self.result_codec if shared and self.result_codec is not None else self.codec
+
     def result_frame(self, index: int, member: int) -> Frame | None:
         """The message that carries a result to a member; None if it is not held here in a usable form."""
         result = self.results.get(index)
@@ -357,7 +373,7 @@ class RoundState:
             return base_N
         if result.form is Form.FULL:
             return EXACT.decode(result.data, part.size)
-        return base_N + self.codec.decode(result.data, part.size)
+        return base_N + self.codec_of_result(part).decode(result.data, part.size)
 
     def store_result(self, frame: Frame) -> None:
         """Takes in a result.
@@ -375,13 +391,13 @@ class RoundState:
         if frame.form == Form.FULL:
             difference_N = self._difference_of_full(part, frame.payload)
         elif in_base and frame.form == Form.DELTA:
-            difference_N = self.codec.decode(frame.payload, part.size)
+            difference_N = self.codec_of_result(part).decode(frame.payload, part.size)
         else:
             raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
         energy = 0.0
         if in_base:  # from another base, any distance may be right
             self._check_norm(difference_N)
-            energy = _energy(difference_N)
+            energy = sum_of_squares(difference_N)
         included = frozenset(members_of(frame.extra, self.plan.num_members))
         if not included <= {c.member for c in block_plan.contributions}:
             raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
@@ -453,13 +469,15 @@ class RoundState:
         where = slice(part.start, part.start + part.size)
         in_base = self.me in self.plan.block_of(part).in_base
         contributed = any(c.member == self.me for c in contributions)
-        whole = len(contributions) == 1 and contributions[0].scale == 1 and self.me in result.included
-        if part.block != 0 and in_base and contributed and whole:
-            # The only holder keeps its live weights: the codec's rounding error stays in its next difference. If its
-            # work was scaled down, they are replaced: the excess would make its next difference too long again.
+        included = self.me in result.included
+        whole = len(contributions) == 1 and contributions[0].scale == 1 and included
+        if (part.block != 0 or self.codec.error_feedback) and in_base and contributed and whole:
+            # The only contributor keeps its live weights: the codec's rounding error stays in its next difference. If
+            # its work was scaled down, they are replaced: the excess would make its next difference too long again.
             return
-        if contributed and self.me not in result.included:
+        if contributed and not included:
             # The reducer left out this member's work: carry it over to the new reference.
             self.live_N[where] = new_N + (self.live_N[where] - self.reference.values_N[where])
         else:
-            self.live_N[where] = new_N
+            residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
+            self.live_N[where] = new_N if residual_N is None else new_N + residual_N
