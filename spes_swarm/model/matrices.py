@@ -7,15 +7,15 @@ theirs has its own meaning, so they are not among them. Nor are vectors, convolu
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 _ROUTERS = frozenset({"gate", "router"})  # parts of module names
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
     """Returns the names of the parameters that are such matrices, experts aside; the model may have sparse experts."""
-    excluded: set[nn.Parameter] = set()
-    found: dict[str, nn.Parameter] = {}
+    excluded: set[Tensor] = set()
+    found: dict[str, Tensor] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         weights = list(module.parameters(recurse=False))
@@ -23,7 +23,7 @@ def hidden_matrices(model: nn.Module) -> frozenset[str]:
         if module is head or is_router or not isinstance(module, nn.Linear):
             excluded.update(weights)
         else:
-            found.update({f"{name}.weight": module.weight})
+            found[f"{name}.weight"] = module.weight
     return frozenset(
         name for name, weight in found.items() if weight not in excluded and weight.dim() == 2 and min(weight.shape) > 1
     )

@@ -6,7 +6,7 @@ Tensor suffixes: N elements of a parameter, of a row of it, or of a piece of it,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class PeerAdamW(PeerOptimiser):
     bytes per element of a piece, 40 MB on a GPU, whatever the size of the model.
     """
 
-    expert_moments = MOMENTS
+    expert_moments: ClassVar[tuple[str, ...]] = MOMENTS
 
     def __init__(
         self,
@@ -74,10 +74,12 @@ class PeerAdamW(PeerOptimiser):
         if not parameters:  # torch's function wants at least one
             return
         states = [self._state_of(parameter) for parameter in parameters]
+        first, second = ([state[moment] for state in states] for moment in MOMENTS)
         _adamw(
             [parameter.detach() for parameter in parameters],
             [parameter.grad for parameter in parameters if parameter.grad is not None],
-            *([state[moment] for state in states] for moment in MOMENTS),
+            first,
+            second,
             [state["step"] for state in states],
             group,
         )

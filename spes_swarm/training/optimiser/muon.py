@@ -40,7 +40,8 @@ def orthogonalise(matrices_MAB: Tensor, steps: int = _STEPS) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).to(matrices_MAB.dtype)
+    result_MAB: Tensor = (x.mT if tall else x).to(matrices_MAB.dtype)
+    return result_MAB
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Range:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return self.pieces[-1].stop - self.pieces[0].start
+        return sum(piece.stop - piece.start for piece in self.pieces)
 
 
 class PeerMuon(PeerAdamW):
@@ -130,7 +131,7 @@ class PeerMuon(PeerAdamW):
             updates.append(update_MAB.mT if each.shape[0] > each.shape[1] else update_MAB)
         wide_MAB = orthogonalise(torch.cat(updates))
         counts = [len(update) for update in updates]
-        for each, update in zip(batch, wide_MAB.split(counts), strict=True):
+        for each, update in zip(batch, torch.split(wide_MAB, counts), strict=True):
             tall = each.shape[0] > each.shape[1]
             self._apply(each, (update.mT if tall else update).reshape(-1))
 

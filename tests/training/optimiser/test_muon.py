@@ -137,7 +137,8 @@ def test_a_single_matrix_moves_as_with_torchs_muon(shape: tuple[int, int]) -> No
     matrix_AB = torch.randn(shape, generator=generator)
     theirs = nn.Parameter(torch.zeros(shape))
     theirs.grad = matrix_AB.clone()
-    torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    muon: torch.optim.Optimizer = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    muon.step()
     ours_AB = -0.2 * math.sqrt(max(shape)) * orthogonalise(matrix_AB.unsqueeze(0))[0]
     assert (ours_AB - theirs).norm() < 0.02 * theirs.norm()
 
