@@ -40,17 +40,17 @@ State = dict[str, Any]  # of one parameter
 
 @dataclass(frozen=True, kw_only=True)
 class MomentBytes:
-    """Bytes of both moments of a weight."""
+    """Bytes of all moments of a weight."""
 
     on_device: float
     on_host: float
 
 
-def moment_bytes_per_weight(form: str) -> MomentBytes:
+def moment_bytes_per_weight(form: str, moments: tuple[str, ...] = MOMENTS) -> MomentBytes:
     """Returns the bytes per trained weight in one of `FORMS`; vectors, which stay in fp32, are too few to count."""
-    fp32 = len(MOMENTS) * torch.float32.itemsize
+    fp32 = len(moments) * torch.float32.itemsize
     if form == "int8":
-        return MomentBytes(on_device=len(MOMENTS) * (1 + SCALE_DTYPE.itemsize / BLOCK_ELEMENTS), on_host=0.0)
+        return MomentBytes(on_device=len(moments) * (1 + SCALE_DTYPE.itemsize / BLOCK_ELEMENTS), on_host=0.0)
     return MomentBytes(on_device=0.0, on_host=fp32) if form == "host" else MomentBytes(on_device=fp32, on_host=0.0)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from spes_swarm.training.optimiser.moment_storage import MOMENTS, MOMENTUM, batc
 _STEPS = 5
 _QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5: steep at 0, near 1 for singular values from 0 to 1
 _TINY = 1e-7  # smallest norm that a matrix is divided by
+# Per element of a batch: the looks ahead, a copy of them, and the iteration's matrices, of which four exist at once.
+_BYTES_OF_STEP = 24
 _RMS = 0.2  # of an update, before the learning rate: about that of AdamW's
 
 
@@ -64,11 +66,19 @@ class _Range:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
+def step_bytes(matrices: Sequence[int], device: torch.device) -> int:
+    """Returns the bytes that a step takes at most beside weights, gradients and moments.
+
+    `matrices` has the elements of each hidden matrix, and of each matrix of an expert (gate and up count as one).
+    """
+    return _BYTES_OF_STEP * max(*matrices, min(sum(matrices), batch_elements(device)), 0)
+
+
 class PeerMuon(PeerAdamW):
     """Muon for the groups that have `matrices`, AdamW for the others; see `registry.make_optimiser` for the groups.
 
     `matrices` is how many matrices are stacked, row by row, in each 2-D slice of the group's parameters; such a group
-    also has `momentum`. A step takes memory for about six copies of `batch_elements`, or of the largest matrix.
+    also has `momentum`. For the memory of a step see `step_bytes`.
 
     The momentum is a moving average, m = momentum * m + (1 - momentum) * gradient, so it is never longer than the
     longest gradient; see `moment_rules`.

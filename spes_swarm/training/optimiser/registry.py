@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,12 @@ def make_optimiser(model: SparseModel, training: TrainingConfig, *, form: str = 
 
     The model must be on its device, and halved if it is to be. Pass the optimiser to `SparseModel.hold`.
     """
-    return OPTIMISERS[training.optimiser](model, training, form)
+    return _OPTIMISERS[training.optimiser].make(model, training, form)
+
+
+def matrix_moments(optimiser: str) -> tuple[str, ...]:
+    """Returns the names of the moments of experts and hidden matrices; other weights have those of AdamW."""
+    return _OPTIMISERS[optimiser].kind.expert_moments
 
 
 def _adamw(model: SparseModel, training: TrainingConfig, form: str) -> PeerOptimiser:
@@ -68,4 +74,10 @@ def _muon_groups(model: SparseModel, training: TrainingConfig) -> Groups:
     return groups
 
 
-OPTIMISERS: dict[str, Callable[[SparseModel, TrainingConfig, str], PeerOptimiser]] = {"adamw": _adamw, "muon": _muon}
+@dataclass(frozen=True)
+class _Entry:
+    make: Callable[[SparseModel, TrainingConfig, str], PeerOptimiser]
+    kind: type[PeerOptimiser]
+
+
+_OPTIMISERS = {"adamw": _Entry(_adamw, PeerAdamW), "muon": _Entry(_muon, PeerMuon)}
