@@ -7,17 +7,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from spes_swarm.base.errors import CheckpointError, ProtocolError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import SparseModel, build_model
+from spes_swarm.protocol.ownership.moment_rules import MomentumLimit, check_moments
 from spes_swarm.training.optimiser import moment_storage
+from spes_swarm.training.optimiser.expert_moments import read_moments, write_moments
+from spes_swarm.training.optimiser.moment_storage import FORMS, MOMENTS, MOMENTUM, moment_bytes_per_weight
 from spes_swarm.training.optimiser.muon import orthogonalise
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 from spes_swarm.training.optimiser.registry import make_optimiser
 from spes_swarm.training.optimiser.rounding import BLOCK_ELEMENTS
+from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
 from tests.helpers.swarm import TINY_RUN
 
 torch.set_num_threads(1)
@@ -158,3 +164,91 @@ def test_stacks_are_orthogonalised_matrix_by_matrix_and_arguments_stay_as_they_a
     others_MR = values_MR[[0, 1, 2, 4]]
     assert (others_MR > 0.6).all()
     assert (others_MR < 1.25).all()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_steps_with_a_momentum_in_8_bits_are_near_those_in_fp32() -> None:
+    moved = {}
+    for form in ("device", "int8"):
+        model = tiny((1, 2, 5))
+        before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters()}
+        train(model, make_optimiser(model, TRAINING, form=form), range(5))
+        moved[form] = {name: parameter.detach() - before[name] for name, parameter in model.trainable_parameters()}
+    for name in (GATE_UP, DOWN):
+        assert (moved["int8"][name] - moved["device"][name]).norm() < 0.05 * moved["device"][name].norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_momentum_of_experts_that_stay_follows_a_change_of_holdings(form: str) -> None:
+    """Peers that drop and adopt other experts train the same one as a peer that has always held it alone."""
+    changed, steady = tiny((1, 2, 5)), tiny((2,))
+    optimisers = [make_optimiser(model, TRAINING, form=form) for model in (changed, steady)]
+    for model, optimiser in zip((changed, steady), optimisers, strict=True):
+        train(model, optimiser, range(2))
+    changed.hold((0, 2, 3, 7), optimisers[0])
+    adopted = dict(changed.trainable_parameters())[GATE_UP]
+    for row, expert in enumerate(changed.held):
+        momentum_N = torch.empty(adopted[0].numel())
+        optimisers[0].read_moment(adopted, *MOMENTUM, momentum_N, row)
+        assert bool(momentum_N.any()) == (expert == 2)
+    for model, optimiser in zip((changed, steady), optimisers, strict=True):
+        train(model, optimiser, [2])
+    tolerance = 1e-6 if form != "int8" else 2e-3  # the noise of rounding differs from row to row
+    for name in (GATE_UP, DOWN):
+        kept, alone = dict(changed.trainable_parameters())[name][1], dict(steady.trainable_parameters())[name][0]
+        torch.testing.assert_close(kept, alone, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_has_one_moment_and_anything_else_has_two(form: str) -> None:
+    model = tiny((1, 2, 5))
+    optimiser = make_optimiser(model, TRAINING, form=form)
+    train(model, optimiser, [0])
+    for name, parameter in model.trainable_parameters():
+        is_matrix = any(part in name.split(".") for part in BY_MUON)
+        state = optimiser.state[parameter]
+        stored = sum(value.nbytes for key, value in state.items() if key != "step")
+        announced = moment_bytes_per_weight(form, MOMENTUM if is_matrix else MOMENTS)
+        if parameter.dim() > 1:  # vectors stay in fp32
+            assert stored == parameter.numel() * (announced.on_device + announced.on_host), name
+
+
+def test_experts_travel_with_one_moment_and_the_longest_possible_one_is_accepted() -> None:
+    giver, taker = tiny((1, 5)), tiny((0, 5))
+    given, taken = (make_optimiser(model, TRAINING) for model in (giver, taker))
+    limit = MomentumLimit.of(TRAINING.max_grad_norm, TRAINING.muon_momentum)
+    size = giver.layout.expert_block(5).size
+    theirs_N, mine_N = np.empty(size, np.float32), np.empty(size, np.float32)
+    for _ in range(150):  # always the same gradients, of expert 5 alone, which are clipped
+        for name, parameter in giver.trainable_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            if "experts" in name:
+                parameter.grad[1] = 3.0
+        parameters = [parameter for _, parameter in giver.trainable_parameters()]
+        torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm)
+        given.step()
+    assert read_moments(given, giver, 5, theirs_N) == 150
+    assert np.linalg.norm(theirs_N) == pytest.approx(TRAINING.max_grad_norm, rel=1e-3)
+    check_moments(theirs_N, limit)
+    with pytest.raises(ProtocolError, match="impossible with gradients clipped to max_grad_norm"):
+        check_moments(1.2 * theirs_N, limit)
+    write_moments(taken, taker, 5, theirs_N, 150)
+    assert read_moments(taken, taker, 5, mine_N) == 150
+    assert mine_N.tobytes() == theirs_N.tobytes()
+    read_moments(taken, taker, 0, mine_N)
+    assert not mine_N.any()
+    train(taker, taken, [0])
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimiser_is_refused_and_nothing_changes(saved_by: str, loaded_by: str) -> None:
+    peer_adamw = replace(TRAINING, optimiser="adamw", adamw_learning_rate=None)
+    optimisers = {"adamw": peer_adamw, "muon": TRAINING}
+    saved, loaded = tiny((1, 5)), tiny((1, 5))
+    first = make_optimiser(saved, optimisers[saved_by])
+    train(saved, first, [0])
+    arrays = optimiser_arrays(first, dict(saved.trainable_parameters()))
+    second = make_optimiser(loaded, optimisers[loaded_by])
+    with pytest.raises(CheckpointError, match=r"is that of another optimiser.*; use another --output-dir"):
+        load_optimiser_arrays(second, dict(loaded.trainable_parameters()), arrays)
+    assert not second.state
