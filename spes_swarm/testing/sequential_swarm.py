@@ -2,7 +2,7 @@
 
 Real swarms with the same seed differ by a few per cent, because rounds come at different steps each time. Here the
 caller decides how many steps each peer does before a round. Models, gradients, statements, plans and the bookkeeping
-of rounds are those of real peers, AdamW is torch's; processes, connections and leases are left out.
+of rounds are those of real peers, and so are optimisers; processes, connections and leases are left out.
 
 Shapes: N elements of the flat vector, E experts.
 """
@@ -36,6 +36,7 @@ from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.held_out import HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
+from spes_swarm.training.optimiser.registry import make_optimiser
 
 _RUN_ID = "sequential"
 _EVALUATION_BATCH = 16  # sequences
@@ -83,11 +84,7 @@ class SequentialPeer:
         self.contribution_N = initial_N.copy()
         self.live = LiveWeights(self.model, self.reference.values_N, self.contribution_N, run)
         self.live.reset_to_reference()
-        self.optimiser = torch.optim.AdamW(
-            self.model.param_groups(training.weight_decay, training.decay_norm_and_bias),
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-        )
+        self.optimiser = make_optimiser(self.model, training)
         self._gradients = Gradients(
             self.model,
             loss_weights(training),
@@ -113,8 +110,7 @@ class SequentialPeer:
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
             at = self.reference.round * inner_steps + min(step, inner_steps)
-            for group in self.optimiser.param_groups:
-                group["lr"] = learning_rate(at, training)
+            self.optimiser.set_learning_rate(learning_rate(at, training))
             batch_BS = self.sampler.next_batch(training.batch_size)
             self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,9 @@ from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.output_head import output_head
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients, autocast
-from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
+from spes_swarm.training.optimiser.registry import make_optimiser
+from tests.helpers.lone_trainer import run_config
 from tests.helpers.moe_models import FAMILIES, random_moe
 
 HALVED = r"experts\.\w+_proj$|self_attn\.\w+_proj\.weight|embed_tokens|lm_head"
@@ -103,14 +106,19 @@ def gradients_of(model: SparseModel) -> Gradients:
     )
 
 
-def optimiser_of(model: SparseModel, form: str) -> PeerAdamW:
-    return PeerAdamW(model.param_groups(0.1, True), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, form=form)
+def optimiser_of(model: SparseModel, form: str, optimiser: str = "adamw") -> PeerOptimiser:
+    training = replace(run_config().training, learning_rate=1e-2, decay_norm_and_bias=True, optimiser=optimiser)
+    return make_optimiser(model, training, form=form)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "form"), [*((family, "device") for family in FAMILIES), ("olmoe", "int8"), ("olmoe", "host")]
+    ("model_type", "form", "optimiser"),
+    [
+        *((family, "device", "adamw") for family in FAMILIES),
+        *(("olmoe", form, optimiser) for form in ("int8", "host") for optimiser in ("adamw", "muon")),
+    ],
 )
-def test_a_step_is_that_of_fp32_weights_under_autocast_in_every_bit(model_type: str, form: str) -> None:
+def test_a_step_is_that_of_fp32_weights_under_autocast_in_every_bit(model_type: str, form: str, optimiser: str) -> None:
     whole, halved = model_of(model_type), model_of(model_type)
     halved.halve(HERE)
     batch_BS = np.random.default_rng(0).integers(0, VOCABULARY, (6, 16))  # three micro-batches
@@ -130,7 +138,7 @@ def test_a_step_is_that_of_fp32_weights_under_autocast_in_every_bit(model_type: 
         assert bf16.dtype == torch.float32 or bf16.dim() > 1
         assert bf16.dtype == torch.bfloat16 or not re.search(HALVED, name), name
     for model in (whole, halved):
-        optimiser_of(model, form).step()
+        optimiser_of(model, form, optimiser).step()
     for (name, fp32), (_, bf16) in pairs:
         assert torch.equal(fp32.detach(), read_master(bf16)), name
 

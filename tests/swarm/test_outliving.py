@@ -26,8 +26,9 @@ def is_about(expert: int, event: dict[str, Any]) -> bool:
     return bool(event["expert"] == expert)
 
 
-def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path) -> None:
-    with swarm(tmp_path, **SPREAD) as running:
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path, optimiser: str) -> None:
+    with swarm(tmp_path, training={"optimiser": optimiser}, **SPREAD) as running:
         together = ("--wait-for-peers", 3)
         stay = [running.found(*together), running.join(*together)]
         leaver = running.join(*together, "--optimizer-states", "int8")  # others receive fp32 all the same

@@ -17,7 +17,7 @@ from spes_swarm.storage.checkpoint_files import ReferenceFile
 from spes_swarm.storage.checkpoint_writing import save_checkpoint
 from spes_swarm.training.optimiser.moment_storage import FORMS
 from spes_swarm.training.optimiser.saved_state import optimiser_arrays
-from tests.helpers.lone_trainer import LoneTrainer
+from tests.helpers.lone_trainer import LoneTrainer, run_config
 
 Make = Callable[..., LoneTrainer]
 PATIENCE_S = 60.0
@@ -109,16 +109,18 @@ def test_a_checkpoint_holds_the_moment_it_was_taken_however_far_training_is_when
     assert (live_bytes > 4 * peer.model.layout.blocks[0].size) == (more_steps > 0)
 
 
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 @pytest.mark.parametrize(("states", "weights"), [*((form, "fp32") for form in FORMS), ("device", "bf16")])
 def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(
-    make: Make, states: str, weights: str
+    make: Make, states: str, weights: str, optimiser: str
 ) -> None:
-    peer = make(optimizer_states=states, live_weights=weights)
+    run = run_config(training={"optimiser": optimiser})
+    peer = make(run=run, optimizer_states=states, live_weights=weights)
     one_round(peer)
     peer.trainer._saver._finish()
     checkpoint = newest(peer)
     one_round(peer)
-    again = make(optimizer_states=states, live_weights=weights)
+    again = make(run=run, optimizer_states=states, live_weights=weights)
     reference_N = again.network.reference.values_N
     checkpoint.reference(again.model.layout, reference_N)
     again.network.reference.finish(1, [(block, version) for block, version in enumerate(checkpoint.meta.versions)])

@@ -2,12 +2,12 @@
 
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device: 8 bytes per trained weight (weight, gradient), its two AdamW moments (8 bytes, or 2 in 8 bits), and the
-  other experts in the form in which they are stored, 0.56 to 4 bytes per weight. Moments can be in host memory instead;
-  the lower halves of bf16 weights are then there too;
+- on the device: 8 bytes per trained weight (weight, gradient), its moments (4 bytes each, or 1 in 8 bits; AdamW has two
+  for each weight, Muon one), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight.
+  Moments can be in host memory instead; the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size (with error feedback, its contributions too), and a copy of the moments (8 T) while a
-  checkpoint is written. The model of a GPU is put together on the host, without gradients and moments.
+  its results at the codec's size (with error feedback, its contributions too), and a copy of the moments in fp32 while
+  a checkpoint is written. The model of a GPU is put together on the host, without gradients and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -34,14 +34,16 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
 from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
+from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
-from spes_swarm.training.optimiser.moment_storage import moment_bytes_per_weight
+from spes_swarm.training.optimiser.moment_storage import MOMENTS, MomentBytes, moment_bytes_per_weight
+from spes_swarm.training.optimiser.registry import matrix_moments
 
-_WEIGHT, _GRADIENT, _MOMENTS_COPY = 4, 4, 8  # bytes per trained weight
+_WEIGHT, _GRADIENT = 4, 4  # bytes per trained weight
 _HALF_WEIGHT = 2
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
@@ -65,6 +67,8 @@ class Workload:
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    matrix_moments: tuple[str, ...] = MOMENTS  # of experts and hidden matrices; other weights have AdamW's
+    hidden_weights: int = 0  # number of shared weights that are hidden matrices
     live_weights: str = "fp32"  # form of the trained matrices: "fp32" or "bf16"
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
@@ -75,7 +79,8 @@ class Workload:
     @classmethod
     def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
         """Derives the workload from the run's shapes; allocates nothing of the model's size."""
-        layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True))
+        model = build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True)
+        layout, hidden = layout_of(model), hidden_matrices(model)
         codecs = get_codec(run.round.codec), get_codec(run.round.codec_of_results)
         return cls(
             layout=layout,
@@ -83,6 +88,8 @@ class Workload:
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
             foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
             optimizer_states=peer.optimizer_states,
+            matrix_moments=matrix_moments(run.training.optimiser),
+            hidden_weights=sum(slot.size for slot in layout.blocks[SHARED_BLOCK].slots if slot.name in hidden),
             live_weights=peer.live_weights,
             result_bytes=max(codec.num_bytes(layout.num_elements) for codec in codecs),
             kept_codec=codecs[0] if codecs[0].error_feedback else None,
@@ -103,6 +110,16 @@ class Workload:
             num_ranks=self.num_ranks,
         )
 
+    def moment_bytes(self, form: str, num_experts: int) -> MomentBytes:
+        """Returns what the moments of all trained weights take in one of `moment_storage.FORMS`."""
+        shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
+        matrices, rest = self.hidden_weights + num_experts * expert, shared - self.hidden_weights
+        of_matrix, of_other = moment_bytes_per_weight(form, self.matrix_moments), moment_bytes_per_weight(form)
+        return MomentBytes(
+            on_device=of_matrix.on_device * matrices + of_other.on_device * rest,
+            on_host=of_matrix.on_host * matrices + of_other.on_host * rest,
+        )
+
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns the bytes of training on the device of rank 0 by class, without activations."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
@@ -114,7 +131,7 @@ class Workload:
             "held": weight * num_experts * expert,
             "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
-            "optimiser": int(moment_bytes_per_weight(self.optimizer_states).on_device * trained),
+            "optimiser": int(self.moment_bytes(self.optimizer_states, num_experts).on_device),
         }
 
     def host_bytes(self, num_experts: int) -> dict[str, int]:
@@ -127,10 +144,10 @@ class Workload:
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": in_round,
-            "checkpoint": _MOMENTS_COPY * trained,
+            "checkpoint": int(self.moment_bytes("host", num_experts).on_host),
         }
         if self.optimizer_states == "host":
-            host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
+            host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
             if self.live_weights == "bf16":
                 host["lower_halves"] = _HALF_WEIGHT * trained
         if self.foreign_storage == "host":

@@ -35,10 +35,14 @@ from spes_swarm.model.foreign.storage import foreign_bytes
 from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
+from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.output_head import assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
+from spes_swarm.training.optimiser.moment_storage import MOMENTS
+from spes_swarm.training.optimiser.muon import step_bytes
+from spes_swarm.training.optimiser.registry import matrix_moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ class StepMemory:
 
     weights: int  # of the whole model on the device: others' experts as stored, and both halves of bf16 weights
     gradients: int
-    optimiser: int  # both moments in fp32
+    optimiser: int  # all moments in fp32
     activations: int  # everything else at the peak, except logits
     logits: int  # at the peak: a chunk of them, or none if the peak is in a layer's backward pass
 
@@ -79,8 +83,8 @@ class StepMemory:
 def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:
     """Returns the memory of a step without allocating it; takes seconds.
 
-    The optimiser's step comes after the activations are gone, and its own temporaries are smaller than they are, so
-    it is not run: AdamW has two moments of each weight.
+    The optimiser's step comes after the activations are gone. It is not run, but what Muon's takes is counted if it is
+    more than they are; AdamW's takes less.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -112,7 +116,8 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         # From the second micro-batch on, gradients of the first are there to be added to.
         if micro_batch_size < run.training.batch_size:
             accumulate()
-    temporary = max(0, allocations.peak - weights - trained)
+    moments, of_step = _optimiser_bytes(run, sparse, shape.on_gpu)
+    temporary = max(of_step, allocations.peak - weights - trained)
     # All gradients are counted, even those that do not exist yet at the peak; activations are the remainder.
     logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
@@ -123,10 +128,27 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     return StepMemory(
         weights=weights - stored + on_device,
         gradients=trained,
-        optimiser=2 * trained,
+        optimiser=moments,
         activations=temporary - logits,
         logits=logits,
     )
+
+
+def _optimiser_bytes(run: RunConfig, sparse: SparseModel, on_gpu: bool) -> tuple[int, int]:
+    """Returns the bytes of all moments in fp32, and those of the optimiser's step."""
+    of_matrix = matrix_moments(run.training.optimiser)
+    matrices = hidden_matrices(sparse.module)
+    stacks = {parameter for kind in sparse.expert_stacks() for parameter in kind}
+    moments = 0
+    sizes: list[int] = []
+    for name, parameter in sparse.trainable_parameters():
+        is_matrix = parameter in stacks or name in matrices
+        moments += torch.float32.itemsize * parameter.numel() * len(of_matrix if is_matrix else MOMENTS)
+        if is_matrix:
+            size = parameter.shape[-2] * parameter.shape[-1]
+            sizes += [size] * (parameter.numel() // size)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return moments, 0 if of_matrix == MOMENTS else step_bytes(sizes, device)
 
 
 @contextmanager
@@ -144,7 +166,7 @@ def _without_masks() -> Iterator[None]:
 
 
 class StepEstimate:
-    """The memory of steps of any number of sequences, without what weights, gradients and AdamW take.
+    """The memory of steps of any number of sequences, without what weights, gradients and moments take.
 
     A step of a deep model on tensors without numbers takes seconds. Where all layers are alike, steps of models with
     one and with two of them give a lower bound: the peak grows by as much with each further layer, or by more once it

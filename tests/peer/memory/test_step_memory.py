@@ -13,6 +13,7 @@ from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory, with_layers
 from spes_swarm.training.gradients import Gradients, loss_weights
+from spes_swarm.training.optimiser.registry import make_optimiser
 from tests.helpers.model_state import bytes_per_class
 from tests.helpers.small_2b import eighth_of_2b
 
@@ -21,13 +22,19 @@ torch.set_num_threads(1)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "checkpointing", "micro_batch", "held"),
-    [("fp32", "none", 4, 1), ("int8", "layers", 2, 1), ("int4", "selective", 1, 4), ("bf16", "none", 2, 4)],
+    ("form", "checkpointing", "micro_batch", "held", "optimiser"),
+    [
+        ("fp32", "none", 4, 1, "adamw"),
+        ("int8", "layers", 2, 1, "adamw"),
+        ("int4", "selective", 1, 4, "adamw"),
+        ("bf16", "none", 2, 4, "muon"),
+    ],
 )
 def test_every_class_is_that_of_a_step_that_is_taken(
-    form: str, checkpointing: str, micro_batch: int, held: int
+    form: str, checkpointing: str, micro_batch: int, held: int, optimiser: str
 ) -> None:
     run = eighth_of_2b()
+    run = replace(run, training=replace(run.training, optimiser=optimiser))
     shape = StepShape(
         num_held=held, foreign_experts=form, precision="fp32", activation_checkpointing=checkpointing, on_gpu=False
     )
@@ -49,17 +56,21 @@ def test_every_class_is_that_of_a_step_that_is_taken(
         allocations.restart()
         gradients.compute(batch, 0.5)
         taken = allocations.peak
-    optimiser = torch.optim.AdamW(model.param_groups(0.1), fused=True)
-    optimiser.step()
-    classes = bytes_per_class(model, optimiser)
+        made = make_optimiser(model, run.training)
+        allocations.restart()
+        before = allocations.live
+        made.step()
+        of_step = allocations.peak - before
+    classes = bytes_per_class(model, made)
     assert planned.gradients == classes["shared_gradients"] + classes["held_gradients"]
     assert classes["foreign_gradients"] == classes["foreign_optimizer"] == 0
-    steps = 4 * len(optimiser.state)  # AdamW's step counts
+    steps = 4 * len(made.state)  # step counts
     assert planned.optimiser == classes["shared_optimizer"] + classes["held_optimizer"] - steps
     weights = sum(classes[f"{name}_parameters"] for name in ("shared", "held", "foreign"))
     # The model has small tables beside its weights: slots, counts, frequencies of its rotary embedding.
     assert weights <= planned.weights <= weights + 100_000
     assert planned.peak - planned.optimiser == pytest.approx(taken, rel=0.05)
+    assert of_step - planned.optimiser <= planned.temporary
 
 
 def test_logits_are_one_chunk() -> None:

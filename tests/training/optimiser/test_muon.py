@@ -1,0 +1,254 @@
+"""Muon, against an independent implementation that treats one matrix at a time, and against torch's own."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spes_swarm.base.errors import CheckpointError, ProtocolError
+from spes_swarm.config.run import RunConfig
+from spes_swarm.model.sparse_model import SparseModel, build_model
+from spes_swarm.protocol.ownership.moment_rules import MomentumLimit, check_moments
+from spes_swarm.training.optimiser import moment_storage
+from spes_swarm.training.optimiser.expert_moments import read_moments, write_moments
+from spes_swarm.training.optimiser.moment_storage import FORMS, MOMENTS, MOMENTUM, moment_bytes_per_weight
+from spes_swarm.training.optimiser.muon import orthogonalise
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
+from spes_swarm.training.optimiser.registry import make_optimiser
+from spes_swarm.training.optimiser.rounding import BLOCK_ELEMENTS
+from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
+from tests.helpers.swarm import TINY_RUN
+
+torch.set_num_threads(1)
+
+RUN = RunConfig.from_dict(TINY_RUN, "test")
+TRAINING = replace(
+    RUN.training, optimiser="muon", learning_rate=1e-2, adamw_learning_rate=4e-3, weight_decay=0.1, muon_momentum=0.9
+)
+ALL = tuple(range(RUN.model.num_experts))
+GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+BY_MUON = ("q_proj", "k_proj", "v_proj", "o_proj", "experts")
+
+
+def tiny(held: Sequence[int]) -> SparseModel:
+    return SparseModel(build_model("olmoe", RUN.model.settings, 0, "cpu"), held)
+
+
+def gradient(name: str, shape: Sequence[int], step: int, held: Sequence[int]) -> Tensor:
+    """The gradient of a parameter, whoever holds its experts: that of a held expert is its row of the full one."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {step}".encode()))
+    full = torch.randn((len(ALL), *shape[1:]) if "experts" in name else tuple(shape), generator=generator)
+    return full[list(held)] if "experts" in name else full
+
+
+def train(model: SparseModel, optimiser: PeerOptimiser, steps: Sequence[int]) -> None:
+    for step in steps:
+        optimiser.set_learning_rate(TRAINING.learning_rate * (1 - 0.1 * step))
+        for name, parameter in model.trainable_parameters():
+            parameter.grad = gradient(name, parameter.shape, step, model.held)
+        optimiser.step()
+
+
+def one_matrix(weight_AB: Tensor, gradients: Sequence[Tensor], rates: Sequence[float]) -> Tensor:
+    """Muon by its paper, in fp64: polynomials of singular values instead of products of matrices."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    weight_AB, momentum_AB = weight_AB.double(), torch.zeros_like(weight_AB, dtype=torch.float64)
+    for gradient_AB, rate in zip(gradients, rates, strict=True):
+        momentum_AB = 0.9 * momentum_AB + 0.1 * gradient_AB.double()
+        left, values, right = torch.linalg.svd(0.1 * gradient_AB.double() + 0.9 * momentum_AB, full_matrices=False)
+        values = values / values.square().sum().sqrt()
+        for _ in range(5):
+            values = a * values + b * values**3 + c * values**5
+        update_AB = 0.2 * math.sqrt(max(weight_AB.shape)) * (left * values) @ right
+        weight_AB = (1 - 0.1 * rate) * weight_AB - rate * update_AB
+    return weight_AB.float()
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forces the stacks into several batches, and each matrix into several pieces."""
+    monkeypatch.setitem(moment_storage._PIECE_ELEMENTS, "cpu", 4 * BLOCK_ELEMENTS)
+    monkeypatch.setitem(moment_storage._BATCH_ELEMENTS, "cpu", 40 * BLOCK_ELEMENTS)
+
+
+@pytest.mark.parametrize("form", ["device", "host"])
+@pytest.mark.parametrize("batches", ["whole", "small"])
+def test_each_matrix_takes_the_step_that_it_would_take_alone(
+    form: str, batches: str, request: pytest.FixtureRequest
+) -> None:
+    if batches == "small":
+        request.getfixturevalue("small_batches")
+    model = tiny((1, 2, 5))
+    before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters()}
+    train(model, make_optimiser(model, TRAINING, form=form), range(3))
+    rates = [TRAINING.learning_rate * (1 - 0.1 * step) for step in range(3)]
+    seen = 0
+    for name, parameter in model.trainable_parameters():
+        if not any(part in name.split(".") for part in BY_MUON):
+            continue
+        gradients = [gradient(name, parameter.shape, step, model.held) for step in range(3)]
+        stacks = [each.unsqueeze(0) if each.dim() == 2 else each for each in (before[name], *gradients, parameter)]
+        for rows in zip(*(stack.detach() for stack in stacks), strict=True):
+            halves = zip(*(row.chunk(2) if "gate_up" in name else (row,) for row in rows), strict=True)
+            for start, *given, end in halves:
+                torch.testing.assert_close(end, one_matrix(start, given, rates), rtol=0, atol=1e-5)
+                seen += 1
+    assert seen == 2 * (4 + 3 * 3)  # layers: attention, and gate, up and down of three experts
+
+
+def test_everything_else_takes_the_step_of_torchs_adamw_with_its_own_peak() -> None:
+    ours, theirs = tiny((1, 2, 5)), tiny((1, 2, 5))
+    adamw = torch.optim.AdamW(
+        theirs.param_groups(0.1, TRAINING.decay_norm_and_bias),
+        betas=(TRAINING.adam_beta1, TRAINING.adam_beta2),
+        eps=TRAINING.adam_eps,
+        fused=True,
+    )
+    train(ours, make_optimiser(ours, TRAINING), range(3))
+    for step in range(3):
+        for group in adamw.param_groups:
+            group["lr"] = 4e-3 * (1 - 0.1 * step)
+        for name, parameter in theirs.trainable_parameters():
+            parameter.grad = gradient(name, parameter.shape, step, theirs.held)
+        adamw.step()
+    expected = dict(theirs.trainable_parameters())
+    rest = [name for name in expected if not any(part in name.split(".") for part in BY_MUON)]
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight"} <= set(rest)
+    for name, parameter in ours.trainable_parameters():
+        if name in rest:
+            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-8)
+
+
+def test_held_experts_move_as_they_do_in_a_model_that_trains_all() -> None:
+    sparse, full = tiny((1, 2, 5)), tiny(ALL)
+    for model in (sparse, full):
+        train(model, make_optimiser(model, TRAINING), range(3))
+    whole = dict(full.trainable_parameters())
+    for name, parameter in sparse.trainable_parameters():
+        expected = whole[name][list(sparse.held)] if "experts" in name else whole[name]
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (32, 32)], ids=str)
+def test_a_single_matrix_moves_as_with_torchs_muon(shape: tuple[int, int]) -> None:
+    """torch multiplies in bf16, so single elements differ by a few per cent."""
+    generator = torch.Generator().manual_seed(0)
+    matrix_AB = torch.randn(shape, generator=generator)
+    theirs = nn.Parameter(torch.zeros(shape))
+    theirs.grad = matrix_AB.clone()
+    muon: torch.optim.Optimizer = torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    muon.step()
+    ours_AB = -0.2 * math.sqrt(max(shape)) * orthogonalise(matrix_AB.unsqueeze(0))[0]
+    assert (ours_AB - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_stacks_are_orthogonalised_matrix_by_matrix_and_arguments_stay_as_they_are() -> None:
+    stack_MAB = torch.randn((5, 24, 40), generator=torch.Generator().manual_seed(0))
+    stack_MAB[3] = 0.0
+    stack_MAB[4] *= 1e-4
+    before = stack_MAB.clone()
+    result_MAB = orthogonalise(stack_MAB)
+    assert torch.equal(stack_MAB, before)
+    for index in range(5):
+        torch.testing.assert_close(result_MAB[index], orthogonalise(stack_MAB[index : index + 1])[0])
+    torch.testing.assert_close(orthogonalise(stack_MAB.mT), result_MAB.mT)
+    values_MR = torch.linalg.svdvals(result_MAB)
+    assert not values_MR[3].any()
+    others_MR = values_MR[[0, 1, 2, 4]]
+    assert (others_MR > 0.6).all()
+    assert (others_MR < 1.25).all()
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_steps_with_a_momentum_in_8_bits_are_near_those_in_fp32() -> None:
+    moved = {}
+    for form in ("device", "int8"):
+        model = tiny((1, 2, 5))
+        before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters()}
+        train(model, make_optimiser(model, TRAINING, form=form), range(5))
+        moved[form] = {name: parameter.detach() - before[name] for name, parameter in model.trainable_parameters()}
+    for name in (GATE_UP, DOWN):
+        assert (moved["int8"][name] - moved["device"][name]).norm() < 0.05 * moved["device"][name].norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_momentum_of_experts_that_stay_follows_a_change_of_holdings(form: str) -> None:
+    """Peers that drop and adopt other experts train the same one as a peer that has always held it alone."""
+    changed, steady = tiny((1, 2, 5)), tiny((2,))
+    optimisers = [make_optimiser(model, TRAINING, form=form) for model in (changed, steady)]
+    for model, optimiser in zip((changed, steady), optimisers, strict=True):
+        train(model, optimiser, range(2))
+    changed.hold((0, 2, 3, 7), optimisers[0])
+    adopted = dict(changed.trainable_parameters())[GATE_UP]
+    for row, expert in enumerate(changed.held):
+        momentum_N = torch.empty(adopted[0].numel())
+        optimisers[0].read_moment(adopted, *MOMENTUM, momentum_N, row)
+        assert bool(momentum_N.any()) == (expert == 2)
+    for model, optimiser in zip((changed, steady), optimisers, strict=True):
+        train(model, optimiser, [2])
+    tolerance = 1e-6 if form != "int8" else 2e-3  # the noise of rounding differs from row to row
+    for name in (GATE_UP, DOWN):
+        kept, alone = dict(changed.trainable_parameters())[name][1], dict(steady.trainable_parameters())[name][0]
+        torch.testing.assert_close(kept, alone, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_has_one_moment_and_anything_else_has_two(form: str) -> None:
+    model = tiny((1, 2, 5))
+    optimiser = make_optimiser(model, TRAINING, form=form)
+    train(model, optimiser, [0])
+    for name, parameter in model.trainable_parameters():
+        is_matrix = any(part in name.split(".") for part in BY_MUON)
+        state = optimiser.state[parameter]
+        stored = sum(value.nbytes for key, value in state.items() if key != "step")
+        announced = moment_bytes_per_weight(form, MOMENTUM if is_matrix else MOMENTS)
+        if parameter.dim() > 1:  # vectors stay in fp32
+            assert stored == parameter.numel() * (announced.on_device + announced.on_host), name
+
+
+def test_experts_travel_with_one_moment_and_the_longest_possible_one_is_accepted() -> None:
+    giver, taker = tiny((1, 5)), tiny((0, 5))
+    given, taken = (make_optimiser(model, TRAINING) for model in (giver, taker))
+    limit = MomentumLimit.of(TRAINING.max_grad_norm, TRAINING.muon_momentum)
+    size = giver.layout.expert_block(5).size
+    theirs_N, mine_N = np.empty(size, np.float32), np.empty(size, np.float32)
+    for _ in range(150):  # always the same gradients, of expert 5 alone, which are clipped
+        for name, parameter in giver.trainable_parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            if "experts" in name:
+                parameter.grad[1] = 3.0
+        parameters = [parameter for _, parameter in giver.trainable_parameters()]
+        torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm)
+        given.step()
+    assert read_moments(given, giver, 5, theirs_N) == 150
+    assert np.linalg.norm(theirs_N) == pytest.approx(TRAINING.max_grad_norm, rel=1e-3)
+    check_moments(theirs_N, limit)
+    with pytest.raises(ProtocolError, match="impossible with gradients clipped to max_grad_norm"):
+        check_moments(1.2 * theirs_N, limit)
+    write_moments(taken, taker, 5, theirs_N, 150)
+    assert read_moments(taken, taker, 5, mine_N) == 150
+    assert mine_N.tobytes() == theirs_N.tobytes()
+    read_moments(taken, taker, 0, mine_N)
+    assert not mine_N.any()
+    train(taker, taken, [0])
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimiser_is_refused_and_nothing_changes(saved_by: str, loaded_by: str) -> None:
+    peer_adamw = replace(TRAINING, optimiser="adamw", adamw_learning_rate=None)
+    optimisers = {"adamw": peer_adamw, "muon": TRAINING}
+    saved, loaded = tiny((1, 5)), tiny((1, 5))
+    first = make_optimiser(saved, optimisers[saved_by])
+    train(saved, first, [0])
+    arrays = optimiser_arrays(first, dict(saved.trainable_parameters()))
+    second = make_optimiser(loaded, optimisers[loaded_by])
+    with pytest.raises(CheckpointError, match=r"is that of another optimiser.*; use another --output-dir"):
+        load_optimiser_arrays(second, dict(loaded.trainable_parameters()), arrays)
+    assert not second.state
