@@ -222,7 +222,8 @@ def changes(before: SwarmState | None, state: SwarmState, history: Sequence[Hist
         lines.append(peer_words(state))
     dead, known_dead = dead_experts(state), dead_experts(before) if before is not None else []
     lines += [f"{name} is dead" for name in dead if name not in known_dead]
-    lines += [f"{name} gets tokens again" for name in known_dead if name not in dead]
+    if any(peer.dead_experts is not None for peer in state.peers):  # otherwise nobody has said so
+        lines += [f"{name} gets tokens again" for name in known_dead if name not in dead]
     if before is not None and before.refused != state.refused:
         lines.append(f"records refused: {refusals(state)}")
     return lines
