@@ -206,7 +206,7 @@ class HistoryPoint(RoundMetrics):
         return dataclasses.asdict(self)
 
 
-def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, float | None]:
+def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, Any]:
     """Each round metric as of the newest round that has it; an error is of the same round as its loss."""
 
     def newest(name: str, given: str) -> float | None:

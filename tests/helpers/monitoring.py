@@ -178,7 +178,7 @@ def routing_state(**changes: Any) -> SwarmState:
         replace(state.experts[0], load=0.5, dead_layers=(1, 3)),
         *(replace(e, load=1.0) for e in state.experts[1:]),
     )
-    figures = {
+    figures: dict[str, Any] = {
         "load_entropy": 0.875,
         "least_load": 0.0,
         "router_entropy": 0.625,
