@@ -3,7 +3,7 @@
 Steps add counts that exist anyway; everything else happens once per commit. See `protocol.members.routing_report` for
 what makes an expert dead. A layer's number counts the layers with experts, from 0.
 
-Suffixes: L layers with experts, E experts.
+Suffixes: L layers with experts, E experts, P pairs of layer and expert.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from spes_swarm.model.merge import layer_similarities
 from spes_swarm.protocol.members.routing_report import (
     ALIVE_LOAD,
+    DEAD_JUDGEMENTS,
     DEAD_LOAD,
     MAX_DEAD,
     NOTHING_REPORTED,
@@ -29,9 +30,8 @@ from spes_swarm.protocol.members.routing_report import (
 from spes_swarm.training.gradients import GradientSource
 from spes_swarm.training.setup import TrainerSetup
 
-# An expert is judged once its fair share is this many tokens: a healthy one then never gets less than a hundredth.
-_MIN_FAIR_SHARE = 200
-_SIMILARITY_ELEMENTS = 1 << 16  # of each expert and layer; an error of about 0.004
+_MIN_FAIR_SHARE = 1000  # tokens that an expert would get if loads were even, before it is judged
+_SIMILARITY_ELEMENTS = 1 << 15  # of each expert and layer; the error of a cosine is about 0.006
 _NAMED = 8  # dead experts in one message
 
 LayerArray = npt.NDArray[np.float64]
@@ -64,9 +64,11 @@ class RoutingHealth:
         self._gradients = gradients
         self._warn = warn
         shape = len(setup.model.layer_names), setup.model.layout.num_experts
-        self._routed_LE = np.zeros(shape, dtype=np.int64)  # since the last judgement
+        self._routed_LE = np.zeros(shape, dtype=np.int64)  # since the last commit
         self._held_copies = 0  # of these, routed to held experts
+        self._unjudged_LE = np.zeros(shape, dtype=np.int64)  # since the last judgement
         self._judged = False
+        self._times_low_P = np.zeros(math.prod(shape), dtype=np.int64)  # judgements in a row, by `layer * E + expert`
         self._dead: frozenset[int] = frozenset()  # on this peer's tokens, as `layer * E + expert`
         self._dead_in_swarm: frozenset[int] = frozenset()
         self.report = NOTHING_REPORTED  # for this peer's record
@@ -87,6 +89,7 @@ class RoutingHealth:
         if copies == 0:
             return {}
         load_LE, E = loads(self._routed_LE), self._routed_LE.shape[1]
+        self._unjudged_LE += self._routed_LE
         figures: dict[str, Any] = {
             "load_entropy": _fraction(float(load_entropies(load_LE).mean())),
             "least_load": float(load_LE.min()),
@@ -106,7 +109,9 @@ class RoutingHealth:
             figures["expert_similarity"] = _fraction(float(mean_L.mean()))
             figures["expert_similarity_max"] = _fraction(float(max_L.max()))
             details |= {"similarity_mean": mean_L.round(4).tolist(), "similarity_max": max_L.round(4).tolist()}
-        changed = self._judge(load_LE)
+        changed = self._judge()
+        self._routed_LE[:] = 0
+        self._held_copies = 0
         self.report = RoutingReport(
             loads=packed_loads(load_LE.mean(axis=0).tolist()),
             dead=tuple(sorted(self._dead)[:MAX_DEAD]),
@@ -119,16 +124,16 @@ class RoutingHealth:
             self._setup.metrics.write("routing", round=round_number, **details)
         return figures
 
-    def _judge(self, load_LE: LayerArray) -> bool:
+    def _judge(self) -> bool:
         """Finds out which experts are dead, here and in the swarm; returns True if any has died or recovered."""
-        if int(self._routed_LE.sum(axis=1).min()) < _MIN_FAIR_SHARE * self._routed_LE.shape[1]:
+        if self._unjudged_LE.mean(axis=1).min() < _MIN_FAIR_SHARE:
             return False  # too few tokens to tell: those of the next round are added
-        self._routed_LE[:] = 0
-        self._held_copies = 0
+        load_P = loads(self._unjudged_LE).reshape(-1)
+        self._unjudged_LE[:] = 0
         before = self._dead, self._dead_in_swarm
-        load_P = load_LE.reshape(-1)  # one entry for each pair of layer and expert
+        self._times_low_P = np.where(load_P < DEAD_LOAD, self._times_low_P + 1, 0)
         still_dead = {pair for pair in self._dead if load_P[pair] < ALIVE_LOAD}
-        self._dead = frozenset(still_dead.union(np.flatnonzero(load_P < DEAD_LOAD).tolist()))
+        self._dead = frozenset(still_dead.union(np.flatnonzero(self._times_low_P >= DEAD_JUDGEMENTS).tolist()))
         self._judged = True
         view = self._setup.network.view
         votes, others = (Counter(view.dead_votes), view.routing_reports) if view is not None else (Counter[int](), 0)
@@ -155,9 +160,9 @@ class RoutingHealth:
         model, means, maxima = self._setup.model, [], []
         found = layer_similarities(self._setup.reference_N, model.layout, _SIMILARITY_ELEMENTS)
         for name in model.layer_names:
-            pairs_P = found[name][np.triu_indices(len(found[name]), 1)]
-            means.append(float(pairs_P.mean()) if pairs_P.size else 0.0)
-            maxima.append(float(pairs_P.max(initial=-1.0)) if pairs_P.size else 0.0)
+            cosines = found[name][np.triu_indices(len(found[name]), 1)]
+            means.append(float(cosines.mean()) if cosines.size else 0.0)
+            maxima.append(float(cosines.max()) if cosines.size else 0.0)
         return np.array(means), np.array(maxima)
 
 

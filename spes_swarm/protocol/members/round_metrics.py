@@ -122,7 +122,7 @@ class RoundMetrics:
     dead_experts: Annotated[
         Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None,
         Metric(
-            "experts with less than 1 % of their fair share of tokens, counted in each layer",
+            "dead experts, which get less than 1 % of their fair share of tokens, counted in each layer",
             gauge="dead_experts",
             over_peers=known_low_median,
         ),
