@@ -105,7 +105,7 @@ class StepClock:
             ("clipping", torch.nn.utils, "clip_grad_norm_"),
             ("AdamW", torch.optim.AdamW, "step"),
             ("data", Sampler, "next_batch"),
-            ("routed tokens", SparseModel, "pop_routed_tokens"),
+            ("routed tokens", SparseModel, "pop_routed_tokens_of_layers"),
             ("metrics", Metrics, "write"),
             ("status", Trainer, "_announce"),
             ("is a round due", Trainer, "_due"),

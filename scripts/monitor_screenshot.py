@@ -84,6 +84,7 @@ async def synthetic_monitor(num_peers: int, num_experts: int, rounds: int, incid
         dead, wrong = (peer.peer_id for peer in swarm.state().peers[:2])
         swarm.kill(dead)
         swarm.corrupt(wrong)
+        swarm.starve(5)
         swarm.refused = {"forged": 3, "malformed": 12}
         swarm.advance(17.0)
         swarm.join("newcomer")

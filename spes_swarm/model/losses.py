@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.output_head import IGNORED_TARGET, linear_loss, linear_nats, output_head
 
+ENTROPY_TOKENS = 256  # of a micro-batch, from which the entropy of its routers is estimated
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossWeights:
@@ -53,6 +55,8 @@ class LossParts:
     """Detached scalar: sum over layers of mean squared log-sum-exp of the router logits."""
     logit_z: Tensor
     """Detached scalar: mean squared log-sum-exp of the logits."""
+    router_entropy: Tensor | None
+    """Detached (L,), see `router_entropy`; None if no auxiliary loss needs the router logits."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -140,6 +144,24 @@ def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.logsumexp(x_TE.float(), dim=-1).square().mean() for x_TE in router_logits]).sum()
 
 
+@torch.no_grad()
+def router_entropy(router_logits: Sequence[Tensor]) -> Tensor:
+    """Returns the entropy (L,) in nats of each router's softmax over the experts, averaged over a sample of tokens.
+
+    It is 0 if the routers are certain, and log E if all experts are equally likely. The tokens are `ENTROPY_TOKENS` or
+    somewhat more, at equal distances; all layers are computed at once, because a GPU would otherwise spend more time on
+    launching kernels than on computing.
+
+    Args:
+        router_logits: per layer (T, E), of the same tokens.
+    """
+    stride = max(1, len(router_logits[0]) // ENTROPY_TOKENS)
+    logits_LTE = torch.stack([logits_TE[::stride] for logits_TE in router_logits])
+    probabilities_LTE = torch.softmax(logits_LTE, dim=-1, dtype=torch.float32)
+    entropy_LT: Tensor = torch.special.entr(probabilities_LTE).sum(dim=-1)
+    return entropy_LT.mean(dim=-1)
+
+
 def language_model_loss(
     model: nn.Module,
     samples_BS: Tensor,
@@ -170,6 +192,7 @@ def language_model_loss(
     total, cross_entropy, logit_z = linear_loss(rows_NX, weight_VD, targets_N, weights.logit_z)
     total = total * share.targets
     load_balance = router_z = torch.zeros_like(cross_entropy)
+    entropy_L: Tensor | None = None
     if wants_router:
         router_logits = getattr(output, "router_logits", None)
         if not router_logits:
@@ -178,6 +201,7 @@ def language_model_loss(
         factor = balance_factor(weights, progress)
         load_balance = load_balance_loss(router_logits, config.num_experts_per_tok, held, factor)
         router_z = router_z_loss(router_logits)
+        entropy_L = router_entropy(router_logits)
         total = total + share.tokens * (weights.load_balance * load_balance + weights.router_z * router_z)
     return LossParts(
         total=total,
@@ -185,6 +209,7 @@ def language_model_loss(
         load_balance=load_balance.detach(),
         router_z=router_z.detach(),
         logit_z=logit_z,
+        router_entropy=entropy_L,
     )
 
 

@@ -87,8 +87,8 @@ def _merged(stack_EP: FloatArray, expert: int, donors_K: npt.NDArray[np.int64], 
     return mean_P
 
 
-def _layers(reference_N: FloatArray, layout: Layout) -> Iterator[dict[str, tuple[int, FloatArray]]]:
-    """Per layer and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
+def _layers(reference_N: FloatArray, layout: Layout) -> dict[str, dict[str, tuple[int, FloatArray]]]:
+    """By experts module and tensor: position of its slot in an expert's block, and an (E, P) view into the reference.
 
     All expert blocks have the same slots at the same offsets, so the experts are rows of one matrix; nothing is copied.
     """
@@ -99,7 +99,25 @@ def _layers(reference_N: FloatArray, layout: Layout) -> Iterator[dict[str, tuple
         layer, _, tensor = slot.name.rpartition(".")
         offset = slot.start - first.start
         layers.setdefault(layer, {})[tensor] = (position, block_EN[:, offset : offset + slot.size])
-    yield from layers.values()
+    return layers
+
+
+def layer_similarities(
+    reference_N: FloatArray, layout: Layout, max_elements: int
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Returns the similarity (E, E) of the experts' gate projections in each layer, by name of the experts module.
+
+    It is estimated from rows of the projection at equal distances, about `max_elements` elements of each expert. The
+    reference is only read; extra memory is these elements of one layer.
+    """
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for name, tensors in _layers(reference_N, layout).items():
+        position, gate_up_EP = tensors[GATE_UP]
+        E, D = len(gate_up_EP), layout.expert_block(0).slots[position].shape[-1]
+        gate_EFD = gate_up_EP[:, : gate_up_EP.shape[1] // 2].reshape(E, -1, D)
+        stride = max(1, gate_EFD.shape[1] * D // max_elements)
+        found[name] = similarity(gate_EFD[:, ::stride].reshape(E, -1))
+    return found
 
 
 def merged_slots(
@@ -115,7 +133,7 @@ def merged_slots(
     """
     if reference_N.dtype != np.float32 or reference_N.shape != (layout.num_elements,):
         raise ValueError(f"the reference is {reference_N.dtype} {reference_N.shape}, which does not fit the layout")
-    for tensors in _layers(reference_N, layout):
+    for tensors in _layers(reference_N, layout).values():
         if GATE_UP not in tensors:
             raise ValueError(f"a layer's experts have no {GATE_UP}, only {sorted(tensors)}")
         _, gate_up_EP = tensors[GATE_UP]

@@ -1,6 +1,7 @@
 """A transformers MoE as a peer trains it: with sparse experts, and addressed in blocks of the flat reference.
 
-Tensor suffixes: N elements of the flat vector (or of one block of it), E experts, H held experts.
+Tensor suffixes: N elements of the flat vector (or of one block of it), L layers with experts, E experts, H held
+experts.
 
 Parameter names are those of the untouched transformers model, e.g. `model.layers.0.mlp.experts.gate_up_proj`; they name
 the slots of `Layout`. A `SparseModel` maps slots to live storage.
@@ -264,6 +265,11 @@ class SparseModel:
         self._write(slot, _as_tensor(flat_N, slot, slot.start))
 
     @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The names of the experts modules, in the order of their layers."""
+        return tuple(self._experts)
+
+    @property
     def shares_foreign(self) -> bool:
         """True if the ranks of the peer share the experts that others train."""
         return isinstance(self.foreign_storage, SharedStorage)
@@ -331,9 +337,14 @@ class SparseModel:
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""
-        counts = [experts.pop_routed_tokens() for experts in self._experts.values()]
-        counts_E: npt.NDArray[np.int64] = torch.stack(counts).sum(dim=0).cpu().numpy()
+        counts_E: npt.NDArray[np.int64] = self.pop_routed_tokens_of_layers().sum(axis=0)
         return counts_E
+
+    def pop_routed_tokens_of_layers(self) -> npt.NDArray[np.int64]:
+        """Returns the same counts (L, E) for each layer with experts, in the order of the layers."""
+        counts = [experts.pop_routed_tokens() for experts in self._experts.values()]
+        counts_LE: npt.NDArray[np.int64] = torch.stack(counts).cpu().numpy()
+        return counts_LE
 
 
 def _check_array(array_N: FloatArray, size: int) -> None:

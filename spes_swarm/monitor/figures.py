@@ -60,6 +60,29 @@ def name_of(state: SwarmState, peer_id: str) -> str:
     return peer_id[-8:]
 
 
+def dead_experts(state: SwarmState) -> list[str]:
+    """The dead experts, each with its layer, in order."""
+    pairs = sorted((layer, expert.expert) for expert in state.experts for layer in expert.dead_layers)
+    return [f"expert {expert} of layer {layer}" for layer, expert in pairs]
+
+
+def routing_words(state: SwarmState) -> str:
+    """The health of the routers in one line; empty if no peer has reported it."""
+    words = [
+        f"{word} {value:.0%}"
+        for word, value in (
+            ("balance", state.load_entropy),
+            ("router entropy", state.router_entropy),
+            ("to held", state.held_share),
+        )
+        if value is not None
+    ]
+    if state.expert_similarity is not None:
+        most = "" if state.expert_similarity_max is None else f"-{state.expert_similarity_max:.2f}"
+        words.append(f"similarity {state.expert_similarity:.2f}{most}")
+    return "  ".join(words)
+
+
 def refusals(state: SwarmState) -> str:
     """Refused records by kind, such as "3 forged, 1 oversized"; empty if there are none."""
     return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(state.refused.items()))

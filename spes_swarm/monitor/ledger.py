@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median_high
+from statistics import median, median_high
 from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
@@ -42,6 +42,7 @@ from spes_swarm.monitor.state import (
 )
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.members.round_metrics import metrics_of
+from spes_swarm.protocol.members.routing_report import count_claims, dead_by_majority, unpacked_load
 
 # Reports count for rounds at most this far from the swarm's.
 _WINDOW: Final = 8
@@ -315,12 +316,26 @@ class Ledger:
             if peer_id not in self._peers:
                 for expert in lease.experts:
                     reserved.setdefault(expert, []).append(peer_id)
+        load_of, dead_in = self._routing()
         return tuple(
             ExpertState(
                 expert=e,
+                load=load_of[e] if load_of else None,
+                dead_layers=tuple(dead_in.get(e, ())),
                 holders=tuple(sorted(holders.get(e, ()))),
                 reserved=tuple(sorted(reserved.get(e, ()))),
                 age_rounds=count(max(0, self.round - self._trained_in[e])) if e in self._trained_in else None,
             )
             for e in range(self.run.num_experts)
         )
+
+    def _routing(self) -> tuple[list[float], dict[int, list[int]]]:
+        """(load of each expert, if any peer reports it; the layers in which each dead expert is dead)."""
+        num_experts = self.run.num_experts
+        active = [s.progress for s in self._peers.values() if s.is_active]
+        reported = [p.expert_loads for p in active if len(p.expert_loads) == num_experts]
+        claims = [p.dead for p in active if p.dead_experts is not None]
+        dead_in: dict[int, list[int]] = {}
+        for pair in dead_by_majority(count_claims(claims), len(claims)):
+            dead_in.setdefault(pair % num_experts, []).append(pair // num_experts)
+        return [median(map(unpacked_load, of_peers)) for of_peers in zip(*reported, strict=True)], dead_in

@@ -90,6 +90,21 @@ class ExpertState:
     holders: Annotated[tuple[_PeerId, ...], Field(description="present peers that train it")]
     reserved: Annotated[tuple[_PeerId, ...], Field(description="absent peers with an unexpired lease on it")]
     age_rounds: Annotated[Count | None, Field(description="rounds since a holder last committed; null: no commit seen")]
+    load: Annotated[
+        NotNegative | None,
+        Metric(
+            "load of the expert as a multiple of its fair share, mean over layers, median over peers; null: not "
+            "reported",
+            gauge="expert_load",
+        ),
+    ] = None
+    dead_layers: Annotated[
+        tuple[Count, ...],
+        Metric(
+            "layers in which more than half of the reporting peers call the expert dead, among those with experts",
+            gauge="expert_dead_layers",
+        ),
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +206,7 @@ class HistoryPoint(RoundMetrics):
         return dataclasses.asdict(self)
 
 
-def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, float | None]:
+def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, Any]:
     """Each round metric as of the newest round that has it; an error is of the same round as its loss."""
 
     def newest(name: str, given: str) -> float | None:

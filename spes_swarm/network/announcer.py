@@ -131,7 +131,11 @@ class Announcer:
             total_tokens=presence.total_tokens,
             swarm_tokens=self.run_state.swarm_tokens.published_count,
             faults=self.faults.notes(),
-            **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {}),
+            expert_loads=presence.routing.loads,
+            dead=list(presence.routing.dead),
+            # This one outlives its round: others would count this peer as healthy until the next losses are known.
+            **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {})
+            | {"dead_experts": presence.routing.num_dead},
         )
 
     async def _volunteer(self) -> None:

@@ -270,6 +270,7 @@ class RunServices(RunCommands):
         volunteering = self._announcer.volunteering
         answering, voices = roster.answering(), roster.voices()
         ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
+        dead_votes, reports = roster.dead_votes()
         held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
         return SwarmView(
             num_peers=len(answering),
@@ -283,6 +284,8 @@ class RunServices(RunCommands):
             experts_covered=len(held),
             ready=ready,
             data=roster.data_positions(),
+            routing_reports=reports,
+            dead_votes=dead_votes,
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.records import State
 from spes_swarm.protocol.members.round_metrics import RoundMetrics
+from spes_swarm.protocol.members.routing_report import NOTHING_REPORTED, RoutingReport
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.round_state import CommitReport
 
@@ -40,6 +42,7 @@ class Presence:
     total_tokens: int = 0  # tokens that this peer has trained on in the run
     losses: RoundLosses | None = None  # of its last round
     data: tuple[int, ...] = ()  # its position in each data set that the peers divide; see data/streaming/pieces.py
+    routing: RoutingReport = NOTHING_REPORTED
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class SwarmView:
     data: tuple[int, ...] = ()  # the furthest position of a voice in each data set that the peers divide
     # How many periods a round is overdue before this peer publishes it; see protocol/members/election.py.
     publishing_periods: int = 0
+    # How many voices have judged their experts, and how many of them call each dead; see members/routing_report.py.
+    routing_reports: int = 0
+    dead_votes: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

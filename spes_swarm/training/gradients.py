@@ -6,7 +6,7 @@ micro-batch has, and every mean over tokens by how many of its tokens, so cross-
 on the split. The load balance is a product of two means and does: it is that of each micro-batch, averaged, as in the
 code of SPES and of megablocks.
 
-Shapes: B sequences, S tokens.
+Shapes: B sequences, S tokens, L layers with experts, E experts.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class GradientSource(Protocol):
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
 
+    def pop_router_entropy(self) -> npt.NDArray[np.float64] | None:
+        """See Gradients."""
+
 
 class Gradients:
     """Computes the gradients of batches; halves its micro-batches for good whenever one does not fit."""
@@ -75,6 +78,9 @@ class Gradients:
         self._autocast = autocast
         self._warn = warn
         self.micro_batch_size = micro_batch_size
+        # Summed over steps, on the device, with the sum of their weights.
+        self._entropy_L: torch.Tensor | None = None
+        self._entropy_weight = 0.0
 
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float, share: slice = slice(None)) -> float:
         """Sets the gradients of all trained parameters; returns the mean cross-entropy in nats.
@@ -105,6 +111,7 @@ class Gradients:
     def _add_up(self, batch_BS: npt.NDArray[np.int64], computed: slice, size: int, progress: float) -> float:
         self._model.module.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self._device)
+        entropies: list[tuple[torch.Tensor, float]] = []
         of_batch = max(1, int(num_targets(batch_BS).sum()))
         computed_BS = batch_BS[computed]
         for start in range(0, len(computed_BS), size):
@@ -118,6 +125,12 @@ class Gradients:
                 )
             losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += losses.cross_entropy * share.targets
+            if losses.router_entropy is not None:
+                entropies.append((losses.router_entropy, share.tokens))
+        for entropy_L, weight in entropies:  # of the whole step: one that runs out of memory adds nothing
+            added_L = entropy_L * weight
+            self._entropy_L = added_L if self._entropy_L is None else self._entropy_L.add_(added_L)
+            self._entropy_weight += weight
         return float(total)
 
     def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
@@ -129,8 +142,17 @@ class Gradients:
         return nullcontext()
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
-        """Returns and clears the routed copies of tokens per expert (E,) since the last call, over all layers."""
-        return self._model.pop_routed_tokens()
+        """Returns and clears the routed copies of tokens per layer and expert (L, E) since the last call."""
+        return self._model.pop_routed_tokens_of_layers()
+
+    def pop_router_entropy(self) -> npt.NDArray[np.float64] | None:
+        """Returns and clears the mean entropy (L,) of the routers in nats, over the tokens since the last call.
+
+        None if there were none, or if no auxiliary loss needs the router logits. Waits for the device.
+        """
+        sum_L, weight = self._entropy_L, self._entropy_weight
+        self._entropy_L, self._entropy_weight = None, 0.0
+        return None if sum_L is None else (sum_L.double() / weight).cpu().numpy()
 
     def _forget(self) -> None:
         """Drops what the failed attempt has left: gradients, counts, and the allocator's pieces of the wrong size."""

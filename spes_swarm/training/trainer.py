@@ -4,7 +4,7 @@ The trainer owns the model, the optimiser and the data; the network process owns
 copies the trained blocks into the contribution, the network process runs the round, and the trainer applies the outcome
 to the live weights. A failed round changes nothing: the work since the last commit stays in the next pseudo-gradient.
 
-Shapes: B sequences, S tokens, N elements of the flat vector.
+Shapes: B sequences, S tokens, L layers with experts, E experts, N elements of the flat vector.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
 from spes_swarm.training.round_due import Pace
 from spes_swarm.training.round_event import RoundEvents
+from spes_swarm.training.routing_health import RoutingHealth
 from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.setup import TrainerSetup
 from spes_swarm.training.throughput import Throughput, peak_flops
@@ -70,6 +71,7 @@ class Trainer:
         self._gradients: GradientSource = (
             own if setup.ranks is None else SharedGradients(setup.ranks, setup.model, own, setup.device)
         )
+        self._routing = RoutingHealth(setup, self._gradients, self._warn)
         self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
         self._handover = Handover(
             setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
@@ -244,7 +246,8 @@ class Trainer:
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
         self._saver.before_step()
-        routed_E = self._gradients.pop_routed_tokens()
+        routed_LE = self._gradients.pop_routed_tokens()
+        routed_E = routed_LE.sum(axis=0)
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
             self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
@@ -255,6 +258,7 @@ class Trainer:
         self._divergence.stepped()
         self._handover.warm_up.step(self._model, self._optimiser.step)
         self._work.add_step(self._tokens_per_step, routed_E, self._loss)
+        self._routing.add_step(routed_LE, self._model.held)
         self.step += 1
         self._total_tokens += self._tokens_per_step
         flops = self._flops.step(self._tokens_per_step, int(routed_E[list(self._model.held)].sum()))
@@ -386,6 +390,7 @@ class Trainer:
             train_loss=_finite(train_loss),
             eval_loss=_finite(held_out.mean if held_out else None),
             eval_loss_stderr=_finite(held_out.stderr if held_out else None),
+            **self._routing.commit(self.round, evaluated=held_out is not None),
         )
         self._report(report, alpha, self._losses, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
@@ -468,6 +473,7 @@ class Trainer:
                 experts=self._model.held,
                 total_tokens=self._total_tokens,
                 losses=self._losses,
+                routing=self._routing.report,
                 data=self._setup.sampler.positions(),
             ),
         )

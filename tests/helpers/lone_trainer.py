@@ -65,6 +65,7 @@ class StubNetwork:
         others: how many other peers take part.
         answers: in place of the next rounds, one after the other.
         presences: states that the trainer has announced, in order.
+        routing_reports, dead_votes: what the others say of their experts.
     """
 
     reference: Reference
@@ -75,13 +76,19 @@ class StubNetwork:
     answers: list[Callable[[StubNetwork], RoundReport | CaughtUp]] = field(default_factory=list)
     presences: list[str] = field(default_factory=list)
     on_traffic: Callable[[], None] = lambda: None
+    routing_reports: int = 0
+    dead_votes: dict[int, int] = field(default_factory=dict)
 
     async def set_presence(self, presence: Presence) -> None:
         """See port.commands.Commands; so are those that follow."""
         self.presences.append(presence.state)
 
     async def view(self) -> SwarmView:
-        return SwarmView(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8)
+        return SwarmView(
+            *(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8),
+            routing_reports=self.routing_reports,
+            dead_votes=self.dead_votes,
+        )
 
     async def table(self) -> ReferenceTable:
         return self.reference.table

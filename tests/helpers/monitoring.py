@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spes_swarm.monitor.ledger import Ledger
@@ -168,6 +169,25 @@ def troubled_state() -> SwarmState:
         refused={"forged": 3, "far_future": 1},
         join_command="python -m spes_swarm.join --initial-peers /ip4/203.0.113.7/tcp/31337/p2p/" + peer_id(0),
     )
+
+
+def routing_state(**changes: Any) -> SwarmState:
+    """A state whose peers report the health of their routers: expert 0 is dead in two layers."""
+    state = swarm_state([peer_state(0, dead_experts=2)])
+    experts = (
+        replace(state.experts[0], load=0.5, dead_layers=(1, 3)),
+        *(replace(e, load=1.0) for e in state.experts[1:]),
+    )
+    figures: dict[str, Any] = {
+        "load_entropy": 0.875,
+        "least_load": 0.0,
+        "router_entropy": 0.625,
+        "held_share": 0.25,
+        "dead_experts": 2,
+        "expert_similarity": 0.125,
+        "expert_similarity_max": 0.5,
+    }
+    return replace(state, experts=experts, **figures, **changes)
 
 
 def points(count: int, first: int = 1) -> list[HistoryPoint]:

@@ -333,6 +333,58 @@ def test_endless_faults_do_not_fill_the_memory() -> None:
     assert len(watched.ledger._faults) <= 101
 
 
+# The health of the routers.
+
+FAIR = b"\x20" * 8  # every expert has its fair share
+STARVED = b"\x20" * 5 + b"\0" + b"\x20" * 2
+ALARM: dict[str, Any] = {"dead": [2 * 8 + 5], "dead_experts": 1, "expert_loads": STARVED}  # expert 5 of layer 2
+HEALTHY: dict[str, Any] = {"dead_experts": 0, "expert_loads": FAIR}
+
+
+def routing(*reports: dict[str, Any]) -> SwarmState:
+    return Watched().look({peer_id(number): progress(**report) for number, report in enumerate(reports)})
+
+
+def dead(state: SwarmState) -> dict[int, tuple[int, ...]]:
+    return {expert.expert: expert.dead_layers for expert in state.experts if expert.dead_layers}
+
+
+def test_loads_are_medians_and_dead_experts_those_of_most_peers() -> None:
+    state = routing({**HEALTHY, "held_share": 0.25}, {**ALARM, "held_share": 0.5}, {**ALARM, "held_share": 0.5})
+    assert [expert.load for expert in state.experts] == [1.0] * 5 + [0.0] + [1.0] * 2
+    assert dead(state) == {5: (2,)}
+    assert (state.dead_experts, state.held_share) == (1, 0.5)
+
+
+@pytest.mark.parametrize("honest", [1, 2, 3])
+def test_one_liar_can_neither_raise_the_alarm_nor_hide_it(honest: int) -> None:
+    lie = {"dead": list(range(32)), "dead_experts": 65_536, "expert_loads": b"\0" * 8}
+    state = routing(*[HEALTHY] * honest, lie)
+    assert dead(state) == {}
+    assert state.dead_experts == 0
+    assert honest == 1 or {expert.load for expert in state.experts} == {1.0}
+    if honest > 1:
+        assert dead(routing(*[ALARM] * honest, HEALTHY)) == {5: (2,)}
+
+
+def test_what_is_reported_of_another_model_or_not_at_all_does_not_count() -> None:
+    silent = {"dead_experts": None}
+    state = routing(ALARM, silent, silent, silent)
+    assert dead(state) == {5: (2,)}
+    assert [expert.load for expert in state.experts][5] == 0.0
+    assert {expert.load for expert in routing(silent, {"expert_loads": b"\x20" * 9}).experts} == {None}
+    assert dead(routing({**ALARM, "state": "joining"}, silent)) == {}
+
+
+def test_the_routers_health_stays_while_the_next_round_has_no_figures_yet() -> None:
+    watched = Watched()
+    watched.look({A: progress(load_entropy=0.75, **ALARM)})
+    watched.wait(1.0)
+    state = watched.look({A: progress(watched.now, round=4, train_loss=None, **ALARM)})
+    assert (state.load_entropy, state.dead_experts) == (0.75, 1)
+    assert dead(state) == {5: (2,)}
+
+
 # Whatever is signed.
 
 
@@ -361,6 +413,11 @@ def any_progress(draw: st.DrawFn) -> Progress:
         total_tokens=draw(amount),
         in_round=draw(st.booleans()),
         faults=[FaultNote(at=draw(st.floats(1, 1e300)), kind="round")],
+        load_entropy=draw(st.none() | st.floats(0, 1)),
+        least_load=draw(st.none() | figure),
+        dead_experts=draw(st.none() | st.integers(0, 65_536)),
+        expert_loads=draw(st.sampled_from([b"", b"\x20" * 8, b"\xff" * 256])),
+        dead=sorted(draw(st.sets(st.sampled_from([0, 8, 65_535])))),
     )
 
 

@@ -12,13 +12,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from spes_swarm.monitor.schema import STATE_SCHEMA
 from spes_swarm.monitor.state import SwarmState, to_text
 from spes_swarm.monitor.views.prometheus import metrics_text
-from tests.helpers.monitoring import RUN, Watched, peer_id, peer_state, points, progress, swarm_state, troubled_state
+from tests.helpers.monitoring import (
+    RUN,
+    Watched,
+    peer_id,
+    peer_state,
+    points,
+    progress,
+    routing_state,
+    swarm_state,
+    troubled_state,
+)
 
 STATES = {
     "nobody": swarm_state(),
     "three": swarm_state([peer_state(n) for n in range(3)]),
     "trouble": troubled_state(),
     "from a ledger": Watched().look({peer_id(0): progress(), peer_id(1): progress(name="\x1b[1m<b>")}),
+    "routing": routing_state(),
     "thousand": swarm_state([peer_state(n) for n in range(1000)]),
 }
 
@@ -88,7 +99,7 @@ def samples(state: SwarmState) -> dict[tuple[str, str, str], float]:
         assert family.documentation
         for sample in family.samples:
             assert sample.labels["run"] == RUN.run_id
-            rest = sample.labels.get("state") or sample.labels.get("kind") or ""
+            rest = next((sample.labels[label] for label in ("state", "kind", "expert") if label in sample.labels), "")
             key = (sample.name, sample.labels.get("peer", ""), rest)
             assert key not in found
             found[key] = sample.value
@@ -111,10 +122,20 @@ def test_the_official_parser_reads_the_metrics_of_every_state(name: str) -> None
         assert read["spes_swarm_refused_records_total", "", kind] == count
 
 
+def test_the_health_of_the_routers_is_exported_for_each_expert() -> None:
+    read = samples(STATES["routing"])
+    assert read["spes_swarm_load_entropy_ratio", "", ""] == 0.875
+    assert read["spes_swarm_dead_experts", "", ""] == 2
+    assert read["spes_swarm_held_experts_token_ratio", "", ""] == 0.25
+    assert [read["spes_swarm_expert_load", "", str(expert)] for expert in range(8)] == [0.5, *[1.0] * 7]
+    assert [read["spes_swarm_expert_dead_layers", "", str(expert)] for expert in range(8)] == [2, *[0] * 7]
+
+
 def test_what_nobody_has_told_is_left_out() -> None:
     read = samples(swarm_state([peer_state(0, loss=None)], train_loss=None))
     assert ("spes_swarm_train_loss", "", "") not in read
     assert ("spes_swarm_peer_loss", peer_id(0), "") not in read
+    assert not [name for name, _, _ in read if name.startswith(("spes_swarm_expert_", "spes_swarm_dead"))]
 
 
 def test_a_name_cannot_break_out_of_its_label() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from spes_swarm.monitor.figures import curve
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, SwarmState
 from spes_swarm.monitor.views.terminal import changes, print_once, screen, show_lines, show_live
-from tests.helpers.monitoring import RUN, peer_id, peer_state, points, swarm_state, troubled_state
+from tests.helpers.monitoring import RUN, peer_id, peer_state, points, routing_state, swarm_state, troubled_state
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,13 @@ def test_colours_are_for_terminals_only() -> None:
     assert "\x1b" not in printed(troubled_state())
 
 
+def test_the_health_of_the_routers_takes_a_line_and_the_dead_another() -> None:
+    lines = printed(routing_state()).splitlines()
+    assert "│ routing balance 88%  router entropy 62%  to held 25%  similarity 0.12-0.50   │" in lines
+    assert "│ dead: expert 0 of layer 1, expert 0 of layer 3                               │" in lines
+    assert not [line for line in printed(swarm_state([peer_state(0)])).splitlines() if "routing" in line]
+
+
 # Lines.
 
 
@@ -153,6 +161,19 @@ def test_without_a_terminal_there_is_a_line_for_what_changes() -> None:
     gone = ["peer peer-0 is gone", "peer peer-1 is gone", "no peers: the last one was seen 75s ago"]
     assert changes(first, nobody, []) == gone
     assert changes(nobody, first, [])[-1] == "2 peers, all agree"
+
+
+def test_experts_that_die_and_recover_are_told_once() -> None:
+    sick = routing_state()
+    assert changes(sick, sick, []) == []
+    healthy = replace(sick, experts=tuple(replace(expert, dead_layers=()) for expert in sick.experts))
+    assert changes(healthy, sick, []) == ["expert 0 of layer 1 is dead", "expert 0 of layer 3 is dead"]
+    assert changes(sick, healthy, []) == [
+        "expert 0 of layer 1 gets tokens again",
+        "expert 0 of layer 3 gets tokens again",
+    ]
+    nobody = swarm_state()  # nobody is there to say so
+    assert not [line for line in changes(sick, nobody, []) if "tokens again" in line]
 
 
 def test_following_shows_each_change_and_ends_when_told() -> None:

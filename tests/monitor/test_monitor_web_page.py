@@ -205,6 +205,32 @@ def test_the_expert_map_filters_the_peers(visit: Visit, num_experts: int) -> Non
 
 
 @pytest.mark.slow
+def test_the_health_of_the_routers_is_shown_and_the_dead_are_named(visit: Visit) -> None:
+    with Served(a_swarm()) as served:
+        page = visit.open(served)
+        expect(page.locator("#dead")).to_have_text("No dead experts")
+        expect(page.locator("#load-entropy")).to_have_text("96 %")
+        expect(page.locator("#similarity-note")).to_contain_text("0.41")
+        loads = page.get_by_role("list", name="Load of each expert").get_by_role("listitem")
+        expect(loads).to_have_count(8)
+        expect(loads.nth(0)).to_have_text("0Expert 0: 1.00 × its fair share")
+        served.swarm.starve(5)
+        served.swarm.advance(20.0)
+        served.tell()
+        expect(page.locator("#dead")).to_have_text("1 dead expert")
+        expect(page.locator("#dead-names")).to_have_text("expert 5 of layer 3")
+        expect(loads.nth(5)).to_have_attribute("data-load", "dead")
+        expect(loads.nth(5)).to_contain_text("dead in 1 layer")
+        tallest = max(range(8), key=lambda e: served.swarm.state().experts[e].load or 0.0)
+        heights = page.locator("#loads i").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().height)")
+        assert heights.index(max(heights)) == tallest
+        unknown = tuple(replace(expert, load=None, dead_layers=()) for expert in served.swarm.state().experts)
+        served.tell(experts=unknown, load_entropy=None, dead_experts=None)
+        expect(page.locator("#routing-empty")).to_be_visible()
+        expect(loads.nth(0)).to_be_hidden()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("visit", [{"viewport": PHONE, "has_touch": True}], indirect=True)
 def test_a_phone_needs_no_sideways_scrolling(served: Served, visit: Visit) -> None:
     page = visit.open(served)

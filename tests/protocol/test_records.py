@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import MAX_EXPERTS, RecentFaults
+from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, packed_loads, unpacked_load
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
@@ -50,6 +51,68 @@ def test_peers_that_do_not_know_of_divided_data_understand_runs_without_it() -> 
     assert "data" not in progress(1e9).model_dump()
     record = progress(1e9, data=[0, 5])
     assert type(record).model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))) == record
+
+
+ROUTING: dict[str, Any] = {
+    "load_entropy": 0.5,
+    "least_load": 0.25,
+    "router_entropy": 0.75,
+    "held_share": 0.5,
+    "dead_experts": 2,
+    "expert_similarity": 0.125,
+    "expert_similarity_max": 0.5,
+    "expert_loads": b"\x20" * 64,
+    "dead": [3, 40],
+}
+
+
+def test_records_without_routing_are_those_that_older_peers_write_and_read() -> None:
+    older = progress(1e9).model_dump()
+    assert not ROUTING.keys() & older.keys()
+    record = type(progress(1e9)).model_validate(older)
+    assert (record.load_entropy, record.dead_experts, record.expert_loads, record.dead) == (None, None, b"", [])
+
+
+def test_a_record_with_the_routing_of_a_large_model_is_small() -> None:
+    """64 experts in each of 28 layers, of which as many are dead as a record can name."""
+    dead = list(range(28 * 64 - MAX_DEAD, 28 * 64))
+    record = progress(1e9, experts=list(range(64)), **{**BUSY, **ROUTING, "dead": dead, "dead_experts": 28 * 64})
+    assert type(record).model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))) == record
+    assert len(seal(identity(0), "progress", RUN, record)) < 1600
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"load_entropy": 1.1},
+        {"load_entropy": float("nan")},
+        {"router_entropy": -0.1},
+        {"held_share": "1"},
+        {"least_load": float("inf")},
+        {"dead_experts": -1},
+        {"dead_experts": 65_537},
+        {"dead_experts": 1.0},
+        {"expert_similarity": 2.0},
+        {"expert_loads": b"\0" * 257},
+        {"expert_loads": [1.0]},
+        {"dead": list(range(33))},
+        {"dead": [65_536]},
+        {"dead": [-1]},
+        {"dead": [4, 3]},
+        {"dead": [3, 3]},
+        {"dead": [True]},
+    ],
+)
+def test_impossible_claims_about_routing_are_refused(claim: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        progress(1e9, **{**ROUTING, **claim})
+
+
+def test_loads_travel_as_one_byte_each() -> None:
+    load_E = [0.0, 0.01, 0.5, 1.0, 1.02, 7.9, 100.0]
+    assert [unpacked_load(step) for step in packed_loads(load_E)] == [0.0, 0.0, 0.5, 1.0, 1.03125, 7.90625, 7.96875]
+    assert packed_loads([1.0] * MAX_LOADS) == b"\x20" * 256
+    assert packed_loads([1.0] * (MAX_LOADS + 1)) == b""
 
 
 def test_recent_faults_are_few_and_hold_only_kinds() -> None:

@@ -11,6 +11,7 @@ import pytest
 from spes_swarm.protocol.members import roster as roster_module
 from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.members.routing_report import dead_by_majority
 from spes_swarm.protocol.members.standing import GRACE_SHARE, Standing
 from tests.helpers.records import progress
 
@@ -244,6 +245,7 @@ def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answerin
         lambda r: r.tokens_since_commit(3, 30.0),
         lambda r: r.swarm_tokens(4),
         lambda r: r.data_positions(),
+        lambda r: r.dead_votes(),
     ]
     for ask in questions:
         assert ask(roster) == ask(undisturbed)
@@ -372,6 +374,16 @@ def test_a_step_is_measured_by_those_that_say_how_long_theirs_are() -> None:
     assert roster.largest_step(0) == 64 * 128
     roster.update({"a": progress(2.0, tokens_per_step=1), "b": progress(2.0)})
     assert roster.largest_step(1) == 64
+
+
+def test_experts_that_members_call_dead_are_counted_by_member() -> None:
+    roster = acquainted()
+    silent, fine = progress(), progress(dead_experts=0)
+    claims = {"a": progress(dead=[3, 9], dead_experts=2), "b": progress(dead=[9], dead_experts=1), "c": fine}
+    roster.update({**claims, "late": silent, "stranger": progress(dead=[1], dead_experts=1)})
+    assert roster.dead_votes() == ({3: 1, 9: 2}, 3)
+    assert dead_by_majority(*roster.dead_votes()) == (9,)
+    assert dead_by_majority({9: 2}, 4) == ()
 
 
 def test_a_newcomer_begins_where_the_furthest_is_in_each_data_set() -> None:

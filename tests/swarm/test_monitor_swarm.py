@@ -82,6 +82,7 @@ def trained_together(state: State) -> bool:
         and len({peer["round"] for peer in peers}) == 1
         and state["round"] >= 3
         and state["consensus"]["agree"] == 3
+        and state["dead_experts"] is not None
         and all(
             peer["train_loss"] and peer["eval_loss"] and peer["bytes_sent"] and peer["round_seconds"] for peer in peers
         )
@@ -107,6 +108,9 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
             assert set(by_name(state)) == {"‹b›founder", "second", "third"}
             assert state["experts_covered"] == 6
             assert state["refused"] == {}
+            assert sum(expert["load"] for expert in state["experts"]) == pytest.approx(8.0, abs=0.5)
+            for name in ("load_entropy", "router_entropy", "held_share", "expert_similarity_max"):
+                assert 0.0 < state[name] < 1.0
             assert state["join_command"].startswith("python -m spes_swarm.join --initial-peers /ip4/127.0.0.1/tcp/")
             for peer in running.peers:
                 peer.wait_for_round(state["round"])

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from spes_swarm.monitor.state import Consensus, PeerActivity, PeerState, RunInfo, SwarmState
+from spes_swarm.monitor.state import Consensus, ExpertState, PeerActivity, PeerState, RunInfo, SwarmState
 from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
 
 
@@ -30,6 +30,7 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _of_run(self._state)
         yield from _of_peers(self._state)
+        yield from _of_experts(self._state)
 
 
 def _of_run(state: SwarmState) -> Iterator[Metric]:
@@ -75,6 +76,15 @@ def _of_peers(state: SwarmState) -> Iterator[Metric]:
             value = getattr(peer, field)
             if value is not None:
                 gauge.add_metric([state.run.run_id, peer.peer_id, peer.name], _number(value))
+        yield gauge
+
+
+def _of_experts(state: SwarmState) -> Iterator[Metric]:
+    for field, metric in metrics_of(ExpertState).items():
+        gauge = GaugeMetricFamily(f"spes_swarm_{metric.gauge}", _sentence(metric.help), labels=["run", "expert"])
+        for expert in state.experts:
+            if expert.load is not None:  # no series for models with so many experts that no load is reported
+                gauge.add_metric([state.run.run_id, str(expert.expert)], _number(getattr(expert, field)))
         yield gauge
 
 

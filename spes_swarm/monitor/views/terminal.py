@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_swarm.base.wording import amount, cut, loss, plural, ranges, seconds, with_error
-from spes_swarm.monitor.figures import curve, name_of, peer_words, refusals
+from spes_swarm.monitor.figures import curve, dead_experts, name_of, peer_words, refusals, routing_words
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, StateSource, SwarmState
 
 WIDTH: Final = 80
@@ -22,7 +22,7 @@ _AXIS_CHARS: Final = 9
 _BAR_CHARS: Final = 16
 _FAULTS_SHOWN: Final = 3
 # Lines of the screen besides those of peers.
-_OTHER_LINES: Final = 20
+_OTHER_LINES: Final = 22
 _FEW_EXPERTS: Final = 48  # up to this many there is room for the age of each
 _CELLS_IN_ROW: Final = 8
 _DOTS_IN_ROW: Final = 64
@@ -43,6 +43,7 @@ def screen(state: SwarmState, history: Sequence[HistoryPoint], *, max_peers: int
     if state.peers:
         parts += [_peers(state, max_peers), Text()]
     parts.append(_experts(state))
+    parts += _routing(state)
     parts += _troubles(state)
     data = f" on {state.run.data}" if state.run.data is not None else ""
     title = Text(cut(f"{state.run.run_id}  {state.run.model}{data}", WIDTH - 8), style="bold")
@@ -132,6 +133,15 @@ def _experts(state: SwarmState) -> RenderableType:
     return Group(words, *lines)
 
 
+def _routing(state: SwarmState) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    if words := routing_words(state):
+        lines.append(Text("routing ", style="bold").append(cut(words, WIDTH - 12), style="not bold"))
+    if dead := dead_experts(state):
+        lines.append(Text(cut(f"dead: {', '.join(dead)}", WIDTH - 4), style="bold red"))
+    return lines
+
+
 def _cell(expert: ExpertState) -> Text:
     age = "-" if expert.age_rounds is None else amount(expert.age_rounds)
     return Text(f"{expert.expert}:{_holders(expert)}/{age}".ljust(9), style=_style(expert))
@@ -210,6 +220,10 @@ def changes(before: SwarmState | None, state: SwarmState, history: Sequence[Hist
         )
     elif before.status != state.status:
         lines.append(peer_words(state))
+    dead, known_dead = dead_experts(state), dead_experts(before) if before is not None else []
+    lines += [f"{name} is dead" for name in dead if name not in known_dead]
+    if any(peer.dead_experts is not None for peer in state.peers):  # otherwise nobody has said so
+        lines += [f"{name} gets tokens again" for name in known_dead if name not in dead]
     if before is not None and before.refused != state.refused:
         lines.append(f"records refused: {refusals(state)}")
     return lines

@@ -19,6 +19,7 @@ from pydantic import (
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
+from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_EXPERTS = 4096
@@ -28,6 +29,7 @@ MAX_SOURCES = 16  # of a mixture
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _pack_experts(experts: list[int]) -> bytes:
@@ -43,7 +45,7 @@ def _unpack_experts(value: object) -> object:
     return members_of(value, 8 * len(value))
 
 
-def _check_experts(experts: list[int]) -> list[int]:
+def _check_ascending(experts: list[int]) -> list[int]:
     if any(a >= b for a, b in pairwise(experts)):
         raise ValueError("experts are not in ascending order")
     return experts
@@ -54,7 +56,7 @@ _Experts = Annotated[
     list[Annotated[int, Field(ge=0, lt=MAX_EXPERTS)]],
     Field(max_length=MAX_EXPERTS),
     BeforeValidator(_unpack_experts),
-    AfterValidator(_check_experts),
+    AfterValidator(_check_ascending),
     PlainSerializer(_pack_experts, return_type=bytes),
 ]
 
@@ -101,13 +103,40 @@ class Progress(Record):
     eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
     eval_loss_stderr: _NonNegative | None = None  # its standard error; None: unknown
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)
+    # The health of the routers; see routing_report.py. Each is left out while it is unknown, as `data` is.
+    load_entropy: _Share | None = None
+    least_load: _NonNegative | None = None
+    router_entropy: _Share | None = None
+    held_share: _Share | None = None
+    dead_experts: Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None = None  # counted in each layer
+    expert_similarity: _Share | None = None
+    expert_similarity_max: _Share | None = None
+    expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""
+    dead: Annotated[
+        list[Annotated[int, Field(ge=0, lt=MAX_PAIRS)]], Field(max_length=MAX_DEAD), AfterValidator(_check_ascending)
+    ] = Field(default_factory=list)
 
     @model_serializer(mode="wrap")
-    def _without_empty_data(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unknown(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialise(self)
-        if not self.data:
-            fields.pop("data")
-        return fields
+        return {name: value for name, value in fields.items() if name not in _OPTIONAL or value not in (None, b"", [])}
+
+
+# Fields of Progress that older peers do not know.
+_OPTIONAL = frozenset(
+    {
+        "data",
+        "load_entropy",
+        "least_load",
+        "router_entropy",
+        "held_share",
+        "dead_experts",
+        "expert_similarity",
+        "expert_similarity_max",
+        "expert_loads",
+        "dead",
+    }
+)
 
 
 class Lease(Record):

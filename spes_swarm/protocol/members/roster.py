@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
 from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.routing_report import count_claims
 from spes_swarm.protocol.members.standing import Neighbour, Standing
 
 # Records are written and read about once a second; for this long, a peer's answer counts as newer than its record.
@@ -182,6 +183,11 @@ class Roster:
         claims = [view.progress.data for view in self.voices() if view.progress.data]
         length = max(map(len, claims), default=0)
         return tuple(max(claim[i] for claim in claims if len(claim) == length) for i in range(length))
+
+    def dead_votes(self) -> tuple[dict[int, int], int]:
+        """Returns how many voices call each expert dead, and how many have judged theirs; see routing_report.py."""
+        claims = [view.progress.dead for view in self.voices() if view.progress.dead_experts is not None]
+        return dict(count_claims(claims)), len(claims)
 
     def largest_step(self, own: int) -> int:
         """The most tokens per step that a peer is credited with: MAX_STEP_RATIO times the lower median, `own` included.

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
-from statistics import median
+from statistics import median, median_low
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field
 
+from spes_swarm.protocol.members.routing_report import MAX_PAIRS
+
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 OverPeers = Callable[[Sequence[float]], float | None]
 
 
@@ -55,6 +58,11 @@ def known_median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
+def known_low_median(values: Sequence[float]) -> float | None:
+    """The lower median, for alarms; None without values. Of two peers, neither can raise one alone."""
+    return median_low(values) if values else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundMetrics:
     """What peers measure of a round: for one peer its own values, for a round or the swarm medians over peers."""
@@ -74,6 +82,67 @@ class RoundMetrics:
             gauge="eval_loss_stderr",
             over_peers=known_median,
             measured_with="eval_loss",
+            kept=True,
+        ),
+    ] = None
+    # Routing health, as measured by training/routing_health.py; unknown before the first commit of a session.
+    load_entropy: Annotated[
+        Share | None,
+        Metric(
+            "entropy of the experts' load as a fraction of its maximum, mean over layers; 1: all have the same",
+            gauge="load_entropy_ratio",
+            over_peers=known_median,
+        ),
+    ] = None
+    least_load: Annotated[
+        NotNegative | None,
+        Metric(
+            "load of the least used expert of any layer, as a multiple of its fair share",
+            gauge="least_expert_load",
+            over_peers=known_median,
+        ),
+    ] = None
+    router_entropy: Annotated[
+        Share | None,
+        Metric(
+            "entropy of the router's probabilities for a token as a fraction of its maximum, mean over tokens and "
+            "layers; 0: certain",
+            gauge="router_entropy_ratio",
+            over_peers=known_median,
+        ),
+    ] = None
+    held_share: Annotated[
+        Share | None,
+        Metric(
+            "fraction of the routed tokens that went to experts that the peer holds",
+            gauge="held_experts_token_ratio",
+            over_peers=known_median,
+        ),
+    ] = None
+    dead_experts: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None,
+        Metric(
+            "dead experts, which get less than 1 % of their fair share of tokens, counted in each layer",
+            gauge="dead_experts",
+            over_peers=known_low_median,
+        ),
+    ] = None
+    expert_similarity: Annotated[
+        Share | None,
+        Metric(
+            "cosine of two experts' gate projections, mean over pairs and layers, at least 0; null: not evaluated",
+            gauge="expert_similarity",
+            over_peers=known_median,
+            kept=True,
+        ),
+    ] = None
+    expert_similarity_max: Annotated[
+        Share | None,
+        Metric(
+            "largest cosine of two experts' gate projections in any layer, at least 0; null: not evaluated",
+            gauge="expert_similarity_max",
+            over_peers=known_median,
+            measured_with="expert_similarity",
             kept=True,
         ),
     ] = None

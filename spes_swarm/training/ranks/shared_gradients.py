@@ -5,11 +5,12 @@ steps; before the next batch it sends the trained weights to the others. That is
 gradients, which is such a sum followed by such a broadcast. In return the other ranks need no optimiser state, all
 ranks compute with the same bits, and whatever changes weights or moments between two steps concerns rank 0 alone.
 
-Shapes: B sequences, S tokens, E experts.
+Shapes: B sequences, S tokens, L layers with experts, E experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,7 +39,8 @@ class SharedGradients:
         self._own = own
         self._device = device
         self._sent_revision: int | None = None  # of the weights that the other ranks have
-        self._routed_E: npt.NDArray[np.int64] = np.zeros(model.layout.num_experts, dtype=np.int64)
+        shape = len(model.layer_names), model.layout.num_experts
+        self._routed_LE: npt.NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
         self._outbox = Outbox(group, model)
         if isinstance(model.foreign_storage, SharedStorage):
             model.foreign_storage.publish = self._outbox.add
@@ -72,7 +74,7 @@ class SharedGradients:
         exchange_weights(self._group, self._model, step)
         self._sent_revision = self._model.revision
         self._group.broadcast([torch.from_numpy(batch_BS).to(self._device)])
-        loss, self._routed_E = compute_share(self._group, self._model, self._own, batch_BS, progress)
+        loss, self._routed_LE = compute_share(self._group, self._model, self._own, batch_BS, progress)
         return loss
 
     @contextmanager
@@ -98,8 +100,12 @@ class SharedGradients:
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
-        routed_E, self._routed_E = self._routed_E, np.zeros_like(self._routed_E)
-        return routed_E
+        routed_LE, self._routed_LE = self._routed_LE, np.zeros_like(self._routed_LE)
+        return routed_LE
+
+    def pop_router_entropy(self) -> npt.NDArray[np.float64] | None:
+        """See Gradients; rank 0's share of each batch stands for the whole batch."""
+        return self._own.pop_router_entropy()
 
 
 def exchange_weights(group: RankGroup, model: SparseModel, step: Step | Evaluation) -> None:
@@ -132,7 +138,7 @@ def compute_share(
 ) -> tuple[float, npt.NDArray[np.int64]]:
     """Computes the gradients of this rank's share of a batch, and adds up those of all ranks on rank 0.
 
-    Returns the mean cross-entropy of the batch in nats, and the routed copies of its tokens per expert (E,).
+    Returns the mean cross-entropy of the batch in nats, and the routed copies of its tokens (L, E).
 
     Raises:
         MemoryError, RuntimeError: not even one sequence fits on one of the ranks; the others have not been waiting.
@@ -140,10 +146,11 @@ def compute_share(
         RankError: another rank of this peer has ended.
     """
     failure: BaseException | None = None
-    summary = torch.zeros(2 + model.layout.num_experts, dtype=torch.float64)  # failures, loss, routed tokens
+    shape = len(model.layer_names), model.layout.num_experts
+    summary = torch.zeros(2 + math.prod(shape), dtype=torch.float64)  # failures, loss, routed tokens
     try:
         summary[1] = own.compute(batch_BS, progress, group.placement.share(len(batch_BS)))
-        summary[2:] = torch.from_numpy(model.pop_routed_tokens())
+        summary[2:] = torch.from_numpy(model.pop_routed_tokens_of_layers()).flatten()
     except (MemoryError, RuntimeError) as exc:
         if not is_out_of_memory(exc) or model.shares_foreign:
             raise
@@ -160,4 +167,4 @@ def compute_share(
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         gradients.append(parameter.grad)
     group.reduce(gradients)
-    return float(summary[1]), summary[2:].to(torch.int64).numpy()
+    return float(summary[1]), summary[2:].to(torch.int64).view(shape).numpy()

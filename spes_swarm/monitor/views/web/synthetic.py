@@ -24,6 +24,7 @@ from spes_swarm.monitor.state import (
     newest_metrics,
     short_id,
 )
+from spes_swarm.protocol.members.routing_report import MAX_LOADS
 
 NAMES: Final = ("ada", "grace", "emmy", "sofia", "hypatia", "lise", "marie", "rosalind", "chien-shiung", "vera")
 _BASE58: Final = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -62,6 +63,7 @@ class SyntheticSwarm:
         self._ages: dict[int, int] = {}  # expert -> round of its last commit
         self._faults: list[Fault] = []
         self.refused: dict[RefusalKind, int] = {}
+        self._dead: set[int] = set()  # experts that get no tokens, in layer 3
         for index in range(num_peers):
             self.join(NAMES[index] if index < len(NAMES) else f"volunteer-{index:04d}")
 
@@ -79,6 +81,10 @@ class SyntheticSwarm:
         """Silences a peer: it is soon late, then gone."""
         self._find(peer_id).dead = True
         self._faults.append(Fault(time=self.time, peer_id=self._alive()[0].peer_id, kind="stalled"))
+
+    def starve(self, expert: int) -> None:
+        """Lets an expert die in one layer."""
+        self._dead.add(expert)
 
     def corrupt(self, peer_id: str) -> None:
         """Makes a peer's reference differ from now on."""
@@ -182,8 +188,16 @@ class SyntheticSwarm:
         gone = tuple(sorted(one.peer_id for one in self._volunteers if one.dead and expert in one.experts))
         last = self._ages.get(expert)
         return ExpertState(
-            expert=expert, holders=holders, reserved=gone, age_rounds=None if last is None else self._round - last
+            expert=expert,
+            holders=holders,
+            reserved=gone,
+            age_rounds=None if last is None else self._round - last,
+            load=self._load(expert) if self._round and self._num_experts <= MAX_LOADS else None,
+            dead_layers=(3,) if expert in self._dead and self._round else (),
         )
+
+    def _load(self, expert: int) -> float:
+        return round(1 + 0.5 * math.sin(1.7 * expert) * math.cos(0.1 * self._round), 3)
 
     def _commit(self) -> None:
         self._round += 1
@@ -204,6 +218,13 @@ class SyntheticSwarm:
             experts_covered=len({expert for one in alive for expert in one.experts}),
             round_seconds=2.4 + self._random.gammavariate(2.0, 0.35),
             bytes=sum(self._peer(replace(one, joined_round=-1)).bytes_sent for one in alive),
+            load_entropy=0.96,
+            least_load=0.0 if self._dead else 0.38,
+            router_entropy=round(0.55 + 0.4 / self._round, 3),
+            held_share=round(self._experts_each / self._num_experts, 3),
+            dead_experts=len(self._dead),
+            expert_similarity=0.12,
+            expert_similarity_max=0.41,
         )
         self._history.append(point)
 

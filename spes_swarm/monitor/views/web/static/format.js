@@ -28,6 +28,16 @@ export function lossWithError(value, error) {
   return value == null || error == null ? loss(value) : `${loss(value)} ± ${loss(error)}`;
 }
 
+/** 0.25 → "25 %". */
+export function percent(value) {
+  return value == null ? NONE : `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
+}
+
+/** A multiple of something: 0.42 → "0.42 ×". */
+export function share(value) {
+  return value == null ? NONE : `${value.toFixed(2)} ×`;
+}
+
 export function bytes(value) {
   if (value == null) return NONE;
   for (const [size, unit] of [[2 ** 40, " TiB"], [2 ** 30, " GiB"], [2 ** 20, " MiB"], [2 ** 10, " KiB"]]) {

@@ -5,6 +5,7 @@ import { ExpertMap } from "./experts.js";
 import { Headline } from "./headline.js";
 import { Panels } from "./panels.js";
 import { PeerTable } from "./peers.js";
+import { Routing } from "./routing.js";
 import { Store } from "./store.js";
 import { Stream } from "./stream.js";
 
@@ -15,6 +16,7 @@ const curves = new Curves(store);
 const peers = new PeerTable(store);
 const experts = new ExpertMap(store);
 const panels = new Panels(store);
+const routing = new Routing(store);
 
 experts.addEventListener("choose", (event) => peers.filterByExpert(event.detail));
 peers.addEventListener("unchoose", () => experts.choose(null));
@@ -28,6 +30,7 @@ store.addEventListener("change", ({ detail }) => {
   else if (detail.experts.size || detail.history) experts.update(detail.experts);
   if (detail.all || detail.history) curves.update();
   panels.draw();
+  routing.draw();
 });
 
 setInterval(() => {

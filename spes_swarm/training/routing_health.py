@@ -1,0 +1,171 @@
+"""The health of the routers: how evenly tokens spread over the experts, and whether an expert gets none any more.
+
+Steps add counts that exist anyway; everything else happens once per commit. See `protocol.members.routing_report` for
+what makes an expert dead. A layer's number counts the layers with experts, from 0.
+
+Suffixes: L layers with experts, E experts, P pairs of layer and expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spes_swarm.model.merge import layer_similarities
+from spes_swarm.protocol.members.routing_report import (
+    ALIVE_LOAD,
+    DEAD_JUDGEMENTS,
+    DEAD_LOAD,
+    MAX_DEAD,
+    NOTHING_REPORTED,
+    RoutingReport,
+    dead_by_majority,
+    packed_loads,
+)
+from spes_swarm.training.gradients import GradientSource
+from spes_swarm.training.setup import TrainerSetup
+
+_MIN_FAIR_SHARE = 1000  # tokens that an expert would get if loads were even, before it is judged
+_SIMILARITY_ELEMENTS = 1 << 15  # of each expert and layer; the error of a cosine is about 0.006
+_NAMED = 8  # dead experts in one message
+
+LayerArray = npt.NDArray[np.float64]
+
+
+def loads(routed_LE: npt.NDArray[np.int64]) -> LayerArray:
+    """Returns each expert's load (L, E) as a multiple of its fair share, which is the mean over a layer's experts."""
+    fair_L1 = routed_LE.mean(axis=1, keepdims=True)
+    loads_LE: LayerArray = np.divide(routed_LE, fair_L1, out=np.ones(routed_LE.shape), where=fair_L1 > 0)
+    return loads_LE
+
+
+def load_entropies(load_LE: LayerArray) -> LayerArray:
+    """Returns the entropy (L,) of each layer's loads, as a fraction of its maximum log E; 1 for a single expert."""
+    E = load_LE.shape[1]
+    if E == 1:
+        return np.ones(len(load_LE))
+    share_LE = load_LE / E
+    log_LE = np.log(share_LE, out=np.zeros_like(share_LE), where=share_LE > 0)
+    entropy_L: LayerArray = -(share_LE * log_LE).sum(axis=1) / math.log(E)
+    return entropy_L
+
+
+class RoutingHealth:
+    """Collects the routers' choices between commits, judges them at each, and warns once when an expert dies."""
+
+    def __init__(self, setup: TrainerSetup, gradients: GradientSource, warn: Callable[[str, str], None]) -> None:
+        """Takes the trainer's gradients; `warn` is told (kind, text) of dead experts."""
+        self._setup = setup
+        self._gradients = gradients
+        self._warn = warn
+        shape = len(setup.model.layer_names), setup.model.layout.num_experts
+        self._routed_LE = np.zeros(shape, dtype=np.int64)  # since the last commit
+        self._held_copies = 0  # of these, routed to held experts
+        self._unjudged_LE = np.zeros(shape, dtype=np.int64)  # since the last judgement
+        self._judged = False
+        self._times_low_P = np.zeros(math.prod(shape), dtype=np.int64)  # judgements in a row, by `layer * E + expert`
+        self._dead: frozenset[int] = frozenset()  # on this peer's tokens, as `layer * E + expert`
+        self._dead_in_swarm: frozenset[int] = frozenset()
+        self.report = NOTHING_REPORTED  # for this peer's record
+
+    def add_step(self, routed_LE: npt.NDArray[np.int64], held: Sequence[int]) -> None:
+        """Adds the routed copies of a step's tokens (L, E); `held` are the experts that it trained."""
+        self._routed_LE += routed_LE
+        self._held_copies += int(routed_LE[:, list(held)].sum())
+
+    def commit(self, round_number: int, *, evaluated: bool) -> dict[str, Any]:
+        """Judges the steps since the last commit; returns fields of `RoundMetrics`, those that are known.
+
+        With `evaluated`, the experts of the reference are compared, too. Writes a `routing` event then, and whenever an
+        expert dies or recovers.
+        """
+        entropy_L = self._gradients.pop_router_entropy()
+        copies = int(self._routed_LE.sum())
+        if copies == 0:
+            return {}
+        load_LE, E = loads(self._routed_LE), self._routed_LE.shape[1]
+        self._unjudged_LE += self._routed_LE
+        figures: dict[str, Any] = {
+            "load_entropy": _fraction(float(load_entropies(load_LE).mean())),
+            "least_load": float(load_LE.min()),
+            "held_share": self._held_copies / copies,
+        }
+        details: dict[str, Any] = {
+            "load": load_LE.round(3).tolist(),
+            "load_entropy": load_entropies(load_LE).round(4).tolist(),
+            "held_share": figures["held_share"],
+        }
+        if entropy_L is not None and np.isfinite(entropy_L).all() and E > 1:
+            relative_L = entropy_L / math.log(E)
+            figures["router_entropy"] = _fraction(float(relative_L.mean()))
+            details["router_entropy"] = relative_L.round(4).tolist()
+        if evaluated:
+            mean_L, max_L = self._similarities()
+            figures["expert_similarity"] = _fraction(float(mean_L.mean()))
+            figures["expert_similarity_max"] = _fraction(float(max_L.max()))
+            details |= {"similarity_mean": mean_L.round(4).tolist(), "similarity_max": max_L.round(4).tolist()}
+        changed = self._judge()
+        self._routed_LE[:] = 0
+        self._held_copies = 0
+        self.report = RoutingReport(
+            loads=packed_loads(load_LE.mean(axis=0).tolist()),
+            dead=tuple(sorted(self._dead)[:MAX_DEAD]),
+            num_dead=len(self._dead) if self._judged else None,
+        )
+        figures["dead_experts"] = self.report.num_dead
+        if evaluated or changed:
+            details["dead"] = [divmod(pair, E) for pair in sorted(self._dead)]
+            details["dead_in_swarm"] = [divmod(pair, E) for pair in sorted(self._dead_in_swarm)]
+            self._setup.metrics.write("routing", round=round_number, **details)
+        return figures
+
+    def _judge(self) -> bool:
+        """Finds out which experts are dead, here and in the swarm; returns True if any has died or recovered."""
+        if self._unjudged_LE.mean(axis=1).min() < _MIN_FAIR_SHARE:
+            return False  # too few tokens to tell: those of the next round are added
+        load_P = loads(self._unjudged_LE).reshape(-1)
+        self._unjudged_LE[:] = 0
+        before = self._dead, self._dead_in_swarm
+        self._times_low_P = np.where(load_P < DEAD_LOAD, self._times_low_P + 1, 0)
+        still_dead = {pair for pair in self._dead if load_P[pair] < ALIVE_LOAD}
+        self._dead = frozenset(still_dead.union(np.flatnonzero(self._times_low_P >= DEAD_JUDGEMENTS).tolist()))
+        self._judged = True
+        view = self._setup.network.view
+        votes, others = (Counter(view.dead_votes), view.routing_reports) if view is not None else (Counter[int](), 0)
+        votes.update(self._dead)
+        self._dead_in_swarm = frozenset(dead_by_majority(votes, others + 1))
+        self._tell(self._dead_in_swarm - before[1], before[1] - self._dead_in_swarm)
+        return before != (self._dead, self._dead_in_swarm)
+
+    def _tell(self, died: Collection[int], recovered: Collection[int]) -> None:
+        if died:
+            verb, whose = ("is", "its") if len(died) == 1 else ("are", "their")
+            named = self._named(died)
+            self._warn("dead_expert", f"{named} {verb} dead: less than {DEAD_LOAD:.0%} of {whose} fair share of tokens")
+        if recovered:
+            self._setup.say(f"{self._named(recovered)} {'gets' if len(recovered) == 1 else 'get'} tokens again")
+
+    def _named(self, pairs: Collection[int]) -> str:
+        E = self._routed_LE.shape[1]
+        named = [f"expert {pair % E} of layer {pair // E}" for pair in sorted(pairs)[:_NAMED]]
+        return ", ".join(named) + (f" and {len(pairs) - _NAMED} more" if len(pairs) > _NAMED else "")
+
+    def _similarities(self) -> tuple[LayerArray, LayerArray]:
+        """Mean and maximum (L,) over pairs of different experts of the reference; 0 for a single expert."""
+        model, means, maxima = self._setup.model, [], []
+        found = layer_similarities(self._setup.reference_N, model.layout, _SIMILARITY_ELEMENTS)
+        for name in model.layer_names:
+            cosines = found[name][np.triu_indices(len(found[name]), 1)]
+            means.append(float(cosines.mean()) if cosines.size else 0.0)
+            maxima.append(float(cosines.max()) if cosines.size else 0.0)
+        return np.array(means), np.array(maxima)
+
+
+def _fraction(value: float) -> float:
+    """Removes rounding errors from a value between 0 and 1; a negative cosine counts as 0."""
+    return min(1.0, max(0.0, value))
