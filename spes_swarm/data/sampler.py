@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.corpus_index import corpus_digest
-from spes_swarm.data.dealing import owner_of
-from spes_swarm.data.permutation import Permutation
+from spes_swarm.data.dealing import Permutation, owner_of
 from spes_swarm.data.token_file import TokenFile
 
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
-from spes_swarm.data.permutation import Permutation
+from spes_swarm.data.dealing import Permutation
 from spes_swarm.data.streaming.pieces import Deal, Piece
 from spes_swarm.data.streaming.reader import Prepare, Prepared, Reader, Units
 

@@ -34,12 +34,12 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
 from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
-from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.training.optimiser.matrices import hidden_matrices
 from spes_swarm.training.optimiser.moment_storage import MOMENTS, MomentBytes, moment_bytes_per_weight
 from spes_swarm.training.optimiser.registry import matrix_moments
 

@@ -35,11 +35,11 @@ from spes_swarm.model.foreign.storage import foreign_bytes
 from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
-from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.output_head import assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
+from spes_swarm.training.optimiser.matrices import hidden_matrices
 from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from spes_swarm.training.optimiser.muon import step_bytes
 from spes_swarm.training.optimiser.registry import matrix_moments

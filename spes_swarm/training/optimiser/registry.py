@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from spes_swarm.config.run import TrainingConfig
-from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.matrices import hidden_matrices
 from spes_swarm.training.optimiser.muon import PeerMuon
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from spes_swarm.model.matrices import hidden_matrices
 from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.training.optimiser.matrices import hidden_matrices
 from tests.helpers.moe_models import random_moe
 
 ATTENTION = {f"self_attn.{name}_proj.weight" for name in "qkvo"}
