@@ -1,6 +1,7 @@
-"""Compares forms of AdamW's moments and of trained weights: the loss after training, and the time of a step.
+"""Compares forms of an optimiser's moments and of trained weights: the loss after training, and the time of a step.
 
     .venv/bin/python scripts/bench_optimizer_states.py
+    .venv/bin/python scripts/bench_optimizer_states.py --optimiser muon
     .venv/bin/python scripts/bench_optimizer_states.py --live-weights
 
 With `--live-weights` all steps are under bf16 autocast, and bf16 weights with fp32 masters are compared with fp32 ones.
@@ -35,8 +36,8 @@ from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
-from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.moment_storage import FORMS
+from spes_swarm.training.optimiser.registry import make_optimiser
 
 FLOOR = "device, one ulp"  # of each initial weight
 HALVED = "bf16 weights"
@@ -70,13 +71,7 @@ class Training:
         self._sparse = SparseModel(model, range(run.model.num_experts // 2))
         if variant == HALVED:
             self._sparse.halve(LowerHalves(torch.device("cpu")))
-        self._optimiser = PeerAdamW(
-            self._sparse.param_groups(training.weight_decay),
-            lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-            form=variant if variant in FORMS else "device",
-        )
+        self._optimiser = make_optimiser(self._sparse, training, form=variant if variant in FORMS else "device")
         self._gradients = Gradients(
             self._sparse,
             loss_weights(training),
@@ -95,8 +90,7 @@ class Training:
             self._gradients.compute(self._sampler.next_batch(self._run.training.batch_size), progress=1.0)
             parameters = [parameter for _, parameter in self._sparse.trainable_parameters()]
             torch.nn.utils.clip_grad_norm_(parameters, self._run.training.max_grad_norm)
-            for group in self._optimiser.param_groups:
-                group["lr"] = learning_rate(step, self._run.training)
+            self._optimiser.set_learning_rate(learning_rate(step, self._run.training))
             before = time.perf_counter()
             self._optimiser.step()
             ended = time.perf_counter()
@@ -146,6 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--optimiser", default="adamw", help="the run's training.optimiser (default: adamw)")
     parser.add_argument("--live-weights", action="store_true", help="compare forms of weights instead of moments")
     parser.add_argument("--json", type=Path, default=Path("runs/optimizer_states.json"))
     options = parser.parse_args()
@@ -153,7 +148,8 @@ def main() -> int:
     run = load_config(default_config_path()).run
     assert run is not None
     # At the end of a schedule the loss depends least on the last few batches.
-    run = dataclasses.replace(run, training=dataclasses.replace(run.training, total_steps=options.steps))
+    training = dataclasses.replace(run.training, total_steps=options.steps, optimiser=options.optimiser)
+    run = dataclasses.replace(run, training=training)
     files = open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))
     outcomes: list[Outcome] = []
     precision, variants = ("bf16", ("device", HALVED, FLOOR)) if options.live_weights else ("fp32", (*FORMS, FLOOR))

@@ -289,7 +289,7 @@ class SparseModel:
     def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
         """Changes the held experts; all weights keep their values, as far as `SparseExperts.hold` does.
 
-        The experts' parameters become new objects, so an optimiser made from `param_groups` must be passed here. Its
+        The experts' parameters become new objects, so the optimiser of this model must be passed here. Its
         parameters are swapped, the state rows of experts that stay held are kept, and those of new experts start at
         zero. Its step count is per tensor, so Adam's bias correction is already over for a new expert.
 

@@ -74,7 +74,7 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
 
 
 def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
-    """Returns where the lower halves of bf16 weights are kept: with AdamW's moments."""
+    """Returns where the lower halves of bf16 weights are kept: with the moments."""
     return torch.device("cpu") if peer.optimizer_states == "host" else device
 
 

@@ -136,6 +136,12 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
     [
         ("experts_per_peer", 5, "experts_per_peer: found 5, expected 1 to 4"),
         ("training.warmup_steps", 50, "training.warmup_steps: found 50, expected fewer than total_steps (50)"),
+        ("training.optimiser", "muom", "training.optimiser: found 'muom', expected adamw or muon"),
+        (
+            "training.adamw_learning_rate",
+            0.001,
+            "training.adamw_learning_rate: found 0.001, expected null with optimiser adamw (learning_rate is its peak)",
+        ),
         ("training.sequence_length", 65, "training.sequence_length: found 65, expected at most 64"),
         ("round.codec", "fp8", "round.codec: found 'fp8', expected one of fp32, fp16"),
         ("round.stall_timeout_s", 301, "round.stall_timeout_s: found 301, expected at most timeout_s (300)"),

@@ -68,7 +68,12 @@ def train(
     """Trains for some rounds; returns what must not depend on the number of ranks, the losses, and the bytes of others'
     experts. A `storage` other than the device's is used if there are several ranks.
     """
-    run = run_config(round={"inner_steps": INNER_STEPS}, merge=MERGES, evaluation={"every_rounds": 2})
+    run = run_config(
+        training={"optimiser": "muon"},  # takes AdamW's steps, too
+        round={"inner_steps": INNER_STEPS},
+        merge=MERGES,
+        evaluation={"every_rounds": 2},
+    )
     if ranks is not None:
         ranks.send_order(replica(run, storage=storage, live_weights=live_weights))
     lone = LoneTrainer(

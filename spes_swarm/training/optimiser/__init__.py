@@ -1,4 +1,5 @@
-"""AdamW of a peer, with its moments on the device, in 8 bits or in host memory.
+"""The optimisers of a peer, with their moments on the device, in 8 bits or in host memory.
 
-Start with `adamw`; `moment_storage` has the forms of moments. Whatever the form, checkpoints and other peers see fp32.
+Start with `registry`; `moment_storage` has the forms of moments. Whatever the form, checkpoints and other peers see
+fp32.
 """

@@ -163,6 +163,11 @@ class PeerMuon(PeerAdamW):
             ahead.append(gradient_N[piece].lerp(momentum_N, decay))
         return ahead[0] if len(ahead) == 1 else torch.cat(ahead)
 
+    def _step_device(self, parameter: nn.Parameter) -> torch.device:
+        if self.moment_names(parameter) == MOMENTUM:
+            return torch.device("cpu")  # unlike AdamW's it is read in every step
+        return super()._step_device(parameter)
+
     def _apply(self, each: _Range, update_N: Tensor) -> None:
         rate = each.group["lr"]
         start = each.pieces[0].start

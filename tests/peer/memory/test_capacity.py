@@ -15,10 +15,12 @@ from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.peer.memory import capacity, host_memory
 from spes_swarm.peer.memory.capacity import Workload, choose_device, experts_that_fit, free_bytes, plan_experts
 from spes_swarm.peer.memory.host_memory import cgroup_free_bytes, free_host_bytes
 from spes_swarm.protocol.consensus.layout import Layout
+from spes_swarm.training.optimiser.registry import make_optimiser
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import small_layout
 
@@ -221,6 +223,22 @@ def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypat
         plan_experts(run, peer, CPU)
     with pytest.raises(ConfigError, match="expected 1 to 8 experts"):
         plan_experts(run, PeerConfig(experts="9"), CPU)
+
+
+@pytest.mark.parametrize(("optimiser", "moments"), [("adamw", 8), ("muon", 4)])
+def test_moments_take_what_the_optimiser_stores(tmp_path: Path, optimiser: str, moments: int) -> None:
+    run, peer = founding(tmp_path)
+    run = replace(run, training=replace(run.training, optimiser=optimiser))
+    load = Workload.of(run, peer, CPU)
+    model = SparseModel(build_model(run.model.type, run.model.settings, 0, "cpu"), range(4))
+    made = make_optimiser(model, run.training)
+    for _, parameter in model.trainable_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    stored = sum(value.nbytes for state in made.state.values() for key, value in state.items() if key != "step")
+    assert load.device_bytes(4)["optimiser"] == load.host_bytes(4)["checkpoint"] == stored
+    more = load.device_bytes(5)["optimiser"] - load.device_bytes(4)["optimiser"]
+    assert more == moments * load.layout.expert_block(0).size
 
 
 def test_the_2b_model_fits_into_16_gb_with_one_expert(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def train(model: SparseModel, optimiser: PeerOptimiser, steps: Sequence[int]) ->
     for step in steps:
         optimiser.set_learning_rate(TRAINING.learning_rate * (1 - 0.1 * step))
         for name, parameter in model.trainable_parameters():
-            parameter.grad = gradient(name, parameter.shape, step, model.held)
+            parameter.grad = gradient(name, parameter.shape, step, model.held).to(parameter.device)
         optimiser.step()
 
 
@@ -147,6 +147,19 @@ def test_a_single_matrix_moves_as_with_torchs_muon(shape: tuple[int, int]) -> No
     muon.step()
     ours_AB = -0.2 * math.sqrt(max(shape)) * orthogonalise(matrix_AB.unsqueeze(0))[0]
     assert (ours_AB - theirs).norm() < 0.02 * theirs.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gpu_takes_the_step_of_a_cpu_up_to_the_precision_of_bf16(form: str) -> None:
+    here, there = tiny((1, 2, 5)), SparseModel(build_model("olmoe", RUN.model.settings, 0, "cuda"), (1, 2, 5))
+    before = {name: parameter.detach().clone() for name, parameter in here.trainable_parameters()}
+    for model in (here, there):
+        train(model, make_optimiser(model, TRAINING, form=form if model is there else "device"), range(3))
+    moved = dict(there.trainable_parameters())
+    for name, parameter in here.trainable_parameters():
+        expected = parameter.detach() - before[name]
+        assert (moved[name].detach().cpu() - before[name] - expected).norm() < 0.05 * expected.norm(), name
 
 
 def test_stacks_are_orthogonalised_matrix_by_matrix_and_arguments_stay_as_they_are() -> None:
