@@ -5,8 +5,6 @@ Shape: N elements of the flat vector.
 
 from __future__ import annotations
 
-import numpy as np
-
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.testing.study.arm import OuterConfig
 
@@ -15,7 +13,7 @@ class OuterNesterov:
     """Takes the mean difference of a round as the gradient of a step, as torch's SGD with `nesterov=True` does."""
 
     def __init__(self, config: OuterConfig) -> None:
-        self._learning_rate, self._momentum = np.float32(config.learning_rate), np.float32(config.momentum)
+        self._learning_rate, self._momentum = config.learning_rate, config.momentum
         self._buffer_N: FloatArray | None = None
 
     def step(self, before_N: FloatArray, averaged_N: FloatArray) -> FloatArray:
