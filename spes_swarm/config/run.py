@@ -227,6 +227,7 @@ class RoundConfig(Section):
 
     inner_steps: Count  # local steps per round (H)
     codec: str = "fp16"  # encoding of differences to the reference
+    result_codec: str | None = None  # encoding of the averages of several contributions; None = `codec`
     part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
     window_s: Positive = 10.0  # how long a rendezvous waits for live peers that have not arrived
     stall_timeout_s: Positive = 10.0  # a peer that sends no byte for this long counts as dead
@@ -238,8 +239,9 @@ class RoundConfig(Section):
     overlap: bool = False  # keep training during the exchange
 
     def _check(self) -> None:
-        if self.codec not in CODECS:
-            raise ConfigError(f"codec: found {self.codec!r}, expected one of {', '.join(CODECS)}")
+        for key, name in (("codec", self.codec), ("result_codec", self.codec_of_results)):
+            if name not in CODECS:
+                raise ConfigError(f"{key}: found {name!r}, expected one of {', '.join(CODECS)}")
         for shorter, longer in (
             ("stall_timeout_s", "timeout_s"),
             ("window_s", "timeout_s"),
@@ -251,6 +253,11 @@ class RoundConfig(Section):
                     f"{shorter}: found {getattr(self, shorter):g}, "
                     f"expected at most {longer} ({getattr(self, longer):g})"
                 )
+
+    @property
+    def codec_of_results(self) -> str:
+        """Name of the codec for the averages of several contributions."""
+        return self.codec if self.result_codec is None else self.result_codec
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -276,9 +276,12 @@ class SequentialSwarm:
             number, {peer.name: peer.statement(number, leaving=peer in leaving) for peer in self.peers}
         )
         plan = make_plan(group, layout, config.part_elements, clip=config.clip)
-        codec, bounds = get_codec(config.codec), Bounds.of(config.clip, config.max_update_rms)
+        codec, result_codec = get_codec(config.codec), get_codec(config.codec_of_results)
+        bounds = Bounds.of(config.clip, config.max_update_rms)
         states = [
-            RoundState(group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks)
+            RoundState(
+                group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks, result_codec
+            )
             for index, peer in enumerate(self.peers)
         ]
         payload_bytes = _exchange(states)

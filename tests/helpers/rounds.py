@@ -102,6 +102,7 @@ def hold_round(
     round_number: int,
     *,
     codec: str = "fp32",
+    result_codec: str | None = None,
     part_elements: int = 64,
     clip: float = 0.0,
     lose_push: Callable[[int, Frame], bool] = lambda sender, frame: False,
@@ -112,7 +113,11 @@ def hold_round(
     group = form(peers, round_number)
     plan = make_plan(group, layout, part_elements, clip=clip)
     bounds = BOUNDED if clip else UNBOUNDED
-    states = [RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), bounds) for i, p in enumerate(peers)]
+    codecs = get_codec(codec), get_codec(result_codec or codec)
+    states = [
+        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, result_codec=codecs[1])
+        for i, p in enumerate(peers)
+    ]
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):
             for part, contribution in plan.pushes(sender, reducer):

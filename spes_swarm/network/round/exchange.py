@@ -399,7 +399,8 @@ class Exchange:
 
 def _max_payload(state: RoundState, num_elements: int) -> int:
     """Longest payload that this many values may take."""
-    return max(EXACT.num_bytes(num_elements), state.codec.num_bytes(num_elements))
+    codecs = EXACT, state.codec, state.result_codec or state.codec
+    return max(codec.num_bytes(num_elements) for codec in codecs)
 
 
 def _reason(exc: BaseException) -> str:

@@ -44,6 +44,7 @@ class SyncRounds:
     def __post_init__(self) -> None:
         run = self.run_state.run
         self._codec = get_codec(run.round.codec)
+        self._result_codec = get_codec(run.round.codec_of_results)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
             make_plan,
@@ -103,7 +104,17 @@ class SyncRounds:
         assert me is not None
         if group.round != run.reference.round + 1:
             run.swarm_tokens.missed_commits()
-        books = RoundState(group, plan, me, run.reference, run.contribution_N, self._codec, self._bounds, run.tracks)
+        books = RoundState(
+            group,
+            plan,
+            me,
+            run.reference,
+            run.contribution_N,
+            self._codec,
+            self._bounds,
+            run.tracks,
+            self._result_codec,
+        )
         absent: set[str] = set()
         try:
             with self.transfer.round_under_way():

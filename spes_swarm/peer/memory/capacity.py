@@ -6,8 +6,8 @@ A peer needs, where N is the number of weights and T the number trained here (sh
   other experts in the form in which they are stored, 0.56 to 4 bytes per weight. Moments can be in host memory instead;
   the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
-  put together on the host, without gradients and moments.
+  its results at the codec's size (with error feedback, its contributions too), and a copy of the moments (8 T) while a
+  checkpoint is written. The model of a GPU is put together on the host, without gradients and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -37,7 +37,7 @@ from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
 from spes_swarm.peer.step_settings import StepSettings
-from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.optimiser.moment_storage import moment_bytes_per_weight
 
@@ -70,11 +70,13 @@ class Workload:
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
+    kept_codec: Codec | None = None  # of the contributions, if they are kept until the commit
 
     @classmethod
     def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
         """Derives the workload from the run's shapes; allocates nothing of the model's size."""
         layout = layout_of(build_model(run.model.type, run.model.settings, run.training.seed, "cpu", on_meta=True))
+        codecs = get_codec(run.round.codec), get_codec(run.round.codec_of_results)
         return cls(
             layout=layout,
             device=device,
@@ -82,7 +84,8 @@ class Workload:
             foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
             optimizer_states=peer.optimizer_states,
             live_weights=peer.live_weights,
-            result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
+            result_bytes=max(codec.num_bytes(layout.num_elements) for codec in codecs),
+            kept_codec=codecs[0] if codecs[0].error_feedback else None,
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
             num_ranks=num_ranks,
         )
@@ -119,10 +122,11 @@ class Workload:
         on_device = self.device_bytes(num_experts)
         trained = on_device["gradients"] // _GRADIENT
         weights = _WEIGHT * trained
+        in_round = self.result_bytes + (self.kept_codec.num_bytes(trained) if self.kept_codec is not None else 0)
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
-            "round": self.result_bytes,
+            "round": in_round,
             "checkpoint": _MOMENTS_COPY * trained,
         }
         if self.optimizer_states == "host":
@@ -135,7 +139,7 @@ class Workload:
             # All ranks assemble their models on the host at once, and move them to the GPUs before the first round.
             # Experts in host memory and files are written in place.
             moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
-            host["round"] = max(self.result_bytes, self.num_ranks * moved)
+            host["round"] = max(in_round, self.num_ranks * moved)
         elif self.num_ranks > 1:
             model = weights + on_device["foreign"]
             host["other_ranks"] = (self.num_ranks - 1) * (model + on_device["gradients"])

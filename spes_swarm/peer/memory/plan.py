@@ -139,11 +139,12 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
             )
         wanted, found = fewer, fewer_fit
     work = found.work
-    num_bytes = get_codec(run.round.codec).num_bytes
-    shared = num_bytes(work.layout.blocks[SHARED_BLOCK].size)
-    all_experts = num_bytes(work.layout.num_elements - work.layout.blocks[SHARED_BLOCK].size)
+    codec, result_codec = get_codec(run.round.codec), get_codec(run.round.codec_of_results)
+    shared_elements = work.layout.blocks[SHARED_BLOCK].size
+    shared = codec.num_bytes(shared_elements) + result_codec.num_bytes(shared_elements)
+    all_experts = codec.num_bytes(work.layout.num_elements - shared_elements)
     # Shared parts are an all-reduce, and experts with one holder an all-gather.
-    round_bytes = int((peers - 1) / peers * (2 * shared + all_experts))
+    round_bytes = int((peers - 1) / peers * (shared + all_experts))
     sharing = planner.sharing
     step = {"activations": sharing * found.step.activations, "logits": sharing * found.step.logits}
     return Plan(

@@ -98,6 +98,7 @@ class RoundState:
     codec: Codec
     bounds: Bounds
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
+    result_codec: Codec | None = None  # of the results of parts with several contributions; None: `codec`
 
     def __post_init__(self) -> None:
         plan, me = self.plan, self.me
@@ -120,6 +121,8 @@ class RoundState:
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
         self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
+        # With error feedback: this member's encoded contributions that count in full, by part.
+        self._pushed: dict[int, bytes] = {}
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
@@ -171,6 +174,8 @@ class RoundState:
             payload = EXACT.encode(self.live_N[part.start : part.start + part.size])
         else:
             payload = self.codec.encode(self.own_difference(part))
+            if self.codec.error_feedback and contribution.scale == 1:
+                self._pushed[part.index] = payload
         return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
 
     # What the reducer does.
@@ -279,8 +284,9 @@ class RoundState:
         del self._accumulators[index]
         part = self.plan.parts[index]
         if accumulator.differences:
-            encoded = self.codec.encode(self._mean(part, accumulator))
-            energy = _energy(self.codec.decode(encoded, part.size))
+            codec = self.codec_of_result(part)
+            encoded = codec.encode(self._mean(part, accumulator))
+            energy = _energy(codec.decode(encoded, part.size))
             self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
         elif not self.plan.block_of(part).contributions:
             # No member trained this block; those with another base still need its values.
@@ -338,6 +344,14 @@ class RoundState:
 
     # Results.
 
+    def codec_of_result(self, part: Part) -> Codec:
+        """The codec of a part's result.
+
+        A part with one contribution keeps the codec of contributions: its rounding error stays with the contributor.
+        """
+        shared = len(self.plan.block_of(part).contributions) > 1
+        return self.result_codec if shared and self.result_codec is not None else self.codec
+
     def result_frame(self, index: int, member: int) -> Frame | None:
         """The message that carries a result to a member; None if it is not held here in a usable form."""
         result = self.results.get(index)
@@ -357,7 +371,7 @@ class RoundState:
             return base_N
         if result.form is Form.FULL:
             return EXACT.decode(result.data, part.size)
-        return base_N + self.codec.decode(result.data, part.size)
+        return base_N + self.codec_of_result(part).decode(result.data, part.size)
 
     def store_result(self, frame: Frame) -> None:
         """Takes in a result.
@@ -375,7 +389,7 @@ class RoundState:
         if frame.form == Form.FULL:
             difference_N = self._difference_of_full(part, frame.payload)
         elif in_base and frame.form == Form.DELTA:
-            difference_N = self.codec.decode(frame.payload, part.size)
+            difference_N = self.codec_of_result(part).decode(frame.payload, part.size)
         else:
             raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
         energy = 0.0
@@ -453,13 +467,19 @@ class RoundState:
         where = slice(part.start, part.start + part.size)
         in_base = self.me in self.plan.block_of(part).in_base
         contributed = any(c.member == self.me for c in contributions)
-        whole = len(contributions) == 1 and contributions[0].scale == 1 and self.me in result.included
-        if part.block != 0 and in_base and contributed and whole:
-            # The only holder keeps its live weights: the codec's rounding error stays in its next difference. If its
-            # work was scaled down, they are replaced: the excess would make its next difference too long again.
+        included = self.me in result.included
+        whole = len(contributions) == 1 and contributions[0].scale == 1 and included
+        if (part.block != 0 or self.codec.error_feedback) and in_base and contributed and whole:
+            # The only contributor keeps its live weights: the codec's rounding error stays in its next difference. If
+            # its work was scaled down, they are replaced: the excess would make its next difference too long again.
             return
-        if contributed and self.me not in result.included:
+        if contributed and not included:
             # The reducer left out this member's work: carry it over to the new reference.
             self.live_N[where] = new_N + (self.live_N[where] - self.reference.values_N[where])
+        elif included and part.index in self._pushed:
+            # Error feedback: what the codec has lost of this member's difference becomes part of the next one.
+            self.live_N[where] = new_N + (
+                self.own_difference(part) - self.codec.decode(self._pushed[part.index], part.size)
+            )
         else:
             self.live_N[where] = new_N
