@@ -20,6 +20,7 @@ import torch
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.sampler import Sampler, TokenStream
@@ -78,6 +79,7 @@ class SequentialPeer:
         """Starts from `initial_N`; `peer_seed` sets the order of its data, the others are those of a real peer."""
         training = run.training
         self.run, self.identity = run, identity
+        self._clock = RoundClock.of(run)
         self.model = SparseModel(build_empty_model(run.model.type, run.model.settings), held, foreign_form=foreign_form)
         self.reference = Reference(self.model.layout, initial_N.copy())
         self.contribution_N = initial_N.copy()
@@ -108,11 +110,11 @@ class SequentialPeer:
 
     def train(self, steps: int) -> None:
         """Does local steps after the last commit, and contributes the result."""
-        training, inner_steps = self.run.training, self.run.round.inner_steps
+        training, inner_steps = self.run.training, self._clock.inner_steps_after(self.reference.round)
         self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
-            at = self.reference.round * inner_steps + min(step, inner_steps)
+            at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(at, training)
             batch_BS = self.sampler.next_batch(training.batch_size)
@@ -181,7 +183,7 @@ class SequentialSwarm:
     ) -> None:
         """Starts all peers from `initial_N` (default: the run's initial weights)."""
         start_N = initial_weights(run) if initial_N is None else initial_N
-        self._run = run
+        self._run, self._clock = run, RoundClock.of(run)
         self.round = 0
         self.peers = [
             SequentialPeer(
@@ -236,6 +238,11 @@ class SequentialSwarm:
             raise RuntimeError(f"round {number}: digests differ")
         self.round = number
         return BoundsOfRound(shortened=len(shortened), faults=faults)
+
+    @property
+    def inner_steps(self) -> int:
+        """The local steps of each peer that belong to the next round; `train` takes any number."""
+        return self._clock.inner_steps_after(self.round)
 
     def reference_loss(self) -> float:
         """Returns the loss of the reference, in fp32, on the run's held-out sequences, in nats per token."""
