@@ -21,6 +21,7 @@ import torch
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.batch_source import BatchSource
@@ -99,6 +100,7 @@ class SequentialPeer:
         training = run.training
         self.run, self.name, self.sampler = run, name, sampler
         self.room = len(held) if room is None else room
+        self._clock = RoundClock.of(run)
         self.model = SparseModel(build_empty_model(run.model.type, run.model.settings), held, foreign_form=foreign_form)
         self.reference = reference
         self.contribution_N = reference.values_N.copy()
@@ -124,11 +126,11 @@ class SequentialPeer:
 
     def train(self, steps: int) -> bool:
         """Does local steps after the last commit, and contributes the result; returns True if it is finite."""
-        training, inner_steps = self.run.training, self.run.round.inner_steps
+        training, inner_steps = self.run.training, self._clock.inner_steps_after(self.reference.round)
         self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
-            at = self.reference.round * inner_steps + min(step, inner_steps)
+            at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
             for group in self.optimiser.param_groups:
                 group["lr"] = learning_rate(at, training)
             batch_BS = self.sampler.next_batch(training.batch_size)
@@ -222,6 +224,7 @@ class SequentialSwarm:
         """
         start_N = initial_weights(run) if initial_N is None else initial_N
         self._run, self._room, self._rules, self._outer = run, room, rules, outer
+        self._clock = RoundClock.of(run)
         self._foreign_form = foreign_form
         self._num_arrived = 0
         self._whole: SparseModel | None = None
@@ -320,6 +323,11 @@ class SequentialSwarm:
         if len({peer.reference.digest for peer in self.peers}) > 1:
             raise RuntimeError(f"round {group.round}: digests differ")
         self.round = group.round
+
+    @property
+    def inner_steps(self) -> int:
+        """The local steps of each peer that belong to the next round; `train` takes any number."""
+        return self._clock.inner_steps_after(self.round)
 
     def reference_loss(self) -> float:
         """Returns the loss of the reference, in fp32, on the run's held-out sequences, in nats per token."""

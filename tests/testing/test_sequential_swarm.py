@@ -72,6 +72,24 @@ def test_equal_arguments_give_equal_bits(stream: TokenStream) -> None:
     assert first.round == 2
 
 
+def test_rounds_grow_longer_with_the_schedule(stream: TokenStream) -> None:
+    """Rounds of one step until two are done, then of three: the learning rate follows the sum."""
+    changed = run_config(
+        round={"clip": 0.0, "inner_steps": 1, "inner_steps_later": [[2, 3]]},
+        training={"warmup_steps": 100},
+        evaluation={"holdout_fraction": 0.1},
+    )
+    swarm = SequentialSwarm(changed, own_orders(changed, stream, range(2)), HALVES)
+    done, rates = 0, []
+    for _ in range(4):
+        swarm.train([swarm.inner_steps] * 2)
+        done += swarm.inner_steps
+        rates.append(swarm.peers[0].optimiser.param_groups[0]["lr"])  # of the last step
+        swarm.hold_round()
+    assert done == 8
+    assert rates == pytest.approx([changed.training.learning_rate * step / 100 for step in (1, 2, 5, 8)])
+
+
 def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream) -> None:
     exact, rounded = (trained(stream, form=form) for form in ("fp32", "int4"))
     assert exact.peers[0].reference.digest != rounded.peers[0].reference.digest

@@ -109,7 +109,7 @@ def run_arm(
         )
 
     while done < config.steps:
-        inner_steps = min(run.round.inner_steps, config.steps - done)
+        inner_steps = min(swarm.inner_steps, config.steps - done)
         present = [places[peer.name] for peer in swarm.peers]
         steps = pace.steps(inner_steps, present)
         finite = swarm.train(steps)
