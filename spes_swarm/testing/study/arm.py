@@ -190,6 +190,7 @@ def _build_run(base: RunConfig, config: ArmConfig, where: str) -> RunConfig:
     values = base.to_dict()
     training = values["training"]
     training["total_steps"] = config.steps
+    training["at_end"] = "stop"  # so the last round leaves no work behind
     training["warmup_steps"] = min(training["warmup_steps"], config.steps // 2)
     for key, value in config.set.items():
         *sections, last = key.split(".")

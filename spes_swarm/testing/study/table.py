@@ -154,7 +154,7 @@ def steps_to(loss: float, lengths: Sequence[int], losses: Sequence[float]) -> tu
             continue
         if reached <= loss:
             share = (before[1] - loss) / (before[1] - reached)
-            return math.exp(math.log(before[0]) + share * math.log(length / before[0])), ""
+            return before[0] * (length / before[0]) ** share, ""
         before = length, reached
     return (float(lengths[0]), "") if loss == losses[0] else (float(lengths[-1]), ">")
 
