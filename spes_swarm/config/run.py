@@ -176,7 +176,7 @@ class TokenizerConfig(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainingConfig(Section):
-    """Optimisation: SPES' losses, AdamW, cosine schedule with warm-up on the swarm's progress."""
+    """Optimisation: SPES' losses, AdamW or Muon, cosine schedule with warm-up on the swarm's progress."""
 
     sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
     batch_size: BatchSize  # sequences per local step, unless a peer overrides it
@@ -187,6 +187,11 @@ class TrainingConfig(Section):
     # After total_steps, training continues at the minimum, or the run ends with a last checkpoint and publication.
     at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
     min_learning_rate_ratio: Fraction = 0.1  # minimum divided by peak
+    # Muon trains the matrices of hidden layers, and AdamW then trains the rest.
+    optimiser: Annotated[str, Pattern(r"adamw|muon", "adamw or muon")] = "adamw"
+    muon_momentum: Beta = 0.95  # decay of Muon's moving average of gradients
+    # Peak for what AdamW trains beside Muon, on the same schedule; None = learning_rate.
+    adamw_learning_rate: Positive | None = None
     adam_beta1: Beta = 0.9  # decay of the first moment
     adam_beta2: Beta = 0.95  # decay of the second moment
     adam_eps: Positive = 1e-8  # added to the square root of the second moment
@@ -204,6 +209,11 @@ class TrainingConfig(Section):
         if self.warmup_steps >= self.total_steps:
             raise ConfigError(
                 f"warmup_steps: found {self.warmup_steps}, expected fewer than total_steps ({self.total_steps})"
+            )
+        if self.optimiser == "adamw" and self.adamw_learning_rate is not None:
+            raise ConfigError(
+                f"adamw_learning_rate: found {self.adamw_learning_rate:g}, expected null with optimiser adamw "
+                "(learning_rate is its peak)"
             )
         self.batch_size_of(None)
 

@@ -321,6 +321,14 @@ class SparseModel:
             {"params": vectors, "weight_decay": weight_decay if decay_vectors else 0.0},
         ]
 
+    def expert_stacks(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns the stacks of the held experts, of all layers: gate and up in one (H, 2F, D), and down (H, D, F).
+
+        They are empty if nothing is held, and other objects after `hold`.
+        """
+        layers = self._experts.values()
+        return [experts.gate_up_proj for experts in layers], [experts.down_proj for experts in layers]
+
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""
         counts = [experts.pop_routed_tokens() for experts in self._experts.values()]

@@ -27,7 +27,7 @@ from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.round.token_count import TokenCount
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.catching_up import CatchingUp
-from spes_swarm.network.transfer.moments import Moments
+from spes_swarm.network.transfer.moments import Moments, moment_limits
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Called, Listener, RunCommands
 from spes_swarm.port.messages import (
@@ -46,7 +46,7 @@ from spes_swarm.protocol.members.election import periods_to_wait
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.ownership.moment_rules import MomentLimits, num_moments, slices
+from spes_swarm.protocol.ownership.moment_rules import num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _REFRESH_S = 1.0  # how often other peers' records are read
@@ -78,7 +78,7 @@ class RunServices(RunCommands):
         self._moments = Moments(
             p2p,
             state.run_id,
-            limits=MomentLimits.of(run.training.max_grad_norm, run.training.adam_beta1, run.training.adam_beta2),
+            limits=moment_limits(run.training),
             stall_timeout_s=stall_timeout_s,
             on_fault=self._on_fault,
         )
@@ -335,10 +335,9 @@ class RunServices(RunCommands):
         return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
 
     def _moment_slices(self, experts: tuple[int, ...], memory_fd: int) -> dict[int, FloatArray]:
-        layout = self._state.settings.layout
-        return slices(
-            attach_from(self._state.settings.trainer_pid, memory_fd, num_moments(experts, layout)), experts, layout
-        )
+        layout, per_weight = self._state.settings.layout, self._moments.limits.per_weight
+        size = num_moments(experts, layout, per_weight)
+        return slices(attach_from(self._state.settings.trainer_pid, memory_fd, size), experts, layout, per_weight)
 
     async def wait_until_fetched(self, timeout_s: float) -> bool:
         """See RunCommands."""

@@ -30,7 +30,7 @@ from spes_swarm.peer.memory.host_memory import free_host_bytes
 from spes_swarm.peer.memory.step_memory import layers_if_alike, step_memory, with_layers
 from spes_swarm.peer.step_settings import StepSettings, kernel_of, lower_halves_device, replica_of
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
-from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.registry import make_optimiser
 from spes_swarm.training.throughput import peak_flops
 
 _STEP_S = 0.5  # approximate length of the longest measured step
@@ -223,13 +223,8 @@ class _Probe:
         self._model = replica.build(device, lower_halves=lower_halves_device(peer, device))
         _fill(self._model)
         training = run.training
-        self._optimiser = PeerAdamW(
-            self._model.param_groups(training.weight_decay),
-            lr=1e-6,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-            form=peer.optimizer_states,
-        )
+        self._optimiser = make_optimiser(self._model, training, form=peer.optimizer_states)
+        self._optimiser.set_learning_rate(1e-6)
         self._trained = sum(parameter.numel() for _, parameter in self._model.trainable_parameters())
 
     def affordable(self, whole: _Tokens) -> list[_Tokens]:

@@ -40,8 +40,8 @@ from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.held_out import HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
-from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.expert_moments import WarmUp
+from spes_swarm.training.optimiser.registry import make_optimiser
 
 _RUN_ID = "sequential"
 _EVALUATION_BATCH = 16  # sequences
@@ -106,12 +106,7 @@ class SequentialPeer:
         self.contribution_N = reference.values_N.copy()
         self.live = LiveWeights(self.model, reference.values_N, self.contribution_N, run)
         self.live.reset_to_reference()
-        self.optimiser = PeerAdamW(
-            self.model.param_groups(training.weight_decay, training.decay_norm_and_bias),
-            lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-        )
+        self.optimiser = make_optimiser(self.model, training)
         self.warm_up = WarmUp(run.ownership.warmup_steps)
         self._gradients = Gradients(
             self.model,
@@ -131,8 +126,7 @@ class SequentialPeer:
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
             at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
-            for group in self.optimiser.param_groups:
-                group["lr"] = learning_rate(at, training)
+            self.optimiser.set_learning_rate(learning_rate(at, training))
             batch_BS = self.sampler.next_batch(training.batch_size)
             self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)

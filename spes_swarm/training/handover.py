@@ -1,4 +1,4 @@
-"""The trainer's side of a handover: exchanges AdamW moments with the network process through shared memory."""
+"""The trainer's side of a handover: exchanges moments with the network process through shared memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.ownership.moment_rules import moments_digest, num_moments, slices
 from spes_swarm.storage.metrics_file import Metrics
-from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.expert_moments import WarmUp, read_moments, write_moments
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 
 _COMMAND_TIMEOUT_S = 30.0
 
@@ -23,11 +23,12 @@ class Handover:
     """Gives the moments of experts to the peers that adopt them, and receives those of adopted experts."""
 
     def __init__(
-        self, network: Port, model: SparseModel, optimiser: PeerAdamW, metrics: Metrics, warmup_steps: int
+        self, network: Port, model: SparseModel, optimiser: PeerOptimiser, metrics: Metrics, warmup_steps: int
     ) -> None:
         self._network = network
         self._model = model
         self._optimiser = optimiser
+        self._per_weight = len(optimiser.expert_moments)
         self._metrics = metrics
         self._pending: Future[dict[int, ReceivedMoments]] | None = None  # moments being fetched
         self._arriving: dict[int, FloatArray] = {}
@@ -37,12 +38,12 @@ class Handover:
         """Offers the moments of experts that are about to be given up; returns their digests."""
         if not experts:
             return {}
-        memory = SharedVector.create(num_moments(experts, self._model.layout))
+        memory = SharedVector.create(num_moments(experts, self._model.layout, self._per_weight))
         step = 0
         digests: dict[int, str] = {}
-        for expert, moments_2N in slices(memory.values_N, experts, self._model.layout).items():
-            step = max(step, read_moments(self._optimiser, self._model, expert, moments_2N))
-            digests[expert] = moments_digest(moments_2N)
+        for expert, moments_KN in slices(memory.values_N, experts, self._model.layout, self._per_weight).items():
+            step = max(step, read_moments(self._optimiser, self._model, expert, moments_KN))
+            digests[expert] = moments_digest(moments_KN)
         self._network.ask(
             Commands.offer_moments,
             _COMMAND_TIMEOUT_S,
@@ -59,13 +60,13 @@ class Handover:
         self._pending = None  # an unfinished fetch is too late
         if not sources:
             return
-        memory = SharedVector.create(num_moments(tuple(sources), self._model.layout))
+        memory = SharedVector.create(num_moments(tuple(sources), self._model.layout, self._per_weight))
         self._pending = self._network.submit(
             Commands.fetch_moments, round_number=round_number, sources=dict(sources), memory_fd=memory.fd
         )
         # The network process maps the memory through this process's descriptor.
         self._pending.add_done_callback(lambda _: memory.close())
-        self._arriving = slices(memory.values_N, tuple(sources), self._model.layout)
+        self._arriving = slices(memory.values_N, tuple(sources), self._model.layout, self._per_weight)
 
     def take(self, round_number: int) -> None:
         """Installs the fetched moments once they have arrived."""
@@ -77,9 +78,9 @@ class Handover:
                 continue
             write_moments(self._optimiser, self._model, expert, self._arriving[expert], received.step)
             self.warm_up.stop([expert])
-            now_2N = np.empty_like(self._arriving[expert])
-            read_moments(self._optimiser, self._model, expert, now_2N)
+            now_KN = np.empty_like(self._arriving[expert])
+            read_moments(self._optimiser, self._model, expert, now_KN)
             self._metrics.write(
-                "moments", expert=expert, peer=received.peer_id, round=round_number, digest=moments_digest(now_2N)
+                "moments", expert=expert, peer=received.peer_id, round=round_number, digest=moments_digest(now_KN)
             )
         self._arriving = {}

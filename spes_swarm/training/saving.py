@@ -14,7 +14,7 @@ from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
-from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 from spes_swarm.training.optimiser.saved_state import optimiser_arrays
 from spes_swarm.training.setup import TrainerSetup
 
@@ -38,17 +38,17 @@ class _Write:
 class CheckpointSaver:
     """Writes checkpoints on a thread, one at a time.
 
-    The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per trained
-    weight), and those live blocks that differ from the reference (4 bytes per weight; few do after a commit, unless
-    there was a merge or rounds overlap). It does so during that step's forward and backward pass; the optimiser waits
-    for the rest. The copy is freed piece by piece as it is written. The reference is not copied: the next round, which
-    changes it, begins once the thread has read it.
+    The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per weight that
+    AdamW trains, 4 per weight that Muon does), and those live blocks that differ from the reference (4 bytes per
+    weight; few do after a commit, unless there was a merge or rounds overlap). It does so during that step's forward
+    and backward pass; the optimiser waits for the rest. The copy is freed piece by piece as it is written. The
+    reference is not copied: the next round, which changes it, begins once the thread has read it.
 
     A checkpoint that cannot be written, for instance because the disk is full, is reported as a fault, and training
     goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.
     """
 
-    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: PeerAdamW, work: LocalWork) -> None:
+    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: PeerOptimiser, work: LocalWork) -> None:
         self._setup = setup
         self._live = live
         self._optimiser = optimiser

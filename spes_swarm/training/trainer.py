@@ -34,7 +34,7 @@ from spes_swarm.training.handover import Handover
 from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
-from spes_swarm.training.optimiser.adamw import PeerAdamW
+from spes_swarm.training.optimiser.registry import make_optimiser
 from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
@@ -59,13 +59,7 @@ class Trainer:
         self._network = setup.network
         self._round_config = setup.run.round
         self._clock = RoundClock.of(setup.run)
-        self._optimiser = PeerAdamW(
-            setup.model.param_groups(training.weight_decay, training.decay_norm_and_bias),
-            lr=training.learning_rate,
-            betas=(training.adam_beta1, training.adam_beta2),
-            eps=training.adam_eps,
-            form=setup.optimizer_states,
-        )
+        self._optimiser = make_optimiser(setup.model, training, form=setup.optimizer_states)
         precision = partial(autocast, setup.device, setup.precision)
         own = Gradients(
             setup.model,
@@ -246,8 +240,7 @@ class Trainer:
         in_round = min(self._work.steps, self._clock.inner_steps_after(self.round))
         global_step = self._clock.step_of(self.round) + in_round
         rate = learning_rate(global_step, training)
-        for group in self._optimiser.param_groups:
-            group["lr"] = rate
+        self._optimiser.set_learning_rate(rate)
         batch_BS = self._setup.sampler.next_batch(self._setup.batch_size)
         self._loss = self._gradients.compute(batch_BS, progress=min(1.0, global_step / training.total_steps))
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]

@@ -1,11 +1,11 @@
-"""Handover of AdamW moments: a peer that gives an expert up serves its moments to the peer that adopts it.
+"""Handover of optimiser moments: a peer that gives an expert up serves its moments to the peer that adopts it.
 
 Both sides compute the same table of experts (see protocol/ownership/reassignment.py), so nothing is negotiated. The
 giver's trainer puts the moments into shared memory. The adopter fetches them while it already trains with fresh ones.
 
 moment_rules.py defines what the adopter accepts.
 
-Shapes: N elements of one expert's block.
+Shapes: N elements of one expert's block, K moments per weight.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from hivemind.p2p import P2P
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.run import TrainingConfig
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
 from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
-from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, moments_digest
+from spes_swarm.protocol.ownership.moment_rules import (
+    Limits,
+    MomentLimits,
+    MomentumLimit,
+    check_moments,
+    moments_digest,
+)
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 
 _MAX_HELLO_BYTES = 1024
@@ -33,6 +40,13 @@ _ATTEMPTS = 3
 _MAX_FETCHES = 4
 
 
+def moment_limits(training: TrainingConfig) -> Limits:
+    """Returns what moments of experts must satisfy in a run."""
+    if training.optimiser == "muon":
+        return MomentumLimit.of(training.max_grad_norm, training.muon_momentum)
+    return MomentLimits.of(training.max_grad_norm, training.adam_beta1, training.adam_beta2)
+
+
 @dataclass(eq=False)
 class Moments:
     """Serves the moments of experts that this peer gives up, and fetches those of experts that it adopts."""
@@ -40,7 +54,7 @@ class Moments:
     p2p: P2P
     run_id: str
     _: KW_ONLY
-    limits: MomentLimits
+    limits: Limits
     stall_timeout_s: float
     on_fault: FaultSink
     _round: int = -1
@@ -68,7 +82,7 @@ class Moments:
         self._changed.notify()
 
     def offer(self, round_number: int, step: int, moments: Mapping[int, FloatArray]) -> None:
-        """Serves these moments, each of shape (2N,), to the peers that adopt the experts."""
+        """Serves these moments, each of shape (KN,), to the peers that adopt the experts."""
         if round_number == self._round:
             self._step, self._offered = step, dict(moments)
             self._changed.notify()
@@ -99,9 +113,9 @@ class Moments:
         if number != self._round or channel.peer_id not in self._due.get(expert, ()):
             await channel.send_error("these moments are not available, or are for another peer")
             return
-        moments_2N = self._offered[expert]
-        for index, start in enumerate(range(0, moments_2N.size, CHUNK_ELEMENTS)):
-            payload = EXACT.encode(moments_2N[start : start + CHUNK_ELEMENTS])
+        moments_KN = self._offered[expert]
+        for index, start in enumerate(range(0, moments_KN.size, CHUNK_ELEMENTS)):
+            payload = EXACT.encode(moments_KN[start : start + CHUNK_ELEMENTS])
             await channel.send(
                 Frame(FrameKind.DATA, part=index, extra=self._step.to_bytes(8, "little"), payload=payload)
             )
@@ -125,7 +139,7 @@ class Moments:
     async def fetch(
         self, round_number: int, sources: Mapping[int, Sequence[str]], out: Mapping[int, FloatArray]
     ) -> dict[int, ReceivedMoments]:
-        """Fetches the moments of adopted experts into `out`, each of shape (2N,).
+        """Fetches the moments of adopted experts into `out`, each of shape (KN,).
 
         Returns, by expert, those that arrived and that clipped gradients could have produced.
         """
@@ -140,14 +154,14 @@ class Moments:
         return {expert: received for expert, received in zip(sources, found, strict=True) if received is not None}
 
     async def _fetch_one(
-        self, round_number: int, expert: int, peers: Sequence[str], frozen: set[str], out_2N: FloatArray
+        self, round_number: int, expert: int, peers: Sequence[str], frozen: set[str], out_KN: FloatArray
     ) -> ReceivedMoments | None:
         for _ in range(_ATTEMPTS):
             for peer in peers:
                 if peer in frozen:
                     continue
                 try:
-                    step = await self._receive(peer, round_number, expert, out_2N)
+                    step = await self._receive(peer, round_number, expert, out_KN)
                 except ProtocolError as exc:
                     self.on_fault(peer, exc)
                 except TimeoutError:
@@ -155,23 +169,23 @@ class Moments:
                 except STREAM_ERRORS:
                     pass  # the giver is gone: try the next one, or keep fresh moments
                 else:
-                    return ReceivedMoments(peer, step, moments_digest(out_2N))
+                    return ReceivedMoments(peer, step, moments_digest(out_KN))
         return None
 
-    async def _receive(self, peer: str, round_number: int, expert: int, out_2N: FloatArray) -> int:
+    async def _receive(self, peer: str, round_number: int, expert: int, out_KN: FloatArray) -> int:
         step = 0
         async with open_channel(self.p2p, peer, self._name, self.stall_timeout_s) as channel:
             await channel.send_hello(round=round_number, expert=expert)
-            for index, start in enumerate(range(0, out_2N.size, CHUNK_ELEMENTS)):
-                size = min(CHUNK_ELEMENTS, out_2N.size - start)
+            for index, start in enumerate(range(0, out_KN.size, CHUNK_ELEMENTS)):
+                size = min(CHUNK_ELEMENTS, out_KN.size - start)
                 frame = await channel.receive(EXACT.num_bytes(size))
                 if frame.kind is FrameKind.ERROR:
                     raise ConnectionError(frame.error_text())
                 if frame.kind is not FrameKind.DATA or frame.part != index:
                     raise ProtocolError("malformed", "moments must arrive in order and without gaps")
                 step = int.from_bytes(frame.extra, "little")
-                out_2N[start : start + size] = EXACT.decode(frame.payload, size)
-            check_moments(out_2N, self.limits)
+                out_KN[start : start + size] = EXACT.decode(frame.payload, size)
+            check_moments(out_KN, self.limits)
             if step > _MAX_STEP:
                 raise ProtocolError("moments", f"the optimiser claims to have taken {step} steps")
             await channel.end()

@@ -1,6 +1,7 @@
-"""The optimiser state of experts that change hands: their rows of the AdamW state, and the warm-up after adoption.
+"""The optimiser state of experts that change hands: their rows of its tensors, and the warm-up after adoption.
 
-Shapes: N elements of one expert's block; stacks of held experts have the held experts as their first dimension.
+Shapes: N elements of one expert's block, K moments per weight. Stacks of held experts have these as
+their first dimension.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from spes_swarm.model.half_weights import read_master, write_master
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.protocol.consensus.layout import TensorSlot
 from spes_swarm.protocol.ownership.moment_rules import largest_ratio
-from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.moment_storage import MOMENTS
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 
 
 def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Parameter, int]]:
@@ -29,50 +30,52 @@ def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Para
         yield slot, parameters[slot.name], row
 
 
-def read_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, out_2N: FloatArray) -> int:
-    """Copies a held expert's first and second moments into `out_2N`; returns the optimiser's step.
+def read_moments(optimiser: PeerOptimiser, model: SparseModel, expert: int, out_KN: FloatArray) -> int:
+    """Copies a held expert's moments, one kind after the other, into `out_KN`; returns the optimiser's step.
 
-    Before the first step they are zero. Moments in 8 bits are made possible first (see `moment_rules`): rounding can
-    make a first moment too large for its second moment, and other peers would refuse them all.
+    Before the first step they are zero. AdamW's moments in 8 bits are made possible first (see `moment_rules`):
+    rounding can make a first moment too large for its second moment, and other peers would refuse them all.
     """
     step = 0
-    for half, moment in enumerate(MOMENTS):
+    for index, moment in enumerate(optimiser.expert_moments):
         for slot, parameter, row in _rows(model, expert):
-            out_N = torch.from_numpy(_of_slot(model, expert, slot, half, out_2N))
+            out_N = torch.from_numpy(_of_slot(model, expert, slot, index, out_KN))
             optimiser.read_moment(parameter, moment, out_N, row)
             step = max(step, optimiser.num_steps(parameter))
-    ratio = largest_ratio(*optimiser.defaults["betas"])
-    if optimiser.form == "int8" and math.isfinite(ratio):
-        first_N, second_N = np.split(out_2N, 2)  # views
+    if optimiser.form == "int8" and optimiser.expert_moments == MOMENTS:
+        ratio = largest_ratio(*optimiser.defaults["betas"])
+        if not math.isfinite(ratio):
+            return step
+        first_N, second_N = np.split(out_KN, 2)  # views
         largest_N = ratio * np.sqrt(second_N)
         np.clip(first_N, -largest_N, largest_N, out=first_N)
     return step
 
 
-def write_moments(optimiser: PeerAdamW, model: SparseModel, expert: int, moments_2N: FloatArray, step: int) -> None:
+def write_moments(optimiser: PeerOptimiser, model: SparseModel, expert: int, moments_KN: FloatArray, step: int) -> None:
     """Sets the moments of a held expert.
 
-    AdamW has one step count per stack. It becomes at least `step`: with a smaller one, bias correction would inflate
-    the moments. If the optimiser has not taken a step yet, the other rows start at zero.
+    There is one step count per stack. It becomes at least `step`: with a smaller one, AdamW's bias correction would
+    inflate the moments. If the optimiser has not taken a step yet, the other rows start at zero.
     """
     for slot, parameter, row in _rows(model, expert):
         optimiser.set_num_steps(parameter, max(optimiser.num_steps(parameter), step))
-        for half, moment in enumerate(MOMENTS):
-            values_N = np.ascontiguousarray(_of_slot(model, expert, slot, half, moments_2N))
+        for index, moment in enumerate(optimiser.expert_moments):
+            values_N = np.ascontiguousarray(_of_slot(model, expert, slot, index, moments_KN))
             optimiser.write_moment(parameter, moment, torch.from_numpy(values_N), row)
 
 
-def _of_slot(model: SparseModel, expert: int, slot: TensorSlot, half: int, moments_2N: FloatArray) -> FloatArray:
-    """Returns the part of an expert's moments that belongs to a tensor; `half` is 0 for first ones, 1 for second."""
+def _of_slot(model: SparseModel, expert: int, slot: TensorSlot, index: int, moments_KN: FloatArray) -> FloatArray:
+    """Returns the part of an expert's moments that belongs to a tensor; `index` counts the kinds of moments."""
     block = model.layout.expert_block(expert)
-    start = half * block.size + slot.start - block.start
-    return moments_2N[start : start + slot.size]
+    start = index * block.size + slot.start - block.start
+    return moments_KN[start : start + slot.size]
 
 
 class WarmUp:
     """Shortens the first steps of experts that were adopted without moments.
 
-    AdamW has one step size per stack, so the full step is taken and then scaled down, for those rows only.
+    There is one step size per stack, so the full step is taken and then scaled down, for those rows only.
     """
 
     def __init__(self, num_steps: int) -> None:

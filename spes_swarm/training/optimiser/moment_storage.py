@@ -1,4 +1,4 @@
-"""Where and how the moments of AdamW are stored.
+"""Where and how the moments of an optimiser are stored.
 
 Tensor suffixes: N elements of a parameter, flat.
 
@@ -25,11 +25,15 @@ from spes_swarm.training.optimiser.rounding import (
     num_blocks,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # first and second, by their names in torch
+# By their names in torch.
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's first and second
+MOMENTUM = ("momentum_buffer",)  # Muon's only one
 FORMS = ("device", "int8", "host")
 # Moments in 8 bits or in host memory pass through fp32 copies on the device of so many elements at a time: few enough
 # for a CPU's cache, or enough for a GPU to be busy.
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 20}
+# Muon multiplies so many elements of equal matrices at a time, or one matrix if it is larger.
+_BATCH_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 State = dict[str, Any]  # of one parameter
 
@@ -55,11 +59,16 @@ def piece_elements(device: torch.device) -> int:
     return _PIECE_ELEMENTS.get(device.type, _PIECE_ELEMENTS["cuda"])
 
 
+def batch_elements(device: torch.device) -> int:
+    """Returns how many elements of equal matrices Muon multiplies at a time, unless one matrix has more."""
+    return _BATCH_ELEMENTS.get(device.type, _BATCH_ELEMENTS["cuda"])
+
+
 class MomentStorage(Protocol):
     """A form of the moments of one parameter."""
 
-    def zeros(self, parameter: nn.Parameter) -> State:
-        """Returns the state of moments that are zero."""
+    def zeros(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> State:
+        """Returns the state of these moments; they are zero."""
 
     def pieces(self, parameter: nn.Parameter, row: int | None = None) -> Iterator[slice]:
         """Yields ranges of at most `piece_elements` that together are the whole parameter, or one row of it."""
@@ -78,11 +87,11 @@ class Fp32Storage:
         self._device = device
         self._pinned = device.type == "cpu" and torch.cuda.is_available()
 
-    def zeros(self, parameter: nn.Parameter) -> State:
+    def zeros(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> State:
         """See MomentStorage."""
         return {
             moment: torch.zeros(parameter.shape, dtype=torch.float32, device=self._device, pin_memory=self._pinned)
-            for moment in MOMENTS
+            for moment in moments
         }
 
     def pieces(self, parameter: nn.Parameter, row: int | None = None) -> Iterator[slice]:
@@ -107,11 +116,11 @@ class EightBitStorage:
     Blocks do not cross the rows of a stack of matrices, because rows move from stack to stack.
     """
 
-    def zeros(self, parameter: nn.Parameter) -> State:
+    def zeros(self, parameter: nn.Parameter, moments: tuple[str, ...]) -> State:
         """See MomentStorage."""
         rows = _num_rows(parameter)
         state: State = {}
-        for moment in MOMENTS:
+        for moment in moments:
             state[moment] = torch.zeros(parameter.shape, dtype=_rounding(moment).dtype, device=parameter.device)
             shape = (rows, num_blocks(parameter.numel() // rows))
             state[_scales(moment)] = torch.zeros(shape, dtype=SCALE_DTYPE, device=parameter.device)
@@ -140,7 +149,7 @@ class EightBitStorage:
 
 
 def _rounding(moment: str) -> Rounding:
-    return FIRST_MOMENT if moment == "exp_avg" else SECOND_MOMENT
+    return SECOND_MOMENT if moment == "exp_avg_sq" else FIRST_MOMENT
 
 
 def _scales(moment: str) -> str:

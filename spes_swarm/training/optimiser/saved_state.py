@@ -1,4 +1,4 @@
-"""The state of AdamW as arrays for a checkpoint: `PARAMETER/step`, `PARAMETER/exp_avg` and `PARAMETER/exp_avg_sq`.
+"""The state of an optimiser as arrays for a checkpoint: `PARAMETER/step`, and `PARAMETER/MOMENT` for each moment.
 
 They are in fp32, however the moments are stored.
 """
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from spes_swarm.training.optimiser.adamw import PeerAdamW
-from spes_swarm.training.optimiser.moment_storage import MOMENTS
+from spes_swarm.base.errors import CheckpointError
+from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def optimiser_arrays(optimiser: PeerAdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Array]:
+def optimiser_arrays(optimiser: PeerOptimiser, parameters: Mapping[str, nn.Parameter]) -> dict[str, Array]:
     """Returns copies of the state of these parameters, in host memory.
 
     A parameter that has not been stepped yet has no state, and no arrays.
@@ -28,7 +28,7 @@ def optimiser_arrays(optimiser: PeerAdamW, parameters: Mapping[str, nn.Parameter
         if not optimiser.state.get(parameter):
             continue
         arrays[f"{name}/step"] = np.array(optimiser.num_steps(parameter), dtype=np.float32)
-        for moment in MOMENTS:
+        for moment in optimiser.moment_names(parameter):
             values = np.empty(parameter.shape, dtype=np.float32)
             optimiser.read_moment(parameter, moment, torch.from_numpy(values.reshape(-1)))
             arrays[f"{name}/{moment}"] = values
@@ -36,14 +36,26 @@ def optimiser_arrays(optimiser: PeerAdamW, parameters: Mapping[str, nn.Parameter
 
 
 def load_optimiser_arrays(
-    optimiser: PeerAdamW, parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, Array]
+    optimiser: PeerOptimiser, parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, Array]
 ) -> None:
-    """Restores copies of the arrays of `optimiser_arrays`; a parameter without arrays keeps its state."""
-    for name, parameter in parameters.items():
-        if f"{name}/step" not in arrays:
-            continue
+    """Restores copies of the arrays of `optimiser_arrays`; a parameter without arrays keeps its state.
+
+    Raises:
+        CheckpointError: they are those of another optimiser; nothing has changed then.
+    """
+    saved = [name for name in parameters if f"{name}/step" in arrays]
+    for name in saved:
+        expected = {"step", *optimiser.moment_names(parameters[name])}
+        found = {key.removeprefix(f"{name}/") for key in arrays if key.rpartition("/")[0] == name}
+        if found != expected:
+            raise CheckpointError(
+                f"the checkpoint is that of another optimiser: for {name} it has {', '.join(sorted(found))}, but the "
+                f"run's training.optimiser keeps {', '.join(sorted(expected))}; use another --output-dir"
+            )
+    for name in saved:
+        parameter = parameters[name]
         optimiser.set_num_steps(parameter, int(arrays[f"{name}/step"]))
-        for moment in MOMENTS:
+        for moment in optimiser.moment_names(parameter):
             values_N = arrays[f"{name}/{moment}"].reshape(-1)
             # torch has no read-only tensors and warns about such arrays.
             writable_N = values_N if values_N.flags.writeable else values_N.copy()
