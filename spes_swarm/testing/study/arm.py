@@ -164,8 +164,8 @@ def read_study(path: str | Path) -> Study:
     base = load_config(default_config_path() if config.base == QUICKSTART else config.base).run
     if base is None:
         raise ConfigError(f"{path}: base: {config.base} has no `run:` section")
-    read = [_read_arm(path, str(name), values, defaults, base) for name, values in arms.items()]
     shared = _section(ArmConfig, defaults, path, "").set
+    read = [_read_arm(path, str(name), values, defaults, base) for name, values in arms.items()]
     lone = {arm.name: tuple(_lone(arm, steps, base, shared) for steps in config.lone_steps) for arm in read}
     return Study(config=config, arms=tuple(read), lone=lone)
 
@@ -179,10 +179,12 @@ def _section(cls: type[Any], values: Any, path: str | Path, key: str) -> Any:
 
 
 def _read_arm(path: str | Path, name: str, values: Any, defaults: Mapping[str, Any], base: RunConfig) -> Arm:
-    values = {} if values is None else values
-    key = f"arms.{name}"
-    config = _section(ArmConfig, values, path, key)  # first of all, so that messages name the arm
-    config = _section(ArmConfig, {**defaults, **values, "set": {**defaults.get("set", {}), **config.set}}, path, key)
+    values, key = {} if values is None else values, f"arms.{name}"
+    if isinstance(values, dict):
+        own, shared = values.get("set", {}), defaults.get("set", {})
+        both = {**shared, **own} if isinstance(own, dict) and isinstance(shared, dict) else own
+        values = {**defaults, **values, "set": both}
+    config = _section(ArmConfig, values, path, key)
     return Arm(name=name, config=config, run=_build_run(base, config, f"{path}: {key}.set"))
 
 

@@ -34,10 +34,13 @@ def settings_of(arm: Arm, seed: int, data: str, evaluations: int) -> dict[str, A
         config = replace(config, outer=OuterConfig())
     if config.mode == "lone":
         config = replace(config, peers=1, speeds=())
+    run = _changed(arm.with_seed(seed))
+    if config.mode in ("lone", "central"):
+        run.pop("ownership", None)  # its only peer holds everything
     return {
         "code": CODE_VERSION,
         "arm": _changed(config),
-        "run": _changed(arm.with_seed(seed)),
+        "run": run,
         "data": data,
         "evaluations": evaluations,
     }
