@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import ConfigError, DataError
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
@@ -26,6 +26,8 @@ from spes_swarm.testing.study.arm import Arm, OuterConfig, Study, read_study
 from spes_swarm.testing.study.course import Outcome, run_arm
 from spes_swarm.testing.study.outer import OuterNesterov
 from spes_swarm.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
+from spes_swarm.testing.study.results import key_of, settings_of
+from spes_swarm.testing.study.running import run_missing
 from spes_swarm.testing.study.table import Estimate, make_table, steps_to, to_markdown
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.optimiser.adamw import PeerAdamW
@@ -318,37 +320,55 @@ def test_the_files_in_the_repository_are_valid() -> None:
         assert len(read_study(path).arms) > 1, path
 
 
+def test_finished_runs_are_not_made_again(tmp_path: Path, text: Path) -> None:
+    study = read(tmp_path, {"first": {}, "second": {"mode": "fedavg"}, "as the first": {}}, seeds=[0, 1], peers=2)
+    said: list[str] = []
+    run_missing(study, str(text), tmp_path, 1, said.append)
+    assert said[0] == "4 runs, 0 of them finished before"
+    before = {file.name: file.read_bytes() for file in (tmp_path / "runs").iterdir()}
+    assert len(before) == 4
+    lost, *kept = sorted(before)
+    (tmp_path / "runs" / lost).unlink()
+    times = {name: (tmp_path / "runs" / name).stat().st_mtime_ns for name in kept}
+    run_missing(study, str(text), tmp_path, 1, said.append)
+    assert said[5] == "4 runs, 3 of them finished before"
+    assert times == {name: (tmp_path / "runs" / name).stat().st_mtime_ns for name in kept}
+    again = json.loads((tmp_path / "runs" / lost).read_bytes())["outcome"]
+    for values in (again, expected := json.loads(before[lost])["outcome"]):
+        del values["seconds"]
+    assert again == expected
+    (tmp_path / "runs" / lost).write_text("{}", encoding="utf-8")
+    with pytest.raises(DataError, match="delete it to make the run again"):
+        run_missing(study, str(text), tmp_path, 1, said.append)
+
+
+def test_a_run_is_known_by_its_settings_and_not_by_its_name(tmp_path: Path) -> None:
+    arms = {
+        "plain": {},
+        "spelt out": {"mode": "swarm", "set": {"round.codec": "fp32"}},
+        "other": {"set": {"round.codec": "fp16"}},
+        "alone": {"mode": "lone"},
+        "alone among more": {"mode": "lone", "peers": 8, "set": {"ownership.replicas": 2}},
+    }
+    plain, spelt, other, alone, among = (key_of(settings_of(arm, 0, "data", 2)) for arm in read(tmp_path, arms).arms)
+    assert plain == spelt
+    assert alone == among
+    (first, *_) = read(tmp_path, arms).arms
+    distinct = {plain, other, alone, *(key_of(settings_of(first, *rest)) for rest in ((1, "data", 2), (0, "text", 2)))}
+    assert len(distinct) == 5
+
+
 @pytest.mark.slow
-def test_the_command_continues_where_it_stopped(tmp_path: Path, text: Path) -> None:
-    path = study_file(tmp_path, {"first": {}, "second": {"mode": "fedavg"}, "same as first": {}}, seeds=[0, 1], peers=2)
+def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> None:
+    path = study_file(tmp_path, {"first": {}, "second": {"mode": "fedavg"}}, seeds=[0, 1], peers=2)
     results = tmp_path / "results"
-
-    def command(*options: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "scripts/study.py", path, "--data", text, "--output-dir", results, *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    printed = command("--jobs", "2")
-    assert "4 runs, 0 of them finished before" in printed
+    command = [sys.executable, "scripts/study.py", path, "--data", text, "--output-dir", results, "--jobs", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
     table = (results / "study" / "table.md").read_text(encoding="utf-8")
-    assert printed.endswith(table)
-    first, second, same = json.loads((results / "study" / "table.json").read_text(encoding="utf-8"))["rows"]
-    assert first["loss"] == same["loss"] != second["loss"]
-    files = {file.name: file.stat().st_ino for file in (results / "runs").iterdir()}
-    assert len(files) == 4
-    lost = sorted(files)[1]
-    (results / "runs" / lost).unlink()
-    assert "4 runs, 3 of them finished before" in command("--jobs", "1")
-    again = {file.name: file.stat().st_ino for file in (results / "runs").iterdir()}
-    assert {name for name in files if files[name] != again[name]} <= {lost}
-    assert set(again) == set(files)
-    losses = [line.split("|")[:6] for line in table.splitlines()]
-    assert losses == [line.split("|")[:6] for line in command("--table-only").splitlines()]
-    assert (results / "study" / "losses.png").stat().st_size > 1000
+    assert done.stdout.endswith(table)
+    first, second = json.loads((results / "study" / "table.json").read_text(encoding="utf-8"))["rows"]
+    assert first["seeds"] == second["seeds"] == [0, 1]
+    assert first["loss"] != second["loss"]
+    for name in ("losses", "curves", "bytes"):
+        assert (results / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
