@@ -302,6 +302,8 @@ def test_steps_of_a_lone_peer_beyond_its_runs() -> None:
         ({"arms": {"x": {"set": {"round.codec": "fp8"}}}}, "arms.x.set: round.codec: found 'fp8', expected one of"),
         ({"arms": {"x": {"mode": "lone", "churn": {"share": 0.1}}}}, "arms.x.churn: found with mode lone"),
         ({"arms": {"x": {"peers": 2, "speeds": [1, 1, 1]}}}, "arms.x.speeds: found 3 of them, expected at most 2"),
+        ({"arms": {"x": {"like": "y"}, "y": {}}}, "arms.x.like: found 'y', expected the name of an arm above"),
+        ({"arms": {"x": 3}}, "arms.x: found 3, expected a section of keys"),
         ({"arms": {"x": {}}, "baseline": "y"}, "baseline: found 'y', expected the name of an arm"),
         ({"arms": {"x": {}}, "seeds": []}, "seeds: found none"),
     ],
@@ -313,6 +315,25 @@ def test_a_bad_setting_is_one_clear_line(tmp_path: Path, content: dict[str, Any]
         read_study(path)
     assert str(caught.value).startswith(f"{path}: {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_an_arm_like_another_one_adds_to_it(tmp_path: Path) -> None:
+    arms = {
+        "a": {"peers": 2, "set": {"round.inner_steps": 4, "round.codec": "fp16"}},
+        "b": {"like": "a", "mode": "fedavg", "set": {"round.inner_steps": 3}},
+        "c": {"like": "b", "peers": 3},
+        "d": {},
+    }
+    found = [
+        (arm.config.peers, arm.config.mode, arm.run.round.inner_steps, arm.run.round.codec)
+        for arm in read(tmp_path, arms, set={"round.inner_steps": 5}).arms
+    ]
+    assert found == [
+        (2, "swarm", 4, "fp16"),
+        (2, "fedavg", 3, "fp16"),
+        (3, "fedavg", 3, "fp16"),
+        (4, "swarm", 5, "fp32"),
+    ]
 
 
 def test_the_files_in_the_repository_are_valid() -> None:
@@ -362,8 +383,11 @@ def test_a_run_is_known_by_its_settings_and_not_by_its_name(tmp_path: Path) -> N
 def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> None:
     path = study_file(tmp_path, {"first": {}, "second": {"mode": "fedavg"}}, seeds=[0, 1], peers=2)
     results = tmp_path / "results"
-    command = [sys.executable, "scripts/study.py", path, "--data", text, "--output-dir", results, "--jobs", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    options = {"--data": text, "--output-dir": results, "--jobs": 2}
+    command = [sys.executable, "scripts/study.py", path, *(each for pair in options.items() for each in pair)]
+    done = subprocess.run(
+        [str(each) for each in command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     table = (results / "study" / "table.md").read_text(encoding="utf-8")
     assert done.stdout.endswith(table)

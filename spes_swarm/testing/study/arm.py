@@ -1,7 +1,7 @@
 """What a study compares: arms, read from YAML.
 
 A file has defaults for all arms (the fields of `ArmConfig`), the questions of the study (`StudyConfig`), and `arms`, a
-section of such fields for each name:
+section of such fields for each name. An arm may be `like` one above it; what it sets is then added to that:
 
     base: quickstart
     peers: 4
@@ -13,6 +13,7 @@ section of such fields for each name:
     arms:
       H 20: {set: {round.inner_steps: 20}}
       H 5: {set: {round.inner_steps: 5}}
+      H 5, int4: {like: H 5, set: {round.codec: int4}}
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def read_study(path: str | Path) -> Study:
     if base is None:
         raise ConfigError(f"{path}: base: {config.base} has no `run:` section")
     shared = _section(ArmConfig, defaults, path, "").set
-    read = [_read_arm(path, str(name), values, defaults, base) for name, values in arms.items()]
+    read = [_read_arm(path, str(name), values, base) for name, values in _resolve(path, arms, defaults).items()]
     lone = {arm.name: tuple(_lone(arm, steps, base, shared) for steps in config.lone_steps) for arm in read}
     return Study(config=config, arms=tuple(read), lone=lone)
 
@@ -178,12 +179,28 @@ def _section(cls: type[Any], values: Any, path: str | Path, key: str) -> Any:
         raise ConfigError(f"{path}: {str(exc).removeprefix('file.')}") from None
 
 
-def _read_arm(path: str | Path, name: str, values: Any, defaults: Mapping[str, Any], base: RunConfig) -> Arm:
-    values, key = {} if values is None else values, f"arms.{name}"
-    if isinstance(values, dict):
-        own, shared = values.get("set", {}), defaults.get("set", {})
-        both = {**shared, **own} if isinstance(own, dict) and isinstance(shared, dict) else own
-        values = {**defaults, **values, "set": both}
+def _resolve(path: str | Path, arms: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the values of each arm, with those of the arm that it is `like`, or of the defaults, below them."""
+    resolved: dict[str, dict[str, Any]] = {}
+    for name, content in arms.items():
+        own = {} if content is None else content
+        if not isinstance(own, dict):
+            raise ConfigError(f"{path}: arms.{name}: found {show(own)}, expected a section of keys")
+        below = defaults
+        if "like" in own:
+            if not isinstance(like := own["like"], str) or like not in resolved:
+                raise ConfigError(f"{path}: arms.{name}.like: found {show(like)}, expected the name of an arm above")
+            below = resolved[like]
+        values = {**below, **{key: value for key, value in own.items() if key != "like"}}
+        settings = [each.get("set", {}) for each in (below, own)]
+        if all(isinstance(each, dict) for each in settings):
+            values["set"] = {**settings[0], **settings[1]}
+        resolved[str(name)] = values
+    return resolved
+
+
+def _read_arm(path: str | Path, name: str, values: Mapping[str, Any], base: RunConfig) -> Arm:
+    key = f"arms.{name}"
     config = _section(ArmConfig, values, path, key)
     return Arm(name=name, config=config, run=_build_run(base, config, f"{path}: {key}.set"))
 
