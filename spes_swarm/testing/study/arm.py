@@ -123,7 +123,7 @@ class Study:
 
     config: StudyConfig
     arms: tuple[Arm, ...]
-    # For each arm its lone peers, in the order of `lone_steps`; arms that learn alike share them.
+    # For each arm but lone ones its lone peers, in the order of `lone_steps`; arms that learn alike share them.
     lone: Mapping[str, tuple[Arm, ...]]
 
     @property
@@ -167,7 +167,11 @@ def read_study(path: str | Path) -> Study:
         raise ConfigError(f"{path}: base: {config.base} has no `run:` section")
     shared = _section(ArmConfig, defaults, path, "").set
     read = [_read_arm(path, str(name), values, base) for name, values in _resolve(path, arms, defaults).items()]
-    lone = {arm.name: tuple(_lone(arm, steps, base, shared) for steps in config.lone_steps) for arm in read}
+    lone = {
+        arm.name: tuple(_lone(arm, steps, base, shared) for steps in config.lone_steps)
+        for arm in read
+        if arm.config.mode != "lone"
+    }
     return Study(config=config, arms=tuple(read), lone=lone)
 
 

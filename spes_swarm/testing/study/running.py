@@ -50,7 +50,7 @@ def tasks_of(study: Study, data: str) -> Iterator[Task]:
     seen: set[str] = set()
     for seed in study.config.seeds:
         for arm in study.arms:
-            for each in (arm, *study.lone[arm.name]):
+            for each in (arm, *study.lone.get(arm.name, ())):
                 evaluations = study.config.evaluations
                 settings = settings_of(each, seed, digest, evaluations)
                 if (text := repr(settings)) not in seen:

@@ -113,7 +113,7 @@ def _bytes_per_step(finished: Mapping[int, Outcome]) -> float:
 
 
 def _efficiency(study: Study, arm: Arm, losses: Mapping[int, float], lookup: Lookup) -> Efficiency | None:
-    lone = study.lone[arm.name]
+    lone = study.lone.get(arm.name, ())
     curves = {seed: [_loss(lookup(each, seed)) for each in lone] for seed in losses}
     # Only seeds with a whole curve count, so that every point of the mean curve has the same seeds.
     whole = {seed: [loss for loss in curve if loss is not None] for seed, curve in curves.items()}
