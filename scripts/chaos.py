@@ -28,6 +28,7 @@ report_interrupt("chaos")
 
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.user_paths import remake_directory
+from spes_swarm.protocol.consensus.codec import CODECS
 from spes_swarm.testing.chaos.report import describe, fault_table, markdown, to_json, totals_table
 from spes_swarm.testing.chaos.schedule import MIN_PEERS, Kind, draw_schedule
 from spes_swarm.testing.chaos.swarm import ChaosSwarm, HangError
@@ -70,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cuts", action="store_true", help="also cut the network (uses namespaces; needs root)")
     parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="only these faults")
     parser.add_argument("--inner-steps", type=int, default=RUN["round"]["inner_steps"], help="sets a round's length")
+    parser.add_argument("--codec", choices=list(CODECS), default=RUN["round"]["codec"])
+    parser.add_argument("--result-codec", choices=list(CODECS), help="default: the same")
     parser.add_argument("--hang-s", type=float, default=90.0, help="a longer wait is a hang")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/chaos"), help="earlier results are removed")
     parser.add_argument("--json", type=Path, help="default: OUTPUT_DIR/chaos.json")
@@ -101,7 +104,8 @@ def main() -> int:
     except UserError as exc:
         print(f"chaos: {exc}", file=sys.stderr)
         return 2
-    run = {**RUN, "round": {**RUN["round"], "inner_steps": options.inner_steps}}
+    changes = {"inner_steps": options.inner_steps, "codec": options.codec, "result_codec": options.result_codec}
+    run = {**RUN, "round": {**RUN["round"], **changes}}
     started = time.monotonic()
     with ExitStack() as stack:
         network = stack.enter_context(LocalNetwork(options.max_peers)) if no_cuts is None else None

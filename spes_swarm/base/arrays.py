@@ -1,4 +1,4 @@
-"""The type of fp32 arrays, and vectors of them in memory that two processes share.
+"""The type of fp32 arrays, their sum of squares, and vectors of them in memory that two processes share.
 
 That memory is an anonymous file, in memory (memfd) or on a disk: it leaves no name behind, and the kernel frees it when
 its last user ends, however that happens. Pages that are never written take no memory. Those of a file on a disk need
@@ -17,6 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
+
+
+def sum_of_squares(values: FloatArray) -> float:
+    """Adds up the squares in fp64; infinite if they overflow."""
+    with np.errstate(over="ignore"):
+        return float(np.sum(np.square(values, dtype=np.float64)))
 
 
 @dataclass(frozen=True)

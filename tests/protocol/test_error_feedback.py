@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.codec import BlockInteger, get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from tests.helpers.rounds import FakePeer, hold_round, peer, small_layout
 
 STEP = 0.01
+ROUNDS = 12
 LAYOUT = small_layout(4, shared=3000, expert=900)
 HOLDINGS = ([0, 1], [1, 2], [2], [3])  # experts 0 and 3 have one holder
 integer_codecs = pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -44,7 +47,7 @@ def learn(peers: Sequence[FakePeer], differences: Sequence[FloatArray]) -> None:
         who.live_N += difference_N
 
 
-def mean_difference(peers: Sequence[FakePeer], differences: Sequence[FloatArray]) -> FloatArray:
+def mean_difference(peers: Sequence[FakePeer], differences: Sequence[FloatArray]) -> NDArray[np.float64]:
     """The exact average of a round; all weights are equal."""
     layout = peers[0].reference.layout
     mean_N = np.zeros(layout.num_elements)
@@ -55,7 +58,7 @@ def mean_difference(peers: Sequence[FakePeer], differences: Sequence[FloatArray]
     return mean_N
 
 
-def distance(first_N: FloatArray, second_N: FloatArray) -> float:
+def distance(first_N: FloatArray, second_N: NDArray[np.floating]) -> float:
     return float(np.sqrt(np.mean(np.square(first_N.astype(np.float64) - second_N))))
 
 
@@ -81,7 +84,7 @@ def errors_of(codec: str, result_codec: str | None, rounds: int) -> list[float]:
 
 @integer_codecs
 def test_the_reference_follows_the_true_differences_and_the_error_does_not_grow(codec: str) -> None:
-    errors = errors_of(codec, "fp32", 30)
+    errors = errors_of(codec, "fp32", ROUNDS)
     assert errors[0] > 0
     assert max(errors) < 2 * errors[0]
 
@@ -90,8 +93,15 @@ def test_the_reference_follows_the_true_differences_and_the_error_does_not_grow(
 def test_without_feedback_the_error_grows_with_every_round(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the test above is one of the feedback."""
     monkeypatch.setattr(BlockInteger, "error_feedback", False)
-    errors = errors_of(codec, "fp32", 30)
-    assert errors[-1] > 10 * errors[0]
+    errors = errors_of(codec, "fp32", ROUNDS)
+    assert errors[-1] > ROUNDS / 3 * errors[0]
+
+
+def test_the_rounding_errors_of_results_do_not_add_up_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = errors_of("int4", "int4", ROUNDS)
+    assert max(errors) < 2 * errors[0]
+    monkeypatch.setattr(ErrorFeedback, "note_result", lambda *_: None)
+    assert errors_of("int4", "int4", ROUNDS)[-1] > 2 * max(errors)
 
 
 @integer_codecs
@@ -106,13 +116,32 @@ def test_the_rounding_error_is_in_the_live_weights_of_all_but_the_reducer(codec:
             who = peers[contribution.member]
             left_N = who.live_N[where] - who.reference.values_N[where]
             if part.reducer == contribution.member and len(plan.block_of(part).contributions) > 1:
-                assert not left_N.any()
+                assert not left_N.any()  # it adds its own difference without encoding it
                 continue
             learnt_N = differences[contribution.member][where]
             encoded = get_codec(codec).encode(learnt_N)
             lost_N = learnt_N - get_codec(codec).decode(encoded, part.size)
             assert distance(left_N, lost_N) < 0.01 * distance(lost_N, 0 * lost_N) + 1e-7
             assert lost_N.any()
+
+
+@integer_codecs
+def test_a_reducer_takes_back_no_more_than_it_has_learnt(codec: str) -> None:
+    """Not even if its work weighs little, or the others' is much longer."""
+    peers = new_peers(holdings=([0], [1], [2], [3]))
+    differences = true_differences(peers)
+    differences[0] *= np.float32(1e-3)
+    peers[0].tokens, peers[0].routed = 1, (1,)
+    for who in peers[1:]:
+        who.tokens, who.routed = 1000, (1000,)
+    learn(peers, differences)
+    plan, _ = hold_round(peers, 1, codec=codec, part_elements=1024)
+    reduced = [part for part in plan.parts if part.block == 0 and part.reducer == 0]
+    assert reduced
+    for part in reduced:
+        where = slice(part.start, part.start + part.size)
+        taken_N = peers[0].live_N[where] - peers[0].reference.values_N[where]
+        assert 0 < distance(taken_N, 0 * taken_N) < 1.1 * distance(differences[0][where], 0 * taken_N)
 
 
 @integer_codecs

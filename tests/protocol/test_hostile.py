@@ -23,60 +23,74 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.rounds import UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
 
 HOSTILE = 2  # index of the hostile member among three
+LOSSY = ("fp16", "int8", "int4")
 CODEC = get_codec("fp16")
-Spoil = Callable[[Frame], Frame]
+# Of values after a round with differences of about 0.01.
+TOLERANCE = {"fp16": 1e-4, "int8": 3e-4, "int4": 5e-3}
+Spoil = Callable[[Frame, str], Frame]  # takes the codec's name, too
 
 
 def float_bytes(value: float, count: int) -> bytes:
     return np.full(count, value, "<f4").tobytes()
 
 
-def halves(scale: float, value: float, frame: Frame) -> Frame:
-    """A payload of the fp16 codec: a scale and as many equal values as the frame had."""
-    count = (len(frame.payload) - 4) // 2
-    return dataclasses.replace(frame, payload=struct.pack("<f", scale) + np.full(count, value, "<f2").tobytes())
+def num_values(frame: Frame, codec: str) -> int:
+    """How many values the frame has; no part here has more than a block, or an odd number."""
+    return {
+        "fp16": (len(frame.payload) - 4) // 2,
+        "int8": len(frame.payload) - 6,
+        "int4": 2 * (len(frame.payload) - 6),
+    }[codec]
+
+
+def scaled(scale: float, value: float, frame: Frame, codec: str) -> Frame:
+    """A payload with this scale of the part, whose values, or the scale of its block, are `value`."""
+    header = struct.pack("<f", scale)
+    if codec == "fp16":
+        return dataclasses.replace(frame, payload=header + np.full(num_values(frame, codec), value, "<f2").tobytes())
+    return dataclasses.replace(frame, payload=header + struct.pack("<e", value) + b"\x01" * (len(frame.payload) - 6))
 
 
 # What a hostile contributor sends in place of a right frame, and how it is named.
 BAD_CONTRIBUTIONS: dict[str, tuple[Spoil, str]] = {
-    "no part of this round": (lambda f: dataclasses.replace(f, part=2**32 - 1), "part"),
-    "no payload": (lambda f: dataclasses.replace(f, payload=b""), "shape"),
-    "payload too short": (lambda f: dataclasses.replace(f, payload=f.payload[:-1]), "shape"),
-    "payload too long": (lambda f: dataclasses.replace(f, payload=f.payload + b"\0"), "shape"),
+    "no part of this round": (lambda f, c: dataclasses.replace(f, part=2**32 - 1), "part"),
+    "no payload": (lambda f, c: dataclasses.replace(f, payload=b""), "shape"),
+    "payload too short": (lambda f, c: dataclasses.replace(f, payload=f.payload[:-1]), "shape"),
+    "payload too long": (lambda f, c: dataclasses.replace(f, payload=f.payload + b"\0"), "shape"),
     "dtype of another codec": (
-        lambda f: dataclasses.replace(f, payload=float_bytes(0.1, (len(f.payload) - 4) // 2)),
+        lambda f, c: dataclasses.replace(f, payload=float_bytes(0.1, num_values(f, c))),
         "shape",
     ),
-    "full values instead of a difference": (lambda f: dataclasses.replace(f, form=Form.FULL), "form"),
-    "unknown form": (lambda f: dataclasses.replace(f, form=255), "form"),
-    "NaN": (lambda f: halves(1.0, math.nan, f), "nonfinite"),
-    "infinite": (lambda f: halves(1.0, math.inf, f), "nonfinite"),
-    "NaN scale": (lambda f: halves(math.nan, 1.0, f), "nonfinite"),
-    "negative scale": (lambda f: halves(-1.0, 1.0, f), "nonfinite"),
-    "overflow in decoding": (lambda f: halves(2.0**127, 60000.0, f), "nonfinite"),
-    "huge norm": (lambda f: halves(2.0**20, 1.0, f), "norm"),
-    "huge weight": (lambda f: dataclasses.replace(f, weight=1e300), "weight"),
-    "NaN weight": (lambda f: dataclasses.replace(f, weight=math.nan), "weight"),
-    "negative weight": (lambda f: dataclasses.replace(f, weight=-1.0), "weight"),
-    "infinite weight": (lambda f: dataclasses.replace(f, weight=math.inf), "weight"),
+    "full values instead of a difference": (lambda f, c: dataclasses.replace(f, form=Form.FULL), "form"),
+    "unknown form": (lambda f, c: dataclasses.replace(f, form=255), "form"),
+    "NaN": (lambda f, c: scaled(1.0, math.nan, f, c), "nonfinite"),
+    "infinite": (lambda f, c: scaled(1.0, math.inf, f, c), "nonfinite"),
+    "NaN scale": (lambda f, c: scaled(math.nan, 1.0, f, c), "nonfinite"),
+    "negative scale": (lambda f, c: scaled(-1.0, 1.0, f, c), "nonfinite"),
+    "overflow in decoding": (lambda f, c: scaled(2.0**127, 60000.0, f, c), "nonfinite"),
+    "huge norm": (lambda f, c: scaled(2.0**20, 1.0, f, c), "norm"),
+    "huge weight": (lambda f, c: dataclasses.replace(f, weight=1e300), "weight"),
+    "NaN weight": (lambda f, c: dataclasses.replace(f, weight=math.nan), "weight"),
+    "negative weight": (lambda f, c: dataclasses.replace(f, weight=-1.0), "weight"),
+    "infinite weight": (lambda f, c: dataclasses.replace(f, weight=math.inf), "weight"),
 }
 BAD_RESULTS: dict[str, tuple[Spoil, str]] = {
     **{name: case for name, case in BAD_CONTRIBUTIONS.items() if "weight" not in name},
     "full values instead of a difference": (
-        lambda f: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(1e38, (len(f.payload) - 4) // 2)),
+        lambda f, c: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(1e38, num_values(f, c))),
         "norm",
     ),
-    "full values of the wrong length": (lambda f: dataclasses.replace(f, form=Form.FULL), "shape"),
+    "full values of the wrong length": (lambda f, c: dataclasses.replace(f, form=Form.FULL), "shape"),
     "NaN as full values": (
-        lambda f: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(math.nan, (len(f.payload) - 4) // 2)),
+        lambda f, c: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(math.nan, num_values(f, c))),
         "nonfinite",
     ),
-    "no bitmap": (lambda f: dataclasses.replace(f, extra=b""), "malformed"),
-    "long bitmap": (lambda f: dataclasses.replace(f, extra=b"\xff" * 4096), "malformed"),
+    "no bitmap": (lambda f, c: dataclasses.replace(f, extra=b""), "malformed"),
+    "long bitmap": (lambda f, c: dataclasses.replace(f, extra=b"\xff" * 4096), "malformed"),
 }
 
 
-def three_peers() -> tuple[list[FakePeer], Plan, list[RoundState]]:
+def three_peers(codec: str = "fp16") -> tuple[list[FakePeer], Plan, list[RoundState]]:
     """Everybody has trained the shared block and an expert of its own; nothing has been exchanged yet."""
     layout = small_layout(4, shared=400)
     rng = np.random.default_rng(7)
@@ -86,7 +100,9 @@ def three_peers() -> tuple[list[FakePeer], Plan, list[RoundState]]:
         p.live_N += rng.normal(0, 0.01, p.live_N.size).astype(np.float32)
     group = form(peers, 1)
     plan = make_plan(group, layout, 64)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
+    states = [
+        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED) for i, p in enumerate(peers)
+    ]
     return peers, plan, states
 
 
@@ -130,13 +146,13 @@ def expected_without_hostile() -> tuple[np.ndarray, set[int]]:
     return values_N, lost
 
 
-def assert_honest_outcome(peers: list[FakePeer]) -> None:
+def assert_honest_outcome(peers: list[FakePeer], codec: str = "fp16") -> None:
     honest = [p for i, p in enumerate(peers) if i != HOSTILE]
     expected_N, lost = expected_without_hostile()
     assert lost
     assert len({p.reference.digest for p in honest}) == 1
     for p in honest:
-        np.testing.assert_allclose(p.reference.values_N, expected_N, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(p.reference.values_N, expected_N, rtol=0, atol=TOLERANCE[codec])
         assert p.reference.round == 1
         assert np.isfinite(p.live_N).all()
         assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
@@ -147,14 +163,15 @@ def drop(receiver: int, frame: Frame) -> None:
 
 
 @pytest.mark.parametrize("name", BAD_CONTRIBUTIONS)
-def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: str) -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: str, codec: str) -> None:
     spoil, kind = BAD_CONTRIBUTIONS[name]
-    peers, plan, states = three_peers()
+    peers, plan, states = three_peers(codec)
     num_sent = 0
     for target in states[:HOSTILE]:
         for part, contribution in plan.pushes(HOSTILE, target.me):
             with pytest.raises(ProtocolError) as caught:
-                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part, contribution)))
+                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part, contribution), codec))
             assert caught.value.kind == kind
             num_sent += 1
             if kind != "part":  # its word for this part is spent: the right frame comes too late
@@ -163,7 +180,7 @@ def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: s
                     target.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
     assert num_sent
     finish(plan, states, hostile_results=drop)
-    assert_honest_outcome(peers)
+    assert_honest_outcome(peers, codec)
     for state in states[:HOSTILE]:
         assert not any(HOSTILE in result.included for result in state.results.values())
 
@@ -195,15 +212,16 @@ def test_a_contribution_counts_once() -> None:
 
 
 @pytest.mark.parametrize("name", BAD_RESULTS)
-def test_a_bad_result_is_refused_and_counts_as_missing(name: str) -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_bad_result_is_refused_and_counts_as_missing(name: str, codec: str) -> None:
     spoil, kind = BAD_RESULTS[name]
-    peers, plan, states = three_peers()
+    peers, plan, states = three_peers(codec)
     refused = 0
 
     def results(receiver: int, frame: Frame) -> None:
         nonlocal refused
         with pytest.raises(ProtocolError) as caught:
-            states[receiver].store_result(spoil(frame))
+            states[receiver].store_result(spoil(frame, codec))
         assert caught.value.kind == kind
         assert frame.part in states[receiver].missing()
         refused += 1
@@ -213,7 +231,7 @@ def test_a_bad_result_is_refused_and_counts_as_missing(name: str) -> None:
             states[HOSTILE].accept(sender.me, sender.push_frame(part, contribution))
     finish(plan, states, hostile_results=results)
     assert refused
-    assert_honest_outcome(peers)
+    assert_honest_outcome(peers, codec)
 
 
 def test_a_result_cannot_name_members_that_do_not_contribute() -> None:
@@ -227,12 +245,15 @@ def test_a_result_cannot_name_members_that_do_not_contribute() -> None:
     states[0].store_result(frame)
 
 
-def test_a_peer_whose_own_weights_are_nan_spoils_nothing() -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_peer_whose_own_weights_are_nan_spoils_nothing(codec: str) -> None:
     """A diverged peer is as harmful as a hostile one; as a reducer it must leave its own work out."""
-    peers, plan, _ = three_peers()
+    peers, plan, _ = three_peers(codec)
     peers[HOSTILE].live_N[:] = math.nan
     group = form(peers, 1)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED) for i, p in enumerate(peers)]
+    states = [
+        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED) for i, p in enumerate(peers)
+    ]
     assert {error.kind for error in states[HOSTILE].own_faults} == {"norm"}
     for sender in states:
         for target in states:
@@ -254,13 +275,14 @@ def test_a_peer_whose_own_weights_are_nan_spoils_nothing() -> None:
     assert np.isfinite(peers[0].reference.values_N).all()
 
 
-def test_different_results_for_different_members_heal_in_the_next_round() -> None:
+@pytest.mark.parametrize("codec", LOSSY)
+def test_different_results_for_different_members_heal_in_the_next_round(codec: str) -> None:
     """A reducer that equivocates is not noticed at once, but the digests differ and plurality decides."""
-    peers, plan, states = three_peers()
+    peers, plan, states = three_peers(codec)
 
     def results(receiver: int, frame: Frame) -> None:
         lie_N = np.full(plan.parts[frame.part].size, 1e-3 * (receiver + 1), np.float32)
-        states[receiver].store_result(dataclasses.replace(frame, payload=CODEC.encode(lie_N)))
+        states[receiver].store_result(dataclasses.replace(frame, payload=get_codec(codec).encode(lie_N)))
 
     for sender in states[:HOSTILE]:
         for part, contribution in plan.pushes(sender.me, HOSTILE):
@@ -268,7 +290,7 @@ def test_different_results_for_different_members_heal_in_the_next_round() -> Non
     finish(plan, states, hostile_results=results)
     honest = peers[:HOSTILE]
     assert len({p.reference.digest for p in honest}) == 2
-    hold_round(honest, 2, codec="fp16")
+    hold_round(honest, 2, codec=codec)
     assert len({p.reference.digest for p in honest}) == 1
     for p in honest:
         assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
@@ -282,16 +304,16 @@ frames = st.builds(
     weight=st.floats() | st.sampled_from([10.0, 20.0, 30.0]),
     extra=st.binary(max_size=8),
     payload=st.binary(max_size=300)
-    | st.sampled_from([4 + 2 * 64, 4 * 64]).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
+    | st.sampled_from([4 + 2 * 64, 4 * 64, 6 + 64, 6 + 32]).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
 )
 
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(st.lists(frames, max_size=12), st.lists(frames, max_size=12))
-def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame]) -> None:
+@given(st.lists(frames, max_size=12), st.lists(frames, max_size=12), st.sampled_from(LOSSY))
+def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame], codec: str) -> None:
     """Whatever arrives: only ProtocolError, all honest members agree, and everything stays finite."""
-    peers, plan, states = three_peers()
+    peers, plan, states = three_peers(codec)
     for frame in pushes:
         for state in states[:HOSTILE]:
             try:
@@ -314,9 +336,9 @@ def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: 
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(st.lists(frames, max_size=12))
-def test_arbitrary_results_are_refused_or_valid(results: list[Frame]) -> None:
-    _, _, states = three_peers()
+@given(st.lists(frames, max_size=12), st.sampled_from(LOSSY))
+def test_arbitrary_results_are_refused_or_valid(results: list[Frame], codec: str) -> None:
+    _, _, states = three_peers(codec)
     state = states[0]
     before_N = state.reference.values_N.copy()
     for frame in results:

@@ -79,7 +79,7 @@ def test_a_round_is_the_weighted_mean(swarm: tuple[list[FakePeer], np.random.Gen
 
 @pytest.mark.slow
 @settings(max_examples=50)
-@given(swarms(), st.sampled_from(["fp32", "fp16"]))
+@given(swarms(), st.sampled_from(["fp32", "fp16", "int8", "int4"]))
 def test_all_peers_stay_bit_identical_over_rounds(
     swarm: tuple[list[FakePeer], np.random.Generator], codec: str
 ) -> None:
@@ -173,7 +173,7 @@ def test_a_part_that_nobody_has_stays_at_the_old_reference_everywhere() -> None:
     assert (survivors[0].live_N[: layout.blocks[0].stop] == 1.0).all()
 
 
-@pytest.mark.parametrize("codec", ["fp32", "fp16"])
+@pytest.mark.parametrize("codec", ["fp32", "fp16", "int8", "int4"])
 def test_a_peer_with_another_base_heals_in_one_round(codec: str) -> None:
     layout = small_layout(4)
     rng = np.random.default_rng(2)

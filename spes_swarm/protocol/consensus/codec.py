@@ -126,14 +126,14 @@ class BlockInteger:
         values_BK = np.zeros((-(-num_elements // self._block), self._block), dtype=np.float32)
         np.divide(values_N, part_scale, out=values_BK.reshape(-1)[:num_elements])
         highest_B, lowest_B = values_BK.max(axis=1), values_BK.min(axis=1)
-        extreme_B = np.where(highest_B > -lowest_B, highest_B, lowest_B)
-        step_B = extreme_B / np.float32(self._lowest)
+        step_B = np.where(highest_B > -lowest_B, highest_B, lowest_B) / np.float32(self._lowest)
         step_B[step_B == 0] = 1
-        # The other end of the range has one code fewer.
-        codes_BK = np.clip(np.rint(values_BK / step_B[:, None]), self._lowest, -self._lowest - 1)
-        energy_B = np.einsum("bk,bk->b", codes_BK, codes_BK)
-        scale_B = np.einsum("bk,bk->b", codes_BK, values_BK) / np.maximum(energy_B, 1)
-        codes_N = codes_BK.astype(np.int8).reshape(-1)[:num_elements].view(np.uint8)
+        with np.errstate(invalid="ignore"):  # a block with NaN has the scale NaN, which is refused
+            # The other end of the range has one code fewer.
+            codes_BK = np.clip(np.rint(values_BK / step_B[:, None]), self._lowest, -self._lowest - 1)
+            energy_B = np.einsum("bk,bk->b", codes_BK, codes_BK)
+            scale_B = np.einsum("bk,bk->b", codes_BK, values_BK) / np.maximum(energy_B, 1)
+            codes_N = codes_BK.astype(np.int8).reshape(-1)[:num_elements].view(np.uint8)
         if self._per_byte == 2:
             codes_N = np.pad(codes_N, (0, num_elements % 2)) & 15
             codes_N = codes_N[0::2] | codes_N[1::2] << 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
@@ -22,6 +22,7 @@ from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
+from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
@@ -78,12 +79,6 @@ class CommitReport:
     experts_covered: int
 
 
-def _energy(difference_N: FloatArray) -> float:
-    """Sum of squares."""
-    with np.errstate(over="ignore"):
-        return float(np.sum(np.square(difference_N, dtype=np.float64)))
-
-
 @dataclass(eq=False)
 class RoundState:
     """One round as one member sees it."""
@@ -121,8 +116,7 @@ class RoundState:
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
         self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
-        # With error feedback: this member's encoded contributions that count in full, by part.
-        self._pushed: dict[int, bytes] = {}
+        self._feedback = ErrorFeedback()
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
@@ -174,8 +168,8 @@ class RoundState:
             payload = EXACT.encode(self.live_N[part.start : part.start + part.size])
         else:
             payload = self.codec.encode(self.own_difference(part))
-            if self.codec.error_feedback and contribution.scale == 1:
-                self._pushed[part.index] = payload
+            if contribution.scale == 1:
+                self._feedback.note_sent(part.index, self.codec, payload)
         return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
 
     # What the reducer does.
@@ -236,7 +230,7 @@ class RoundState:
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
         apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
-        rms = math.sqrt(_energy(difference_N) / len(difference_N))
+        rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
         return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
     def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
@@ -248,7 +242,7 @@ class RoundState:
         if budget is None:
             budget = self._budget(part.block, contribution.stated_rms)
             self._budgets[key] = budget
-        energy = _energy(difference_N)
+        energy = sum_of_squares(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
@@ -285,9 +279,17 @@ class RoundState:
         part = self.plan.parts[index]
         if accumulator.differences:
             codec = self.codec_of_result(part)
-            encoded = codec.encode(self._mean(part, accumulator))
-            energy = _energy(codec.decode(encoded, part.size))
-            self.results[index] = Result(Form.DELTA, encoded, frozenset(accumulator.differences), energy)
+            mean_N = self._mean(part, accumulator)
+            encoded = codec.encode(mean_N)
+            decoded_N = codec.decode(encoded, part.size)
+            self.results[index] = Result(
+                Form.DELTA, encoded, frozenset(accumulator.differences), sum_of_squares(decoded_N)
+            )
+            own = self._contribution(part, self.me)
+            if own is not None and own.scale == 1 and self.me in accumulator.differences:
+                share = own.weight / sum(accumulator.weights.values())
+                own_N = accumulator.differences[self.me]
+                self._feedback.note_result(index, codec, mean_N - decoded_N, own_N, share)
         elif not self.plan.block_of(part).contributions:
             # No member trained this block; those with another base still need its values.
             values_N = self.reference.values_N[part.start : part.start + part.size]
@@ -395,7 +397,7 @@ class RoundState:
         energy = 0.0
         if in_base:  # from another base, any distance may be right
             self._check_norm(difference_N)
-            energy = _energy(difference_N)
+            energy = sum_of_squares(difference_N)
         included = frozenset(members_of(frame.extra, self.plan.num_members))
         if not included <= {c.member for c in block_plan.contributions}:
             raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
@@ -476,10 +478,6 @@ class RoundState:
         if contributed and not included:
             # The reducer left out this member's work: carry it over to the new reference.
             self.live_N[where] = new_N + (self.live_N[where] - self.reference.values_N[where])
-        elif included and part.index in self._pushed:
-            # Error feedback: what the codec has lost of this member's difference becomes part of the next one.
-            self.live_N[where] = new_N + (
-                self.own_difference(part) - self.codec.decode(self._pushed[part.index], part.size)
-            )
         else:
-            self.live_N[where] = new_N
+            residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
+            self.live_N[where] = new_N if residual_N is None else new_N + residual_N
