@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
         return
     # Forking a process that has used torch may deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(missing)), mp_context=context) as pool:
+    # Ctrl-C reaches all processes; without Python's handler these end at once and silently.
+    quiet = (signal.SIGINT, signal.SIG_DFL)
+    with ProcessPoolExecutor(min(jobs, len(missing)), context, signal.signal, quiet) as pool:
         running = {pool.submit(_run, task, directory): task for task in missing}
         try:
             for number, future in enumerate(as_completed(running), 1):
