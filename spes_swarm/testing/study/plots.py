@@ -71,6 +71,8 @@ def _bytes(rows: Sequence[Row]) -> Any:
                 row.name, (row.bytes, row.loss.mean), (5, 3), textcoords="offset points", fontsize=7, color=_GREY
             )
     axes.set_xscale("log")
+    for axis_labels in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        axis_labels("{x:g}")
     axes.set_xlabel("bytes that a peer sends per step, relative")
     axes.set_ylabel("held-out loss, nats per token")
     return figure
