@@ -27,8 +27,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
-from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, new_identities
+from spes_swarm.testing.sequential_swarm import SequentialSwarm, own_orders
 
 NUM_PEERS = 4
 EARLY_EVERY = 10  # rounds
@@ -64,10 +63,12 @@ def steps_of_round(number: int, inner_steps: int, rng: np.random.Generator) -> l
     return [int(count) for count in steps]
 
 
-def train(run: RunConfig, rounds: int, stream: TokenStream, identities: list[Identity]) -> Outcome:
+def train(run: RunConfig, rounds: int, stream: TokenStream) -> Outcome:
     """Trains one run and returns its result."""
     rng = np.random.default_rng(run.training.seed)
-    swarm = SequentialSwarm(run, stream, identities, holdings(run.model.num_experts))
+    first = NUM_PEERS * run.training.seed
+    samplers = own_orders(run, stream, range(first, first + NUM_PEERS))
+    swarm = SequentialSwarm(run, samplers, holdings(run.model.num_experts))
     shortened = named = 0
     for number in range(1, rounds + 1):
         swarm.train(steps_of_round(number, run.round.inner_steps, rng))
@@ -89,15 +90,12 @@ def main() -> int:
     assert run is not None
     stream = TokenStream(open_corpus(STDLIB, load_tokenizer(run.tokenizer.name)))
     outcomes: list[Outcome] = []
-    identities = new_identities(NUM_PEERS)
     print(f"{'seed':>4} {'without':>8} {'with':>8} {'change':>8} {'shortened':>10} {'named':>6}")
     steps = options.rounds * run.round.inner_steps
     for seed in range(options.seeds):
         training = replace(run.training, seed=seed, total_steps=steps)
         pair = [
-            train(
-                replace(run, training=training, round=replace(run.round, clip=clip)), options.rounds, stream, identities
-            )
+            train(replace(run, training=training, round=replace(run.round, clip=clip)), options.rounds, stream)
             for clip in (0.0, run.round.clip)
         ]
         outcomes += pair

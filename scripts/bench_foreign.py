@@ -35,8 +35,7 @@ from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.foreign.frozen_stack import FORMS
-from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, new_identities
+from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 
 NUM_PEERS = 4
 YARDSTICK, CHANCE = "fp32", "ulp"
@@ -75,17 +74,17 @@ def settings(run: RunConfig, seed: int, options: argparse.Namespace) -> RunConfi
     )
 
 
-def train(run: RunConfig, arm: str, stream: TokenStream, identities: Sequence[Identity]) -> Outcome:
+def train(run: RunConfig, arm: str, stream: TokenStream) -> Outcome:
     """Trains one run and returns its result."""
     started = time.process_time()
     initial_N = initial_weights(run)
     if arm == CHANCE:
         initial_N = np.nextafter(initial_N, np.float32(np.inf))
     quarters = np.array_split(np.arange(run.model.num_experts), NUM_PEERS)
+    first = NUM_PEERS * run.training.seed
     swarm = SequentialSwarm(
         run,
-        stream,
-        identities,
+        own_orders(run, stream, range(first, first + NUM_PEERS)),
         [quarter.tolist() for quarter in quarters],
         initial_N=initial_N,
         foreign_form=YARDSTICK if arm == CHANCE else arm,
@@ -94,13 +93,13 @@ def train(run: RunConfig, arm: str, stream: TokenStream, identities: Sequence[Id
     for done in range(0, steps, inner_steps):
         swarm.train([min(inner_steps, steps - done)] * NUM_PEERS)
         swarm.hold_round()
-    first = swarm.peers[0]
+    peer = swarm.peers[0]
     return Outcome(
         seed=run.training.seed,
         arm=arm,
         loss=swarm.reference_loss(),
-        seen=first.eval_loss(),
-        digest=first.reference.digest.hex(),
+        seen=peer.eval_loss(),
+        digest=peer.reference.digest.hex(),
         cpu_s=time.process_time() - started,
     )
 
@@ -163,13 +162,12 @@ def main() -> int:
     except UserError as exc:
         print(f"bench_foreign: {exc}", file=sys.stderr)
         return 2
-    identities = new_identities(NUM_PEERS)
     arms = [arm for arm in ARMS if arm == YARDSTICK or arm in options.forms]
     outcomes: list[Outcome] = []
     print(f"{'seed':>5} {'form':>6} {'loss':>8} {'change':>9} {'seen':>8} {'change':>9} {'CPU s':>6}")
     for of_seed in runs:
         for arm in arms:
-            outcomes.append(train(of_seed, arm, stream, identities))
+            outcomes.append(train(of_seed, arm, stream))
             print(row(outcomes[-1], outcomes), flush=True)
     print("\n".join(summary(outcomes, arms)))
     arguments = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}

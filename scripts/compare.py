@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.testing.local_peer import LocalPeer
 
 NUM_PEERS = 4
@@ -89,14 +90,16 @@ def main() -> int:
     options = parser.parse_args()
     content = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     run: dict[str, Any] = content["run"]
-    run["round"]["inner_steps"] = options.inner_steps or run["round"]["inner_steps"]
+    if options.inner_steps:
+        run["round"] |= {"inner_steps": options.inner_steps, "inner_steps_later": []}
     run["round"]["codec"] = options.codec or run["round"]["codec"]
     run["training"]["learning_rate"] = options.learning_rate or float(run["training"]["learning_rate"])
     if options.clip is not None:
         run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
-    steps = options.rounds * run["round"]["inner_steps"]
+    clock = RoundClock(run["round"]["inner_steps"], tuple(map(tuple, run["round"].get("inner_steps_later", ()))))
+    steps = clock.step_of(options.rounds)
     run["training"]["total_steps"] = steps
     batch_size = run["training"]["batch_size"]
     outcomes: dict[str, list[Outcome]] = {"swarm": [], "lone": [], "big batch": []}

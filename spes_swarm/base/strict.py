@@ -6,8 +6,8 @@ A field's declared type states what it accepts, and error messages are derived f
     class Example(Section):
         rounds: Annotated[int, Range(1)]
 
-Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]` of
-any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]` and
+`tuple[T, T]` of any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.wording import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,9 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     if get_origin(base) is tuple:
         if not isinstance(value, list | tuple):
             raise wrong
-        item_hint = get_args(base)[0]
+        item_hint, *others = get_args(base)
+        if Ellipsis not in others and len(value) != 1 + len(others):
+            raise ConfigError(f"{key}: found {plural(len(value), 'value')}, expected {1 + len(others)}")
         if _is_section(item_hint):
             built = (
                 item if isinstance(item, item_hint) else read_section(item_hint, item, "", f"{key}.{index}")

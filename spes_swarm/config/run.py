@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from blake3 import blake3
@@ -236,6 +237,8 @@ class RoundConfig(Section):
     """When a sync round is due, how its data is encoded and bounded, and every deadline."""
 
     inner_steps: Count  # local steps per round (H)
+    # Later values of H: pairs of an inner step of the run and H of the rounds that begin at or after it.
+    inner_steps_later: tuple[tuple[Count, Count], ...] = ()
     codec: str = "fp16"  # encoding of differences to the reference
     result_codec: str | None = None  # encoding of the averages of several contributions; None = `codec`
     part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
@@ -252,6 +255,11 @@ class RoundConfig(Section):
         for key, name in (("codec", self.codec), ("result_codec", self.codec_of_results)):
             if name not in CODECS:
                 raise ConfigError(f"{key}: found {name!r}, expected one of {', '.join(CODECS)}")
+        for index, ((before, _), (step, _)) in enumerate(pairwise(self.inner_steps_later), start=1):
+            if step <= before:
+                raise ConfigError(
+                    f"inner_steps_later.{index}.0: found {step}, expected more than in the pair before ({before})"
+                )
         for shorter, longer in (
             ("stall_timeout_s", "timeout_s"),
             ("window_s", "timeout_s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig, TrainingConfig
 
 
@@ -28,10 +29,10 @@ class ScheduleEnd:
 
     def __init__(self, run: RunConfig) -> None:
         self._training = run.training
-        self._inner_steps = run.round.inner_steps
+        self._clock = RoundClock.of(run)
         self._reported = False
         # The round whose commit completes the schedule.
-        self.round = -(-run.training.total_steps // run.round.inner_steps)
+        self.round = self._clock.round_at(run.training.total_steps)
 
     @property
     def last_round(self) -> int | None:
@@ -51,7 +52,7 @@ class ScheduleEnd:
         write(
             "schedule_end",
             round=round_number,
-            steps=round_number * self._inner_steps,
+            steps=self._clock.step_of(round_number),
             total_steps=training.total_steps,
             at_end=training.at_end,
         )

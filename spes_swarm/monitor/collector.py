@@ -31,6 +31,7 @@ def run_info(manifest: Manifest) -> RunInfo:
         experts_per_peer=run.experts_per_peer,
         total_steps=run.training.total_steps,
         data=describe_data(run.data) if run.data.kind else None,
+        inner_steps_later=run.round.inner_steps_later,
     )
 
 

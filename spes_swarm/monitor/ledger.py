@@ -16,6 +16,7 @@ from statistics import median, median_high
 from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.monitor.books import (
     FORGOTTEN,
     Known,
@@ -85,6 +86,7 @@ class Ledger:
 
     def __post_init__(self) -> None:
         self.round = self.known.round
+        self._clock = RoundClock(self.run.inner_steps, self.run.inner_steps_later)
         self._peers: dict[str, _Sighting] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()  # peer -> expiration of its last record
         self._leases: dict[str, Lease] = {}
@@ -253,6 +255,8 @@ class Ledger:
             faults=tuple(self._newest_faults()),
             refused=dict(sorted(refused.items())),
             join_command=join_command,
+            steps=count(self._clock.step_of(self.round)),
+            inner_steps=self._clock.inner_steps_after(self.round),
             **newest_metrics(self.points()),
         )
 
@@ -295,7 +299,7 @@ class Ledger:
             return None, 0.0
         if 2 * sum(s.progress.in_round for s in working) > len(working):
             return 0.0, 1.0
-        wanted = self.run.inner_steps * sum(bounded(s.progress.tokens_per_step) for s in working)
+        wanted = self._clock.inner_steps_after(self.round) * sum(bounded(s.progress.tokens_per_step) for s in working)
         speed = sum(bounded(s.progress.tokens_per_second) for s in working)
         done = sum(
             bounded(s.progress.tokens) + bounded(s.progress.tokens_per_second) * s.age_s(at)

@@ -49,11 +49,15 @@ class RunInfo:
     run_id: Annotated[str, Field(min_length=1)]
     name: str
     model: Annotated[str, Field(description="transformers type of the model")]
-    inner_steps: Annotated[_Positive, Field(description="local steps of each peer in a round")]
+    inner_steps: Annotated[_Positive, Field(description="local steps of each peer in one of the first rounds")]
     num_experts: Annotated[_Positive, Metric("experts of the model", gauge="experts")]
     experts_per_peer: _Positive
     total_steps: Annotated[_Positive, Field(description="inner steps until the learning rate is at its minimum")]
     data: Annotated[str | None, Field(description="the training data; null: not in the run's manifest")] = None
+    inner_steps_later: Annotated[
+        tuple[tuple[_Positive, _Positive], ...],
+        Field(description="pairs: an inner step of the run, and the local steps in a round that begins then or later"),
+    ] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +167,9 @@ class SwarmState(RoundMetrics):
     faults: Annotated[tuple[Fault, ...], Field(description="oldest first")]
     refused: Annotated[dict[RefusalKind, _Positive], Field(description="number of refused records, by kind")]
     join_command: Annotated[str | None, Field(description="the command that joins the run")]
+    # Null in states that an older version has stored.
+    steps: Annotated[Count | None, Metric("inner steps of the run that are done with this round", gauge="steps")] = None
+    inner_steps: Annotated[_Positive | None, Field(description="local steps of each peer in the next round")] = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values that follow the schema."""

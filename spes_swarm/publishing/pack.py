@@ -8,6 +8,7 @@ from pathlib import Path
 
 from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.base.user_paths import new_directory
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.publishing.card import CardFacts, write_card
 from spes_swarm.publishing.plain import write_export
 from spes_swarm.publishing.publication import (
@@ -55,7 +56,7 @@ def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size:
                 for version, digest in zip(snapshot.versions, snapshot.digests, strict=True)
             ],
             tokens=facts.tokens,
-            steps=snapshot.round * snapshot.manifest.run.round.inner_steps,
+            steps=RoundClock.of(snapshot.manifest.run).step_of(snapshot.round),
             peers=facts.peers,
             files=[describe_file(path) for path in names],
             history=[point for point in merge_history(facts.history) if point.round <= snapshot.round],

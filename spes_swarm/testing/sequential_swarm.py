@@ -1,41 +1,46 @@
 """A swarm in one process whose peers train one after the other, so that equal arguments give equal bits.
 
 Real swarms with the same seed differ by a few per cent, because rounds come at different steps each time. Here the
-caller decides how many steps each peer does before a round. Models, gradients, statements, plans and the bookkeeping
-of rounds are those of real peers, and so are optimisers; processes, connections and leases are left out.
+caller decides how many steps each peer does before a round. Models, gradients, optimiser, statements, plans and the
+bookkeeping of rounds are those of real peers. Processes, connections, signatures and the exchange of leases are left
+out: a signature takes as long as a step of the smallest models.
 
 Shapes: N elements of the flat vector, E experts.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
+import msgpack
 import numpy as np
 import torch
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
+from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, flat_from_model, layout_of
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
-from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.ownership.lease_table import reassign_group
+from spes_swarm.protocol.ownership.reassignment import Rules, choose_experts
 from spes_swarm.protocol.rounds.own_statement import difference_rms
-from spes_swarm.protocol.rounds.plan import common_lineage, make_plan
+from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
-from spes_swarm.protocol.rounds.statement import Statement, form_group, seal_statement
+from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.held_out import HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
+from spes_swarm.training.optimiser.expert_moments import WarmUp
 from spes_swarm.training.optimiser.registry import make_optimiser
 
 _RUN_ID = "sequential"
@@ -43,11 +48,26 @@ _EVALUATION_BATCH = 16  # sequences
 _SHORTENED = 0.99  # of its length; a contribution that keeps more counts as whole
 
 
-def new_identities(count: int) -> list[Identity]:
-    """Makes identities that are stored nowhere, in the order of their peer ids: member i of a group is peer i."""
-    with tempfile.TemporaryDirectory(prefix="identities-") as name:
-        made = [Identity.load_or_create(Path(name) / f"{number}.key") for number in range(count)]
-    return sorted(made, key=lambda identity: identity.peer_id)
+class OuterStep(Protocol):
+    """An optimiser of the reference, whose gradient is the mean of the contributions (DiLoCo)."""
+
+    def step(self, before_N: FloatArray, averaged_N: FloatArray) -> FloatArray:
+        """Returns the new reference (N,) from that before the round and the one with all averages applied."""
+
+
+def own_orders(run: RunConfig, stream: TokenStream, peer_seeds: Iterable[int]) -> list[Sampler]:
+    """Returns one sampler for each peer; its seed sets the order of its data."""
+    training, holdout = run.training, run.evaluation.holdout_fraction
+    return [
+        Sampler(
+            stream,
+            sequence_length=training.sequence_length,
+            run_seed=training.seed,
+            peer_seed=peer_seed,
+            holdout_fraction=holdout,
+        )
+        for peer_seed in peer_seeds
+    ]
 
 
 def initial_weights(run: RunConfig) -> FloatArray:
@@ -57,7 +77,7 @@ def initial_weights(run: RunConfig) -> FloatArray:
     return flat_from_model(module, layout_of(module))
 
 
-def _evaluate(model: SparseModel, run: RunConfig, sampler: Sampler) -> float:
+def _evaluate(model: SparseModel, run: RunConfig, sampler: BatchSource) -> float:
     batches = list(sampler.evaluation_batches(run.evaluation.sequences, _EVALUATION_BATCH))
     return HeldOutText(batches, 1, torch.device("cpu"), nullcontext).measure(model.module).mean
 
@@ -68,23 +88,26 @@ class SequentialPeer:
     def __init__(
         self,
         run: RunConfig,
-        stream: TokenStream,
-        identity: Identity,
-        initial_N: FloatArray,
+        name: str,
+        sampler: BatchSource,
+        reference: Reference,
         held: Sequence[int],
         *,
-        peer_seed: int,
+        room: int | None = None,
         foreign_form: str = "fp32",
     ) -> None:
-        """Starts from `initial_N`; `peer_seed` sets the order of its data, the others are those of a real peer."""
+        """Starts from a reference of its own; `room` is the most experts that it may hold (default: those it does)."""
         training = run.training
-        self.run, self.identity = run, identity
+        self.run, self.name, self.sampler = run, name, sampler
+        self.room = len(held) if room is None else room
+        self._clock = RoundClock.of(run)
         self.model = SparseModel(build_empty_model(run.model.type, run.model.settings), held, foreign_form=foreign_form)
-        self.reference = Reference(self.model.layout, initial_N.copy())
-        self.contribution_N = initial_N.copy()
-        self.live = LiveWeights(self.model, self.reference.values_N, self.contribution_N, run)
+        self.reference = reference
+        self.contribution_N = reference.values_N.copy()
+        self.live = LiveWeights(self.model, reference.values_N, self.contribution_N, run)
         self.live.reset_to_reference()
         self.optimiser = make_optimiser(self.model, training)
+        self.warm_up = WarmUp(run.ownership.warmup_steps)
         self._gradients = Gradients(
             self.model,
             loss_weights(training),
@@ -93,37 +116,30 @@ class SequentialPeer:
             autocast=nullcontext,
             warn=lambda *_: None,
         )
-        self.sampler = Sampler(
-            stream,
-            sequence_length=training.sequence_length,
-            run_seed=training.seed,
-            peer_seed=peer_seed,
-            holdout_fraction=run.evaluation.holdout_fraction,
-        )
         self.tracks, self.lineage = TrackRecords(), Lineage({})
         self.tokens, self.routed_E = 0, np.zeros(self.model.layout.num_experts, dtype=np.int64)
 
-    def train(self, steps: int) -> None:
-        """Does local steps after the last commit, and contributes the result."""
-        training, inner_steps = self.run.training, self.run.round.inner_steps
+    def train(self, steps: int) -> bool:
+        """Does local steps after the last commit, and contributes the result; returns True if it is finite."""
+        training, inner_steps = self.run.training, self._clock.inner_steps_after(self.reference.round)
         self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
-            at = self.reference.round * inner_steps + min(step, inner_steps)
+            at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
             self.optimiser.set_learning_rate(learning_rate(at, training))
             batch_BS = self.sampler.next_batch(training.batch_size)
             self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
             self.routed_E += self.model.pop_routed_tokens()
-            self.optimiser.step()
+            self.warm_up.step(self.model, self.optimiser.step)
             self.tokens += batch_BS.size
-        self.live.contribute()
+        return self.live.contribute()
 
-    def sealed_statement(self, number: int) -> bytes:
-        """Returns the signed statement for a round."""
+    def statement(self, number: int, *, leaving: bool = False) -> Statement:
+        """Returns the statement for a round."""
         commits, marks = self.lineage.to_lists()
         held = self.model.held
-        statement = Statement(
+        return Statement(
             round=number,
             held=list(held),
             tokens=self.tokens,
@@ -137,12 +153,22 @@ class SequentialPeer:
             digests=list(self.reference.digests),
             commits=commits,
             marks=marks,
-            room=len(held),
+            room=self.room,
             fixed=False,
-            leaving=False,
+            leaving=leaving,
             leased=bytes(num_bitmap_bytes(self.model.layout.num_experts)),
         )
-        return seal_statement(self.identity, _RUN_ID, statement)
+
+    def hold(self, held: Sequence[int]) -> None:
+        """Changes its experts after a commit, as a trainer does; those that are new start without moments."""
+        before, after = set(self.model.held), set(held)
+        if before == after:
+            return
+        self.model.hold(held, self.optimiser)
+        layout = self.model.layout
+        self.live.reset_to_reference(layout.expert_block(expert).index for expert in sorted(before ^ after))
+        self.warm_up.stop(before - after)
+        self.warm_up.start(after - before)
 
     def eval_loss(self) -> float:
         """Returns the loss of its live weights on the run's held-out sequences, in nats per token."""
@@ -150,63 +176,102 @@ class SequentialPeer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundsOfRound:
-    """What the bounds did in a round."""
+class RoundOutcome:
+    """What a round moved, and what its bounds did."""
 
     shortened: int  # contributions scaled below 0.99, by length or direction
     faults: int  # that name a member
+    payload_bytes: int  # sent by all members together: contributions and results
 
 
 class SequentialSwarm:
     """Peers that hold these experts, and the rounds between them.
 
     Attributes:
-        peers: in the order of their identities.
+        peers: in the order of their names, which is that of their arrival.
         round: the last committed round.
     """
 
     def __init__(
         self,
         run: RunConfig,
-        stream: TokenStream,
-        identities: Sequence[Identity],
+        samplers: Sequence[BatchSource],
         holdings: Sequence[Sequence[int]],
         *,
+        room: int | None = None,
+        rules: Rules | None = None,
+        outer: OuterStep | None = None,
         initial_N: FloatArray | None = None,
         foreign_form: str = "fp32",
     ) -> None:
-        """Starts all peers from `initial_N` (default: the run's initial weights)."""
+        """Starts all peers from `initial_N` (default: the run's initial weights).
+
+        Args:
+            run: its settings.
+            samplers: the data of each peer.
+            holdings: the experts of each peer.
+            room: the most experts that a peer may hold; None: as many as it starts with.
+            rules: by which experts change hands after each commit; None: they never do.
+            outer: an optimiser of the reference; None: the reference takes over the averages.
+            initial_N: the first reference (N,).
+            foreign_form: in which peers store the experts that they do not hold.
+        """
         start_N = initial_weights(run) if initial_N is None else initial_N
-        self._run = run
+        self._run, self._room, self._rules, self._outer = run, room, rules, outer
+        self._clock = RoundClock.of(run)
+        self._foreign_form = foreign_form
+        self._num_arrived = 0
+        self._whole: SparseModel | None = None
         self.round = 0
-        self.peers = [
-            SequentialPeer(
-                run,
-                stream,
-                identity,
-                start_N,
-                held,
-                peer_seed=len(identities) * run.training.seed + number,
-                foreign_form=foreign_form,
-            )
-            for number, (identity, held) in enumerate(zip(identities, holdings, strict=True))
-        ]
+        self.peers: list[SequentialPeer] = []
+        layout = layout_of(build_empty_model(run.model.type, run.model.settings))
+        for sampler, held in zip(samplers, holdings, strict=True):
+            self._add(sampler, Reference(layout, start_N.copy()), held)
 
-    def train(self, steps: Sequence[int]) -> None:
-        """Lets each peer do so many steps, one peer after the other."""
-        for peer, count in zip(self.peers, steps, strict=True):
-            peer.train(count)
+    def _add(self, sampler: BatchSource, reference: Reference, held: Sequence[int]) -> SequentialPeer:
+        name = f"peer-{self._num_arrived:06d}"
+        self._num_arrived += 1
+        peer = SequentialPeer(
+            self._run, name, sampler, reference, held, room=self._room, foreign_form=self._foreign_form
+        )
+        self.peers.append(peer)
+        return peer
 
-    def hold_round(self) -> BoundsOfRound:
-        """Holds a round in which no message is lost.
+    def join(self, sampler: BatchSource) -> SequentialPeer:
+        """Adds a peer that has the reference and chooses its experts, as one that joins a real swarm does."""
+        first = self.peers[0]
+        reference = Reference(first.reference.layout, first.reference.values_N.copy())
+        reference.adopt(first.reference.round, first.reference.versions)
+        num_experts = first.model.layout.num_experts
+        holdings = {peer.name: peer.model.held for peer in self.peers}
+        want = self._room if self._room is not None else self._run.experts_per_peer
+        held = choose_experts(holdings, f"peer-{self._num_arrived:06d}", num_experts, want, self._rules)
+        peer = self._add(sampler, reference, held)
+        peer.lineage = first.lineage
+        peer.live.merge_if_due(self.round)
+        peer.warm_up.start(held)
+        return peer
+
+    def remove(self, peer: SequentialPeer) -> None:
+        """Removes a peer without notice; the work since the last commit and its moments are lost."""
+        self.peers.remove(peer)
+
+    def train(self, steps: Sequence[int]) -> bool:
+        """Lets each peer do so many steps, one peer after the other; returns True if all weights are finite."""
+        finite = [peer.train(count) for peer, count in zip(self.peers, steps, strict=True)]
+        return all(finite)
+
+    def hold_round(self, leaving: Collection[SequentialPeer] = ()) -> RoundOutcome:
+        """Holds a round in which no message is lost; it is the last one of the peers that are `leaving`.
 
         Raises:
             RuntimeError: a part is missing, or the peers end with different references.
         """
         number = self.round + 1
         config, layout = self._run.round, self.peers[0].model.layout
-        sealed = [peer.sealed_statement(number) for peer in self.peers]
-        group = form_group(_RUN_ID, number, sealed, len(layout.blocks))
+        group = _unsigned_group(
+            number, {peer.name: peer.statement(number, leaving=peer in leaving) for peer in self.peers}
+        )
         plan = make_plan(group, layout, config.part_elements, clip=config.clip)
         codec, result_codec = get_codec(config.codec), get_codec(config.codec_of_results)
         bounds = Bounds.of(config.clip, config.max_update_rms)
@@ -216,43 +281,78 @@ class SequentialSwarm:
             )
             for index, peer in enumerate(self.peers)
         ]
-        _exchange(states)
+        payload_bytes = _exchange(states)
         shortened = {c.member for block in plan.blocks.values() for c in block.contributions if c.scale < _SHORTENED}
         faults = 0
         for state in states:
             shortened |= {member for member, left in state.deviations_left().items() if left < _SHORTENED}
             faults += len(state.refuse_excessive()) + len(state.clipped())
+        self._commit(group, states)
+        if self._rules is not None:
+            held = reassign_group(group, plan, layout.num_experts, self._rules)
+            for peer in self.peers:
+                if peer not in leaving:
+                    peer.hold(held[peer.name])
+        for peer in leaving:
+            self.remove(peer)
+        return RoundOutcome(shortened=len(shortened), faults=faults, payload_bytes=payload_bytes)
+
+    def _commit(self, group: Group, states: Sequence[RoundState]) -> None:
         lineage = common_lineage(group.members).after(group.round, group.id)
+        before_N = self.peers[0].reference.values_N.copy() if self._outer is not None else None
+        stepped_N: FloatArray | None = None
         for peer, state in zip(self.peers, states, strict=True):
             report = state.commit()
             if report.parts_missing:
-                raise RuntimeError(f"round {number}: {report.parts_missing} parts are missing")
+                raise RuntimeError(f"round {group.round}: {report.parts_missing} parts are missing")
             state.record_commit(peer.tracks)
             peer.lineage = lineage
+            if self._outer is not None and before_N is not None:
+                if stepped_N is None:
+                    stepped_N = self._outer.step(before_N, peer.reference.values_N)
+                peer.reference.values_N[:] = peer.contribution_N[:] = stepped_N
+                peer.reference.finish(group.round, [(block, group.round) for block in report.changed_blocks])
             peer.live.follow(report.changed_blocks)
-            peer.live.merge_if_due(number)
+            peer.live.merge_if_due(group.round)
         if len({peer.reference.digest for peer in self.peers}) > 1:
-            raise RuntimeError(f"round {number}: digests differ")
-        self.round = number
-        return BoundsOfRound(shortened=len(shortened), faults=faults)
+            raise RuntimeError(f"round {group.round}: digests differ")
+        self.round = group.round
+
+    @property
+    def inner_steps(self) -> int:
+        """The local steps of each peer that belong to the next round; `train` takes any number."""
+        return self._clock.inner_steps_after(self.round)
 
     def reference_loss(self) -> float:
         """Returns the loss of the reference, in fp32, on the run's held-out sequences, in nats per token."""
         first, model = self.peers[0], self._run.model
-        whole = SparseModel(build_empty_model(model.type, model.settings), ())
-        for block in whole.layout.blocks:
-            whole.write_block(block.index, first.reference.values_N[block.start : block.stop])
-        return _evaluate(whole, self._run, first.sampler)
+        if self._whole is None:
+            self._whole = SparseModel(build_empty_model(model.type, model.settings), ())
+        for block in self._whole.layout.blocks:
+            self._whole.write_block(block.index, first.reference.values_N[block.start : block.stop])
+        return _evaluate(self._whole, self._run, first.sampler)
 
 
-def _exchange(states: Sequence[RoundState]) -> None:
-    """Brings every contribution to its reducer, and every result to the members that want it."""
-    for sender, state in enumerate(states):
-        for reducer, target in enumerate(states):
-            for part, contribution in state.plan.pushes(sender, reducer):
-                target.accept(sender, state.push_frame(part, contribution))
+def _unsigned_group(number: int, statements: Mapping[str, Statement]) -> Group:
+    members = tuple(Member(name, statements[name]) for name in sorted(statements))
+    encoded = tuple(bytes(msgpack.packb([m.peer_id, m.statement.model_dump()])) for m in members)
+    return Group(_RUN_ID, number, members, encoded)
+
+
+def _exchange(states: Sequence[RoundState]) -> int:
+    """Brings every contribution to its reducer, and every result to the members that want it; returns the bytes."""
+    plan: Plan = states[0].plan
+    num_bytes = 0
+    for part in plan.parts:
+        for contribution in plan.block_of(part).contributions:
+            if contribution.member != part.reducer:
+                frame = states[contribution.member].push_frame(part, contribution)
+                states[part.reducer].accept(contribution.member, frame)
+                num_bytes += len(frame.payload)
     for receiver, state in enumerate(states):
         for index, part in state.wanted.items():
-            frame = states[part.reducer].result_frame(index, receiver) if part.reducer != receiver else None
-            if frame is not None:
-                state.store_result(frame)
+            result = states[part.reducer].result_frame(index, receiver) if part.reducer != receiver else None
+            if result is not None:
+                state.store_result(result)
+                num_bytes += len(result.payload)
+    return num_bytes

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.model.sparse_model import SparseModel
@@ -30,7 +31,7 @@ class LiveWeights:
         self._reference_N = reference_N
         self._contribution_N = contribution_N
         self._merge = run.merge
-        self._inner_steps = run.round.inner_steps
+        self._clock = RoundClock.of(run)
         self._overlap = run.round.overlap
         self._contributed: dict[int, FloatArray] = {}  # with overlap: what was contributed, block by block
 
@@ -91,14 +92,14 @@ class LiveWeights:
         for index in range(len(self._model.layout.blocks)) if blocks is None else blocks:
             self._model.write_block(index, self._reference_N[self._where(index)])
 
-    def merge_if_due(self, round_number: int, previous_step: int | None = None) -> float | None:
+    def merge_if_due(self, round_number: int, previous: int | None = None) -> float | None:
         """Applies the expert merge if the last commit made it due; returns its alpha, or None if nothing was merged.
 
-        The previous commit was at the global step `previous_step`, by default one round earlier.
+        The commit before it was of the round `previous`, by default one round earlier.
         """
-        step = round_number * self._inner_steps
-        previous = previous_step if previous_step is not None else max(0, step - self._inner_steps)
-        if not merge_due(previous, step, self._merge.interval):
+        previous = previous if previous is not None else max(0, round_number - 1)
+        step = self._clock.step_of(round_number)
+        if not merge_due(self._clock.step_of(previous), step, self._merge.interval):
             return None
         alpha = merge_alpha(step, self._merge.alpha, self._merge.steps)
         if alpha == 0:

@@ -26,6 +26,7 @@ class Pace:
         self._network = network
         self._config = config
         self._tokens_per_step = tokens_per_step
+        self.inner_steps = config.inner_steps  # of the next round
         self._count: Future[TokenCounts] | None = None  # pending: the token counts of the other peers
         self._count_at = 0.0
         self.progress = 0.0  # of the current round, 0 to 1, as of the last call of `due`
@@ -36,7 +37,7 @@ class Pace:
 
     def due(self, tokens: int, tokens_per_second: float) -> bool:
         """Returns True if a round is due, given this peer's tokens since the last commit, and per second."""
-        inner_steps, view = self._config.inner_steps, self._network.view
+        inner_steps, view = self.inner_steps, self._network.view
         own = inner_steps * self._tokens_per_step
         if view is None or view.num_training == 0:
             self.progress = min(1.0, tokens / own)

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 
 from spes_swarm.base.errors import RankError, RoundError, TransferError
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.port.commands import Commands
@@ -58,6 +59,7 @@ class Trainer:
         self._model = setup.model
         self._network = setup.network
         self._round_config = setup.run.round
+        self._clock = RoundClock.of(setup.run)
         self._optimiser = make_optimiser(setup.model, training, form=setup.optimizer_states)
         precision = partial(autocast, setup.device, setup.precision)
         own = Gradients(
@@ -129,7 +131,7 @@ class Trainer:
             if not behind or unchanged:
                 self._model.write_block(block.index, live_N[block.start : block.stop])
         if late:
-            self._live.merge_if_due(self.round, meta.round * self._round_config.inner_steps)
+            self._live.merge_if_due(self.round, meta.round)
         self.step = meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         if not behind:
@@ -237,8 +239,8 @@ class Trainer:
     def _train_step(self) -> None:
         started = time.monotonic()
         training = self._setup.run.training
-        in_round = min(self._work.steps, self._round_config.inner_steps)
-        global_step = self.round * self._round_config.inner_steps + in_round
+        in_round = min(self._work.steps, self._clock.inner_steps_after(self.round))
+        global_step = self._clock.step_of(self.round) + in_round
         rate = learning_rate(global_step, training)
         self._optimiser.set_learning_rate(rate)
         batch_BS = self._setup.sampler.next_batch(self._setup.batch_size)
@@ -306,6 +308,7 @@ class Trainer:
             return False
         if self._network.called_round > self.round:
             return True
+        self._pace.inner_steps = self._clock.inner_steps_after(self.round)
         due = self._pace.due(self._work.tokens, self._throughput.tokens_per_second)
         self._setup.status.progress = self._pace.progress
         return due
@@ -363,10 +366,10 @@ class Trainer:
 
     def _follow_swarm(self, report: CaughtUp) -> None:
         """Adopts a reference that was fetched in place of a round; the work since the last commit is kept."""
-        previous_step = self.round * self._round_config.inner_steps
+        previous = self.round
         self.round = report.round
         self._live.follow_all()
-        self._live.merge_if_due(self.round, previous_step)
+        self._live.merge_if_due(self.round, previous)
         self._setup.metrics.write(
             "sync", round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why
         )
@@ -375,14 +378,14 @@ class Trainer:
     def _follow_commit(self, report: RoundReport) -> None:
         """Applies the outcome of a committed round to the live weights."""
         setup = self._setup
-        previous_step = self.round * self._round_config.inner_steps
+        previous = self.round
         self.round = report.commit.round
         setup.sampler.follow(report.commit.members)
         self._live.follow(report.commit.changed_blocks)
         train_loss = self._work.commit()
         self._divergence.committed()
         self._change_experts(report)
-        alpha = self._live.merge_if_due(self.round, previous_step)
+        alpha = self._live.merge_if_due(self.round, previous)
         self._rounds_done += 1
         held_out = self._evaluate()
         self._losses = RoundLosses(

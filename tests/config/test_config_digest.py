@@ -29,6 +29,7 @@ from tests.helpers.config_values import VALUES, with_value
 
 positive = st.floats(1e-12, 1e6, allow_subnormal=False)
 fraction = st.floats(0, 1)
+counts = st.integers(1, 10**6)
 
 
 @st.composite
@@ -74,6 +75,9 @@ def runs(draw: st.DrawFn) -> RunConfig:
         ),
         round=RoundConfig(
             inner_steps=draw(st.integers(1, 1000)),
+            inner_steps_later=tuple(
+                zip(sorted(draw(st.sets(counts, max_size=3))), draw(st.tuples(counts, counts, counts)), strict=False)
+            ),
             codec=draw(st.sampled_from(["fp32", "fp16"])),
             window_s=draw(st.floats(1e-13, timeout_s)),
             stall_timeout_s=timeout_s,

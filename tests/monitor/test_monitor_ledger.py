@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,14 @@ def test_what_a_peer_is_doing(changes: dict[str, Any], shown: str) -> None:
 def test_the_round_is_the_one_that_half_have_committed(rounds: list[int], shown: int) -> None:
     state = Watched().look({peer_id(n): progress(round=number) for n, number in enumerate(rounds)})
     assert state.round == shown
+
+
+def test_steps_and_the_next_round_follow_the_schedule_of_inner_steps() -> None:
+    """Two rounds of 10 steps, then rounds of 40: round 3 ends with step 60."""
+    watched = Watched(Ledger(replace(RUN, inner_steps_later=((20, 40),)), TTL_S))
+    state = watched.look({A: progress(tokens=1280), B: progress(tokens=1280)})
+    assert (state.round, state.steps, state.inner_steps) == (3, 60, 40)
+    assert state.round_progress == 0.25  # 20 of 80 steps
 
 
 def test_the_next_round_is_reckoned_from_tokens_and_speed() -> None:

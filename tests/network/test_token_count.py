@@ -41,7 +41,7 @@ def count(
     run_state: Any = SimpleNamespace(
         reference=SimpleNamespace(round=OWN_ROUND),
         roster=roster,
-        run=SimpleNamespace(round=SimpleNamespace(inner_steps=INNER_STEPS)),
+        run=SimpleNamespace(round=SimpleNamespace(inner_steps=INNER_STEPS, inner_steps_later=())),
     )
     announcer: Any = SimpleNamespace(tokens_per_step=STEP)
     counting = TokenCount(rpc, run_state, announcer, lambda: True, lambda: False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,11 @@ from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, new_identities
+from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.repository import ROOT
 
 HALVES = [range(4), range(4, 8)]
-
-
-@pytest.fixture(scope="module")
-def identities() -> list[Identity]:
-    return new_identities(2)
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +41,16 @@ def run() -> RunConfig:
     return run_config(round={"clip": 0.0}, merge={"alpha": 0.0}, evaluation={"holdout_fraction": 0.1, "sequences": 4})
 
 
-def trained(
-    stream: TokenStream, identities: Sequence[Identity], rounds: int = 2, form: str = "fp32"
-) -> SequentialSwarm:
-    swarm = SequentialSwarm(run(), stream, identities, HALVES, foreign_form=form)
+def trained(stream: TokenStream, rounds: int = 2, form: str = "fp32") -> SequentialSwarm:
+    swarm = SequentialSwarm(run(), own_orders(run(), stream, range(2)), HALVES, foreign_form=form)
     for _ in range(rounds):
         swarm.train([2, 2])
         swarm.hold_round()
     return swarm
 
 
-def test_a_round_averages_the_shared_layers_and_takes_experts_from_their_holders(
-    stream: TokenStream, identities: list[Identity]
-) -> None:
-    swarm = SequentialSwarm(run(), stream, identities, HALVES)
+def test_a_round_averages_the_shared_layers_and_takes_experts_from_their_holders(stream: TokenStream) -> None:
+    swarm = SequentialSwarm(run(), own_orders(run(), stream, range(2)), HALVES)
     swarm.train([2, 2])
     first_N, second_N = (peer.contribution_N.copy() for peer in swarm.peers)
     swarm.hold_round()
@@ -77,14 +66,32 @@ def test_a_round_averages_the_shared_layers_and_takes_experts_from_their_holders
     assert moved_N.mean() > 0.5
 
 
-def test_equal_arguments_give_equal_bits(stream: TokenStream, identities: list[Identity]) -> None:
-    first, second = (trained(stream, identities) for _ in range(2))
+def test_equal_arguments_give_equal_bits(stream: TokenStream) -> None:
+    first, second = (trained(stream) for _ in range(2))
     assert first.peers[0].reference.digest == second.peers[1].reference.digest
     assert first.round == 2
 
 
-def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream, identities: list[Identity]) -> None:
-    exact, rounded = (trained(stream, identities, form=form) for form in ("fp32", "int4"))
+def test_rounds_grow_longer_with_the_schedule(stream: TokenStream) -> None:
+    """Rounds of one step until two are done, then of three: the learning rate follows the sum."""
+    changed = run_config(
+        round={"clip": 0.0, "inner_steps": 1, "inner_steps_later": [[2, 3]]},
+        training={"warmup_steps": 100},
+        evaluation={"holdout_fraction": 0.1},
+    )
+    swarm = SequentialSwarm(changed, own_orders(changed, stream, range(2)), HALVES)
+    done, rates = 0, []
+    for _ in range(4):
+        swarm.train([swarm.inner_steps] * 2)
+        done += swarm.inner_steps
+        rates.append(swarm.peers[0].optimiser.param_groups[0]["lr"])  # of the last step
+        swarm.hold_round()
+    assert done == 8
+    assert rates == pytest.approx([changed.training.learning_rate * step / 100 for step in (1, 2, 5, 8)])
+
+
+def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream) -> None:
+    exact, rounded = (trained(stream, form=form) for form in ("fp32", "int4"))
     assert exact.peers[0].reference.digest != rounded.peers[0].reference.digest
     # With fp32 a peer's live weights are the reference after a round; with int4 its others' experts are not.
     assert exact.peers[0].eval_loss() == pytest.approx(exact.reference_loss(), rel=1e-6)

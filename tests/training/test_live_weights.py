@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,12 +132,20 @@ def test_experts_merge_after_the_rounds_whose_steps_reach_a_multiple_of_the_inte
     assert [number for number in range(7) if peer.live.merge_if_due(number) is not None] == rounds
 
 
+def test_merges_follow_the_steps_of_rounds_that_grow_longer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rounds end after the steps 10, 20, 30, 70, 110 ..."""
+    run = run_config(tmp_path_factory, merge_interval=40)
+    peer = Peer(replace(run, round=replace(run.round, inner_steps_later=((30, 40),))))
+    assert [number for number in range(7) if peer.live.merge_if_due(number) is not None] == [4, 5, 6]
+    assert peer.live.merge_if_due(4) == pytest.approx(0.1 * (1 - 70 / 400))
+
+
 def test_a_merge_whose_round_was_missed_is_applied_once_caught_up(tmp_path_factory: pytest.TempPathFactory) -> None:
     peer = Peer(run_config(tmp_path_factory))
     assert peer.live.merge_if_due(5) is None
-    assert peer.live.merge_if_due(5, previous_step=30) is not None
+    assert peer.live.merge_if_due(5, previous=3) is not None
     assert not np.array_equal(peer.read(), peer.reference_N)
-    assert peer.live.merge_if_due(5, previous_step=40) is None
+    assert peer.live.merge_if_due(5, previous=4) is None
 
 
 def test_no_merge_is_reported_once_alpha_has_decayed_to_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:

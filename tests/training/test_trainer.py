@@ -71,6 +71,17 @@ def test_a_merge_that_falls_due_while_catching_up_is_applied(make: Make) -> None
     assert not np.allclose(live_N, peer.network.reference.values_N + work_N, atol=1e-3)
 
 
+def test_rounds_and_learning_rates_follow_the_schedule_of_inner_steps(make: Make) -> None:
+    """From step 6 on rounds are twice as long; alone, a peer does exactly its inner steps."""
+    schedule = {"inner_steps": 3, "inner_steps_later": [[5, 6]]}
+    peer = make({"round": schedule, "training": {"warmup_steps": 100}}, max_rounds=4)
+    peer.trainer.run()
+    steps = peer.events("step")
+    assert [event["round"] for event in steps] == [0] * 3 + [1] * 3 + [2] * 6 + [3] * 6
+    peak = peer.run.training.learning_rate
+    assert [event["lr"] for event in steps] == pytest.approx([peak * (number + 1) / 100 for number in range(18)])
+
+
 def test_a_checkpoint_from_before_a_merge_takes_part_in_it(make: Make) -> None:
     """A peer that was away while a merge fell due applies it to the experts that only it has trained."""
     peer = make({"merge": {"alpha": 0.5, "steps": 1000, "interval": 20, "neighbours": 2}}, max_rounds=1)

@@ -7,12 +7,12 @@ the reducers of the parts, pull the results, and move the reference. See docs/ar
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from dataclasses import dataclass
 from functools import partial
 
 from spes_swarm.base.errors import RoundError
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous
@@ -51,7 +51,7 @@ class SyncRounds:
             layout=self.run_state.settings.layout,
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
-            warmup_rounds=math.ceil(run.training.warmup_steps / run.round.inner_steps),
+            warmup_rounds=RoundClock.of(run).round_at(run.training.warmup_steps),
         )
 
     async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:

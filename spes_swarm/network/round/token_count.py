@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.run_state import RunState
@@ -32,6 +33,7 @@ class TokenCount:
 
     def __post_init__(self) -> None:
         self._reference, self._roster = self.run_state.reference, self.run_state.roster
+        self._clock = RoundClock.of(self.run_state.run)
 
     async def start(self) -> None:
         """Registers the handler."""
@@ -49,7 +51,7 @@ class TokenCount:
     async def others(self) -> TokenCounts:
         """Asks the voices among the other peers. For a peer that does not answer, its last record counts."""
         largest_step = self._roster.largest_step(self.announcer.tokens_per_step)
-        limit = 4 * self.run_state.run.round.inner_steps * largest_step
+        limit = 4 * self._clock.inner_steps_after(self._reference.round) * largest_step
         called = False
 
         def bounded(tokens: object, number: object) -> int:

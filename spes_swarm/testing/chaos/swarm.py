@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 from spes_swarm.base.errors import SwarmError
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.round.rendezvous import rank
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.testing.chaos.peer import ChaosPeer
@@ -64,7 +65,8 @@ class ChaosSwarm:
         self.outcomes: list[Outcome] = []
         self.reports: list[Report] = []
         self._directory = directory
-        self._inner_steps = int(run["round"]["inner_steps"])
+        later = run["round"].get("inner_steps_later", ())
+        self._clock = RoundClock(run["round"]["inner_steps"], tuple((step, count) for step, count in later))
         self._hang_s = hang_s
         self._network = network
         self._config = directory / "run.yaml"
@@ -289,7 +291,8 @@ class ChaosSwarm:
             self._wait(self._next_group(peers), self._hang_s, "no group", _AIM_S)
         elif fault.phase is Phase.RENDEZVOUS:
             # It lasts a tenth of a second, and begins about when all peers together have done their steps.
-            due = len(peers) * self._inner_steps - 1
+            committed = max((number for peer in peers for number in peer.commits), default=0)
+            due = len(peers) * self._clock.inner_steps_after(committed) - 1
             self._wait(lambda: sum(peer.steps for peer in peers) < due / 2, self._hang_s, "no steps", _AIM_S)
             grouped = self._next_group(peers)
             self._wait(

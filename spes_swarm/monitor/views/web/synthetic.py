@@ -138,6 +138,8 @@ class SyntheticSwarm:
             if not alive
             else "python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/40123/p2p/"
             f"{alive[0].peer_id} --run-id quickstart-8f2c41d09ab37e65",
+            steps=self._round * _INNER_STEPS,
+            inner_steps=_INNER_STEPS,
             **newest_metrics(self._history),
         )
 

@@ -25,7 +25,7 @@ export class Headline {
     setText(byId("run-name"), run.name || "unnamed run");
     setText(
       byId("run-detail"),
-      [run.model, format.plural(run.num_experts, "expert"), `${format.plural(run.inner_steps, "step")} a round`, run.run_id].join(" · "),
+      [run.model, format.plural(run.num_experts, "expert"), `${format.plural(head.inner_steps ?? run.inner_steps, "step")} a round`, run.run_id].join(" · "),
     );
     setText(byId("round"), format.whole(head.round));
     setText(byId("train-loss"), format.loss(head.train_loss));
@@ -64,7 +64,7 @@ export class Headline {
     setText(byId("peer-note"), [...states].sort((a, b) => b[1] - a[1]).map(([state, n]) => `${format.whole(n)} ${state}`).join(", "));
     const busy = states.get("training") ?? 0;
     setText(byId("rate-note"), busy ? `${format.count(head.tokens_per_second / busy)} per training peer` : "");
-    const steps = head.round * head.run.inner_steps;
+    const steps = head.steps ?? head.round * head.run.inner_steps;
     const total = head.run.total_steps;
     const done = steps > total ? `schedule ended at step ${format.whole(total)}` : `step ${format.whole(steps)} of ${format.whole(total)}`;
     setText(byId("tokens-note"), done);
