@@ -125,9 +125,9 @@ def main() -> int:
     for kind, results in outcomes.items():
         if results:
             losses = [result.eval_loss for result in results]
-            steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
+            mean_steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
             print(
-                f"{kind:<10} {steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
+                f"{kind:<10} {mean_steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
                 f"{min(losses):>8.4f} {max(losses):>8.4f}"
             )
     options.json.parent.mkdir(parents=True, exist_ok=True)
