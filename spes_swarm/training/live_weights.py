@@ -46,8 +46,10 @@ class LiveWeights:
             self._model.read_block(index, out_N[self._where(index)])
 
     def beyond_reference(self) -> dict[int, FloatArray]:
-        """Copies those trained blocks that differ from the reference in any bit; after a commit without a merge or
-        overlap, only blocks with missing parts do. Memory: these, and one block more.
+        """Copies those trained blocks that differ from the reference in any bit. Memory: these, and one block more.
+
+        After a commit without a merge or overlap, blocks with missing parts do, and those in which a codec has left a
+        rounding error: with fp16 the experts that this peer alone holds, with int8 and int4 all.
         """
         found: dict[int, FloatArray] = {}
         for index in self.trained_blocks:

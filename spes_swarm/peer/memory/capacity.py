@@ -6,8 +6,9 @@ A peer needs, where N is the number of weights and T the number trained here (sh
   for each weight, Muon one), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight.
   Moments can be in host memory instead; the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size (with error feedback, its contributions too), and a copy of the moments in fp32 while
-  a checkpoint is written. The model of a GPU is put together on the host, without gradients and moments.
+  its results at the codec's size, and a copy of the moments in fp32 while a checkpoint is written. With error feedback,
+  a round keeps its encoded contributions, too, and a checkpoint also copies the live weights (4 T), all of which differ
+  from the reference. The model of a GPU is put together on the host, without gradients and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -74,7 +75,7 @@ class Workload:
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
-    kept_codec: Codec | None = None  # of the contributions, if they are kept until the commit
+    kept_codec: Codec | None = None  # of the contributions, if it has error feedback
 
     @classmethod
     def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
@@ -144,7 +145,8 @@ class Workload:
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": in_round,
-            "checkpoint": int(self.moment_bytes("host", num_experts).on_host),
+            "checkpoint": int(self.moment_bytes("host", num_experts).on_host)
+            + (_WEIGHT * trained if self.kept_codec is not None else 0),
         }
         if self.optimizer_states == "host":
             host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)

@@ -83,6 +83,19 @@ def test_classes_are_those_of_the_settings() -> None:
     assert made.host_peak == sum(made.device.values()) + sum(made.host.values())
 
 
+def test_the_bytes_of_a_round_follow_its_codecs() -> None:
+    layout = Workload.of(RUN, PeerConfig(), CPU).layout
+    shared, all_experts = layout.blocks[0].size, layout.num_elements - layout.blocks[0].size
+    trained = shared + layout.expert_block(0).size
+    int4, int8 = 0.5 + 2 / 64, 1 + 2 / 64  # bytes per value, with a scale for each block
+    codecs = replace(RUN, round=replace(RUN.round, codec="int4", result_codec="int8"))
+    made = plan(codecs, 1, machine(CPU, 10**12), 16)
+    assert made.round_bytes == pytest.approx(15 / 16 * (shared * (int4 + int8) + all_experts * int4), rel=1e-4)
+    assert made.host["checkpoint"] == 12 * trained  # moments and live weights
+    # In memory: results, in the larger form, and the encoded contributions.
+    assert made.host["round"] == pytest.approx(layout.num_elements * int8 + trained * int4, rel=1e-4)
+
+
 def test_ranks_on_a_cpu_share_its_memory() -> None:
     one, two = planned(CPU, 10**12), planned(CPU, 10**12, ranks=2)
     model = sum(one.device[name] for name in ("shared", "held", "foreign"))
