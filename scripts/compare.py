@@ -98,7 +98,8 @@ def main() -> int:
         run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
-    clock = RoundClock(run["round"]["inner_steps"], tuple(map(tuple, run["round"].get("inner_steps_later", ()))))
+    later = run["round"].get("inner_steps_later", ())
+    clock = RoundClock(run["round"]["inner_steps"], tuple((step, count) for step, count in later))
     steps = clock.step_of(options.rounds)
     run["training"]["total_steps"] = steps
     batch_size = run["training"]["batch_size"]
@@ -125,9 +126,9 @@ def main() -> int:
     for kind, results in outcomes.items():
         if results:
             losses = [result.eval_loss for result in results]
-            steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
+            mean_steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
             print(
-                f"{kind:<10} {steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
+                f"{kind:<10} {mean_steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
                 f"{min(losses):>8.4f} {max(losses):>8.4f}"
             )
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ Shapes: N elements of the flat vector, E experts.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,12 +106,12 @@ class SequentialPeer:
             holdout_fraction=run.evaluation.holdout_fraction,
         )
         self.tracks, self.lineage = TrackRecords(), Lineage({})
+        # Tokens since the last commit, and those routed to each expert since it took part in a round.
         self.tokens, self.routed_E = 0, np.zeros(self.model.layout.num_experts, dtype=np.int64)
 
     def train(self, steps: int) -> None:
         """Does local steps after the last commit, and contributes the result."""
         training, inner_steps = self.run.training, self._clock.inner_steps_after(self.reference.round)
-        self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
             at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
@@ -124,6 +124,11 @@ class SequentialPeer:
             self.optimiser.step()
             self.tokens += batch_BS.size
         self.live.contribute()
+
+    def committed(self, deferred: Collection[int]) -> None:
+        """Notes that a round has taken its work, except that on the `deferred` experts."""
+        self.tokens = 0
+        self.routed_E[[expert for expert in range(len(self.routed_E)) if expert not in deferred]] = 0
 
     def sealed_statement(self, number: int) -> bytes:
         """Returns the signed statement for a round."""
@@ -203,8 +208,8 @@ class SequentialSwarm:
         for peer, count in zip(self.peers, steps, strict=True):
             peer.train(count)
 
-    def hold_round(self) -> BoundsOfRound:
-        """Holds a round in which no message is lost.
+    def hold_round(self, *, last: bool = False) -> BoundsOfRound:
+        """Holds a round in which no message is lost. The `last` one of a run synchronises the experts in any case.
 
         Raises:
             RuntimeError: a part is missing, or the peers end with different references.
@@ -213,7 +218,8 @@ class SequentialSwarm:
         config, layout = self._run.round, self.peers[0].model.layout
         sealed = [peer.sealed_statement(number) for peer in self.peers]
         group = form_group(_RUN_ID, number, sealed, len(layout.blocks))
-        plan = make_plan(group, layout, config.part_elements, clip=config.clip)
+        experts = last or self._clock.synchronises_experts(number)
+        plan = make_plan(group, layout, config.part_elements, clip=config.clip, experts=experts)
         codec, bounds = get_codec(config.codec), Bounds.of(config.clip, config.max_update_rms)
         states = [
             RoundState(group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks)
@@ -232,6 +238,7 @@ class SequentialSwarm:
                 raise RuntimeError(f"round {number}: {report.parts_missing} parts are missing")
             state.record_commit(peer.tracks)
             peer.lineage = lineage
+            peer.committed(plan.deferred)
             peer.live.follow(report.changed_blocks)
             peer.live.merge_if_due(number)
         if len({peer.reference.digest for peer in self.peers}) > 1:

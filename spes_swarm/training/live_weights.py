@@ -46,8 +46,8 @@ class LiveWeights:
             self._model.read_block(index, out_N[self._where(index)])
 
     def beyond_reference(self) -> dict[int, FloatArray]:
-        """Copies those trained blocks that differ from the reference in any bit; after a commit without a merge or
-        overlap, only blocks with missing parts do. Memory: these, and one block more.
+        """Copies those trained blocks that differ from the reference in any bit; after a commit that synchronised the
+        experts, without a merge or overlap, only blocks with missing parts do. Memory: these, and one block more.
         """
         found: dict[int, FloatArray] = {}
         for index in self.trained_blocks:
@@ -97,8 +97,10 @@ class LiveWeights:
 
         The commit before it was of the round `previous`, by default one round earlier.
         """
-        previous = previous if previous is not None else max(0, round_number - 1)
-        step = self._clock.step_of(round_number)
+        # Between two synchronisations the experts of the reference stand still: merged again, they would move twice.
+        current = self._clock.last_expert_round(round_number)
+        previous = self._clock.last_expert_round(previous if previous is not None else max(0, current - 1))
+        step = self._clock.step_of(current)
         if not merge_due(self._clock.step_of(previous), step, self._merge.interval):
             return None
         alpha = merge_alpha(step, self._merge.alpha, self._merge.steps)

@@ -6,8 +6,9 @@ A peer needs, where N is the number of weights and T the number trained here (sh
   other experts in the form in which they are stored, 0.56 to 4 bytes per weight. Moments can be in host memory instead;
   the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written. The model of a GPU is
-  put together on the host, without gradients and moments.
+  its results at the codec's size, and a copy of the moments (8 T) while a checkpoint is written; also of the held
+  experts, if they do not take part in every round. The model of a GPU is put together on the host, without gradients
+  and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -70,6 +71,7 @@ class Workload:
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
+    experts_differ: bool = False  # from the reference after most rounds, so that checkpoints copy them
 
     @classmethod
     def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
@@ -85,6 +87,7 @@ class Workload:
             result_bytes=get_codec(run.round.codec).num_bytes(layout.num_elements),
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
             num_ranks=num_ranks,
+            experts_differ=run.round.expert_every > 1,
         )
 
     def foreign_bytes(self, num_experts: int) -> ForeignBytes:
@@ -125,6 +128,8 @@ class Workload:
             "round": self.result_bytes,
             "checkpoint": _MOMENTS_COPY * trained,
         }
+        if self.experts_differ:
+            host["checkpoint"] += _WEIGHT * num_experts * self.layout.expert_block(0).size
         if self.optimizer_states == "host":
             host["optimiser"] = int(moment_bytes_per_weight("host").on_host * trained)
             if self.live_weights == "bf16":

@@ -76,6 +76,7 @@ class CommitReport:
     parts_missing: int
     changed_blocks: tuple[int, ...]
     experts_covered: int
+    deferred_experts: frozenset[int] = frozenset()  # see Plan.deferred
 
 
 def _energy(difference_N: FloatArray) -> float:
@@ -444,6 +445,7 @@ class RoundState:
             parts_missing=len(self.missing()),
             changed_blocks=tuple(sorted(changed)),
             experts_covered=len(covered),
+            deferred_experts=self.plan.deferred,
         )
 
     def _update_target(
