@@ -98,7 +98,8 @@ def main() -> int:
         run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
-    clock = RoundClock(run["round"]["inner_steps"], tuple(map(tuple, run["round"].get("inner_steps_later", ()))))
+    later = run["round"].get("inner_steps_later", ())
+    clock = RoundClock(run["round"]["inner_steps"], tuple((step, count) for step, count in later))
     steps = clock.step_of(options.rounds)
     run["training"]["total_steps"] = steps
     batch_size = run["training"]["batch_size"]

@@ -37,7 +37,7 @@ class ScheduleEnd:
     @property
     def last_round(self) -> int | None:
         """The last round of the run; None if it continues for as long as it has peers."""
-        return self.round if self._training.at_end == "stop" else None
+        return self._clock.last_round
 
     def ends_run(self, round_number: int) -> bool:
         """Returns True if the run is over once this round is committed."""

@@ -43,7 +43,8 @@ class RunState:
         """Creates the initial state on the trainer's shared vectors."""
         run, layout, me = settings.manifest.run, settings.layout, identity.peer_id
         initial_peers = frozenset(map(peer_id_of, settings.initial_peers)) - {me}
-        rules = Rules(run.ownership.replicas, run.ownership.rotate_every_rounds, run.most_experts)
+        rotate_every, expert_every = run.ownership.rotate_every_rounds, run.round.expert_every
+        rules = Rules(run.ownership.replicas, rotate_every, run.most_experts, expert_every)
         values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
         return cls(
             settings=settings,

@@ -158,8 +158,8 @@ class RunCommands(Protocol):
     # Rounds.
 
     async def run_round(self, *, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        """Holds a round with the contribution in shared memory, the tokens processed since the last commit and, of
-        those, how many went to each expert held. `leaving`: it is this peer's last round.
+        """Holds a round with the contribution in shared memory, the tokens processed since the last commit and those
+        routed to each expert held since its last synchronisation. `leaving`: it is this peer's last round.
 
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.

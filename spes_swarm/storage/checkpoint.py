@@ -53,7 +53,7 @@ class CheckpointMeta:
     step: int  # local steps so far
     tokens: int  # since the last commit
     steps_in_round: int  # local steps since the last commit
-    routed: list[int]  # since the last commit, for each expert
+    routed: list[int]  # for each expert, since its last synchronisation
     cursor: dict[str, Any]  # of the data, in JSON values; see data/batch_source.py
     commits: list[int]  # that led to the reference; see protocol/consensus/lineage.py
     marks: str  # hex, of those commits

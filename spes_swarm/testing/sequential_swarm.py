@@ -117,12 +117,12 @@ class SequentialPeer:
             warn=lambda *_: None,
         )
         self.tracks, self.lineage = TrackRecords(), Lineage({})
+        # Tokens since the last commit, and those routed to each expert since it took part in a round.
         self.tokens, self.routed_E = 0, np.zeros(self.model.layout.num_experts, dtype=np.int64)
 
     def train(self, steps: int) -> bool:
         """Does local steps after the last commit, and contributes the result; returns True if it is finite."""
         training, inner_steps = self.run.training, self._clock.inner_steps_after(self.reference.round)
-        self.tokens, self.routed_E = 0, np.zeros_like(self.routed_E)
         parameters = [parameter for _, parameter in self.model.trainable_parameters()]
         for step in range(steps):
             at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
@@ -134,6 +134,11 @@ class SequentialPeer:
             self.warm_up.step(self.model, self.optimiser.step)
             self.tokens += batch_BS.size
         return self.live.contribute()
+
+    def committed(self, deferred: Collection[int]) -> None:
+        """Notes that a round has taken its work, except that on the `deferred` experts."""
+        self.tokens = 0
+        self.routed_E[[expert for expert in range(len(self.routed_E)) if expert not in deferred]] = 0
 
     def statement(self, number: int, *, leaving: bool = False) -> Statement:
         """Returns the statement for a round."""
@@ -167,6 +172,7 @@ class SequentialPeer:
         self.model.hold(held, self.optimiser)
         layout = self.model.layout
         self.live.reset_to_reference(layout.expert_block(expert).index for expert in sorted(before ^ after))
+        self.routed_E[sorted(before ^ after)] = 0
         self.warm_up.stop(before - after)
         self.warm_up.start(after - before)
 
@@ -261,8 +267,10 @@ class SequentialSwarm:
         finite = [peer.train(count) for peer, count in zip(self.peers, steps, strict=True)]
         return all(finite)
 
-    def hold_round(self, leaving: Collection[SequentialPeer] = ()) -> RoundOutcome:
+    def hold_round(self, leaving: Collection[SequentialPeer] = (), *, last: bool = False) -> RoundOutcome:
         """Holds a round in which no message is lost; it is the last one of the peers that are `leaving`.
+
+        The `last` round of a run synchronises the experts in any case.
 
         Raises:
             RuntimeError: a part is missing, or the peers end with different references.
@@ -272,7 +280,8 @@ class SequentialSwarm:
         group = _unsigned_group(
             number, {peer.name: peer.statement(number, leaving=peer in leaving) for peer in self.peers}
         )
-        plan = make_plan(group, layout, config.part_elements, clip=config.clip)
+        experts = last or self._clock.synchronises_experts(number)
+        plan = make_plan(group, layout, config.part_elements, clip=config.clip, experts=experts)
         codec, result_codec = get_codec(config.codec), get_codec(config.codec_of_results)
         bounds = Bounds.of(config.clip, config.max_update_rms)
         states = [
@@ -307,6 +316,7 @@ class SequentialSwarm:
                 raise RuntimeError(f"round {group.round}: {report.parts_missing} parts are missing")
             state.record_commit(peer.tracks)
             peer.lineage = lineage
+            peer.committed(state.plan.deferred)
             if self._outer is not None and before_N is not None:
                 if stepped_N is None:
                     stepped_N = self._outer.step(before_N, peer.reference.values_N)

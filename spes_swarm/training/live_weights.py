@@ -48,8 +48,9 @@ class LiveWeights:
     def beyond_reference(self) -> dict[int, FloatArray]:
         """Copies those trained blocks that differ from the reference in any bit. Memory: these, and one block more.
 
-        After a commit without a merge or overlap, blocks with missing parts do, and those in which a codec has left a
-        rounding error: with fp16 the experts that this peer alone holds, with int8 and int4 all.
+        After a commit without a merge or overlap, blocks with missing parts do, experts that did not take part, and
+        blocks in which a codec has left a rounding error: with fp16 the experts that this peer alone holds, with int8
+        and int4 all.
         """
         found: dict[int, FloatArray] = {}
         for index in self.trained_blocks:
@@ -99,8 +100,10 @@ class LiveWeights:
 
         The commit before it was of the round `previous`, by default one round earlier.
         """
-        previous = previous if previous is not None else max(0, round_number - 1)
-        step = self._clock.step_of(round_number)
+        # Between two synchronisations the experts of the reference stand still: merged again, they would move twice.
+        current = self._clock.last_expert_round(round_number)
+        previous = self._clock.last_expert_round(previous if previous is not None else max(0, current - 1))
+        step = self._clock.step_of(current)
         if not merge_due(self._clock.step_of(previous), step, self._merge.interval):
             return None
         alpha = merge_alpha(step, self._merge.alpha, self._merge.steps)

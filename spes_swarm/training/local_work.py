@@ -1,13 +1,14 @@
 """A peer's work since the last commit, and how much of it the current round has taken.
 
-A round contributes the work done before it began; steps taken while it runs belong to the next one.
+A round contributes the work done before it began; steps taken while it runs belong to the next one. Work on experts
+that a round does not synchronise waits for one that does.
 
 Shape: E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ CountArray = npt.NDArray[np.int64]
 
 
 class LocalWork:
-    """Counts steps, tokens, tokens routed to each expert, and losses since the last commit."""
+    """Counts steps, tokens and losses since the last commit, and tokens routed to each expert since it took part."""
 
     def __init__(self, num_experts: int) -> None:
         self.steps = 0  # optimiser steps
@@ -42,14 +43,18 @@ class LocalWork:
         """Marks all work so far as taken by the round that begins."""
         self._taken = self.steps, self.tokens, self.routed_E.copy(), len(self._losses)
 
-    def commit(self) -> float | None:
-        """Subtracts the work that the last round took; returns the mean loss of its steps, None if unknown."""
+    def commit(self, deferred: Collection[int] = ()) -> float | None:
+        """Subtracts the work that the last round took; returns the mean loss of its steps, None if unknown.
+
+        Tokens routed to the `deferred` experts still count: the round has not synchronised them.
+        """
         assert self._taken is not None
         steps, tokens, routed_E, num_losses = self._taken
         self._taken = None
         losses, self._losses = self._losses[:num_losses], self._losses[num_losses:]
         self.steps -= steps
         self.tokens -= tokens
+        routed_E[list(deferred)] = 0
         self.routed_E -= routed_E
         return sum(losses) / len(losses) if losses else None
 

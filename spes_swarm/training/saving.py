@@ -40,9 +40,9 @@ class CheckpointSaver:
 
     The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per weight that
     AdamW trains, 4 per weight that Muon does), and those live blocks that differ from the reference (4 bytes per
-    weight; few do after a commit, unless there was a merge or rounds overlap). It does so during that step's forward
-    and backward pass; the optimiser waits for the rest. The copy is freed piece by piece as it is written. The
-    reference is not copied: the next round, which changes it, begins once the thread has read it.
+    weight; few do after a commit, unless there was a merge, rounds overlap or the experts did not take part). It does
+    so during that step's forward and backward pass; the optimiser waits for the rest. The copy is freed piece by piece
+    as it is written. The reference is not copied: the next round, which changes it, begins once the thread has read it.
 
     A checkpoint that cannot be written, for instance because the disk is full, is reported as a fault, and training
     goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.

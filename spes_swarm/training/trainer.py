@@ -124,18 +124,20 @@ class Trainer:
         live_N = self._setup.contribution_N
         checkpoint.live(layout, live_N)
         behind = table.digest.hex() != meta.reference_digest
+        routed = [0] * layout.num_experts
         for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
             # Shared weights move in every round, so the saved ones are useful only if no round was missed.
             # An expert that no other peer has trained meanwhile continues from its saved weights.
             unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
             if not behind or unchanged:
                 self._model.write_block(block.index, live_N[block.start : block.stop])
+                if block.expert is not None:
+                    routed[block.expert] = meta.routed[block.expert]
         if late:
             self._live.merge_if_due(self.round, meta.round)
         self.step = meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
-        if not behind:
-            self._work.restore(meta.steps_in_round, meta.tokens, meta.routed)
+        self._work.restore(*((0, 0) if behind else (meta.steps_in_round, meta.tokens)), routed)
         if not self._setup.sampler.restore(meta.cursor):
             self._setup.say("the data differs from that of the last session, so its order restarts")
 
@@ -382,7 +384,7 @@ class Trainer:
         self.round = report.commit.round
         setup.sampler.follow(report.commit.members)
         self._live.follow(report.commit.changed_blocks)
-        train_loss = self._work.commit()
+        train_loss = self._work.commit(report.commit.deferred_experts)
         self._divergence.committed()
         self._change_experts(report)
         alpha = self._live.merge_if_due(self.round, previous)

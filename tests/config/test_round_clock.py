@@ -70,6 +70,16 @@ def test_the_run_ends_with_the_round_that_completes_its_steps() -> None:
     assert end.last_round == 14
 
 
+def test_all_experts_take_part_in_every_so_many_rounds_and_in_the_last_one() -> None:
+    every = {"inner_steps": 5, "expert_every": 3}
+    clock = RoundClock.of(run_config(round=every, training={"total_steps": 50, "at_end": "stop"}))
+    assert [number for number in range(11) if clock.synchronises_experts(number)] == [0, 3, 6, 9, 10]
+    assert [clock.last_expert_round(number) for number in range(11)] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 10]
+    endless = RoundClock.of(run_config(round=every, training={"total_steps": 50}))
+    assert not endless.synchronises_experts(10)
+    assert all(RoundClock(5).synchronises_experts(number) for number in range(11))
+
+
 def test_it_travels_in_the_manifest() -> None:
     run = RunConfig.from_dict(with_value("round.inner_steps_later", [[800, 10], [1200, 20]]), "f")
     received = open_manifest(found_run(run, "layout digest", identity(0)).to_wire(), "peer").run

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.model.foreign.storage import ForeignStorage
@@ -71,6 +72,7 @@ class StubNetwork:
     reference: Reference
     contribution_N: NDArray[np.float32]
     held: tuple[int, ...]
+    clock: RoundClock
     others: int = 0
     called_round: int = 0
     answers: list[Callable[[StubNetwork], RoundReport | CaughtUp]] = field(default_factory=list)
@@ -115,12 +117,14 @@ class StubNetwork:
     def commit(self) -> RoundReport:
         """Commits what the trainer has contributed."""
         number = self.reference.round + 1
-        trained = (0, *(1 + expert for expert in self.held))
+        whole = self.clock.synchronises_experts(number)
+        trained = (0, *(1 + expert for expert in self.held)) if whole else (0,)
         for index in trained:
             block = self.reference.layout.blocks[index]
             self.reference.values_N[block.start : block.stop] = self.contribution_N[block.start : block.stop]
         self.reference.finish(number, [(index, number) for index in trained])
-        commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8)
+        deferred = frozenset() if whole else frozenset(range(8))
+        commit = CommitReport(number, ("me", *["other"] * self.others), 1, 0, trained, 8, deferred)
         return RoundReport(commit, 0.0, 0.0, self.reference.digest.hex(), ExpertChange(self.held), 0)
 
 
@@ -186,7 +190,7 @@ class LoneTrainer:
         reference = Reference(layout, flat_from_model(model, layout))
         contribution_N = np.zeros(layout.num_elements, dtype=np.float32)
         reference.finish(0, list(enumerate([0] * len(layout.blocks))))
-        self.network = StubNetwork(reference, contribution_N, HELD)
+        self.network = StubNetwork(reference, contribution_N, HELD, RoundClock.of(self.run))
         self.port = LocalPort(self.network)
         self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
         if live_weights == "bf16":

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.messages import Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import ReferenceTable
@@ -26,6 +28,7 @@ _PATIENCE_S = 180.0
 class _Meeting:
     """Holds a round when all peers have come."""
 
+    clock: RoundClock
     peers: list[FakePeer] = field(default_factory=list)
     come: int = 0
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -39,7 +42,7 @@ class _Meeting:
             number = self.round + 1
             self.come += 1
             if self.come == len(self.peers):
-                hold_round(self.peers, number)
+                hold_round(self.peers, number, experts=self.clock.synchronises_experts(number))
                 self.come = 0
                 self.changed.notify_all()
             elif not self.changed.wait_for(lambda: self.round == number, _PATIENCE_S):
@@ -49,8 +52,7 @@ class _Meeting:
 class MemoryPeer:
     """One peer: a trainer, and in place of its network process the commands of port.commands.Commands."""
 
-    def __init__(self, directory: Path, meeting: _Meeting, held: tuple[int, ...], **setup: Any) -> None:
-        run = run_config()
+    def __init__(self, directory: Path, run: RunConfig, meeting: _Meeting, held: tuple[int, ...], **setup: Any) -> None:
         model = build_model(run.model.type, run.model.settings, 0, "cpu")
         layout = layout_of(model)
         self._meeting = meeting
@@ -107,7 +109,7 @@ class MemoryPeer:
         )
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
-        self._mine.tokens, self._mine.routed = tokens, routed
+        self._mine.tokens, self._mine.routed, self._mine.leaving = tokens, routed, leaving
         self._meeting.attend()
         commit = self._mine.reports[-1]
         return RoundReport(commit, 0.0, 0.0, self._mine.reference.digest.hex(), ExpertChange(self._mine.held), 0)
@@ -134,10 +136,13 @@ class MemoryPeer:
         return shared_N
 
 
-def memory_swarm(directory: Path, held: list[tuple[int, ...]], **setup: Any) -> list[MemoryPeer]:
+def memory_swarm(
+    directory: Path, held: list[tuple[int, ...]], run: RunConfig | None = None, **setup: Any
+) -> list[MemoryPeer]:
     """Peers that hold these experts, ready to train."""
-    meeting = _Meeting()
-    peers = [MemoryPeer(directory / str(number), meeting, experts, **setup) for number, experts in enumerate(held)]
+    run = run or run_config()
+    meeting = _Meeting(RoundClock.of(run))
+    peers = [MemoryPeer(directory / str(number), run, meeting, experts, **setup) for number, experts in enumerate(held)]
     for one in peers:
         one.others = [other for other in peers if other is not one]
     return peers

@@ -23,6 +23,7 @@ class Case:
     trained_in: tuple[int, ...]
     reserved: frozenset[int] = frozenset()
     rules: Rules = field(default_factory=Rules)
+    kept: frozenset[int] = frozenset()
 
     @property
     def rotates(self) -> bool:
@@ -53,6 +54,7 @@ def decide(case: Case) -> Outcome:
         round_number=case.round_number,
         trained_in=case.trained_in,
         reserved=case.reserved,
+        kept=case.kept,
         rules=case.rules,
     )
 

@@ -61,6 +61,7 @@ class FakePeer:
     vouched: bytes = b""
     usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert
     room: int | None = None  # as many as it holds
+    leaving: bool = False
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     reports: list[CommitReport] = field(default_factory=list)
 
@@ -90,7 +91,7 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             marks=lists[1],
             room=p.room if p.room is not None else len(p.held),
             fixed=False,
-            leaving=False,
+            leaving=p.leaving,
             leased=bytes(num_bitmap_bytes(p.reference.layout.num_experts)),
         )
         sealed.append(seal_statement(who, RUN_ID, statement))
@@ -105,13 +106,14 @@ def hold_round(
     result_codec: str | None = None,
     part_elements: int = 64,
     clip: float = 0.0,
+    experts: bool = True,
     lose_push: Callable[[int, Frame], bool] = lambda sender, frame: False,
     lose_result: Callable[[int, Frame], bool] = lambda receiver, frame: False,
 ) -> tuple[Plan, list[RoundState]]:
     """Holds a round among `peers`; their references and live weights move. Frames may be lost on the way."""
     layout = peers[0].reference.layout
     group = form(peers, round_number)
-    plan = make_plan(group, layout, part_elements, clip=clip)
+    plan = make_plan(group, layout, part_elements, clip=clip, experts=experts)
     bounds = BOUNDED if clip else UNBOUNDED
     codecs = get_codec(codec), get_codec(result_codec or codec)
     states = [

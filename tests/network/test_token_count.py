@@ -12,6 +12,7 @@ from spes_swarm.network.round.token_count import TokenCount
 from spes_swarm.port.messages import TokenCounts
 from spes_swarm.protocol.members.roster import MAX_STEP_RATIO, Roster
 from spes_swarm.protocol.members.standing import Standing
+from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
 
 INNER_STEPS, STEP = 10, 128
@@ -41,7 +42,7 @@ def count(
     run_state: Any = SimpleNamespace(
         reference=SimpleNamespace(round=OWN_ROUND),
         roster=roster,
-        run=SimpleNamespace(round=SimpleNamespace(inner_steps=INNER_STEPS, inner_steps_later=())),
+        run=run_config(round={"inner_steps": INNER_STEPS}),
     )
     announcer: Any = SimpleNamespace(tokens_per_step=STEP)
     counting = TokenCount(rpc, run_state, announcer, lambda: True, lambda: False)

@@ -199,9 +199,9 @@ def test_of_two_equally_held_the_one_not_trained_in_this_round_is_kept() -> None
     """A member whose room has shrunk gives up what was trained last: here expert 0, in this round and by b."""
     versions = {"versions": [5, 1, 2, 3, 4], "digests": [b"\5" * 32] * 5}
     outcome = decided(
-        member("a", LAYOUT, held=[0, 1], tokens=0, room=1, **versions),
+        member("a", LAYOUT, held=[0, 1], tokens=0, routed=[0, 0], room=1, **versions),
         member("b", LAYOUT, held=[0, 2], **versions),
-        member("d", LAYOUT, held=[1, 3], tokens=0, **versions),
+        member("d", LAYOUT, held=[1, 3], tokens=0, routed=[0, 0], **versions),
     )
     assert outcome == {"a": (1,), "b": (0, 2), "d": (1, 3)}
 

@@ -8,12 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spes_swarm.network.round.rendezvous import rank
+from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import launch_slow, launch_slower_than
 from tests.helpers.swarm import equal_digests, swarm
+from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
 
@@ -79,6 +82,46 @@ def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_pat
         assert gains
         assert all(event["time"] > expired - 2 * lease_s / 3 for event in gains)
         equal_digests(stay, first["round"] + 1)
+
+
+def test_experts_in_every_third_round_outlive_a_peer_that_leaves_and_one_that_is_killed(tmp_path: Path) -> None:
+    with swarm(tmp_path, round={"expert_every": 3}, merge={"alpha": 0.0}, **SPREAD) as running:
+        running.launch = launch_slow(0.2)  # rounds of a second: the peers' departures hit the rounds that are meant
+        peers = running.start_all(4)
+        *stay, victim, leaver = peers
+        leaver.wait_for_round(3)
+        assert leaver.terminate() == 0
+        last = max(leaver.rounds())
+        assert last % 3  # a round that leaves out the others' experts
+        assert leaver.rounds()[last]["peers"] == 4
+        for peer in (*stay, victim):
+            peer.wait_for_round(last + 1)
+            assert peer.rounds()[last + 1]["experts_covered"] == 8
+        equal_digests(peers, last)
+        # All that the leaver has done with its experts is in the reference.
+        layout = tiny_layout()
+        joined = leaver.events("join")[0]
+        checkpoint, _ = load_newest(leaver.output_dir / "checkpoints", joined["run_id"], joined["peer_id"], layout)
+        assert checkpoint is not None
+        live_N, reference_N = np.empty((2, layout.num_elements), dtype=np.float32)
+        checkpoint.live(layout, live_N)
+        checkpoint.reference(layout, reference_N)
+        held = set(leaver.rounds()[last]["experts_held"])
+        assert held
+        for expert in range(8):
+            block = layout.expert_block(expert)
+            assert checkpoint.meta.versions[block.index] == (last if expert in held else 3), expert
+            if expert in held:
+                where = slice(block.start, block.stop)
+                np.testing.assert_allclose(live_N[where], reference_N[where], atol=1e-5)  # fp16
+        assert held <= {e for peer in (*stay, victim) for e in peer.rounds()[last + 1]["experts_held"]}
+        victim.kill()
+        lost = max(victim.rounds())
+        for peer in stay:
+            peer.wait_for_round(lost + 5)
+        for number in range(lost + 1, lost + 6):
+            equal_digests(stay, number)
+        assert "clipped" not in {fault["kind"] for peer in peers for fault in peer.events("fault")}
 
 
 def places(peer: LocalPeer, first: int, last: int) -> dict[int, list[int]]:

@@ -90,6 +90,36 @@ def test_rounds_grow_longer_with_the_schedule(stream: TokenStream) -> None:
     assert rates == pytest.approx([changed.training.learning_rate * step / 100 for step in (1, 2, 5, 8)])
 
 
+def test_experts_are_synchronised_in_every_third_round_with_the_weights_of_three(stream: TokenStream) -> None:
+    """Both peers hold expert 0: their contributions to it weigh as much as the tokens of all three rounds."""
+    changed = run_config(
+        round={"clip": 0.0, "codec": "fp32", "expert_every": 3},
+        merge={"alpha": 0.0},
+        evaluation={"holdout_fraction": 0.1},
+    )
+    swarm = SequentialSwarm(changed, own_orders(changed, stream, range(2)), [[0, 1, 2, 3], [0, 4, 5, 6, 7]])
+    first, second = swarm.peers
+    start_N, block = first.reference.values_N.copy(), first.model.layout.expert_block(0)
+    experts, where = slice(block.start, None), slice(block.start, block.stop)
+    routed = np.zeros(2)
+    for number in (1, 2, 3):
+        assert np.array_equal(first.reference.values_N[experts], start_N[experts])
+        swarm.train([1, 1])
+        routed = np.array([peer.routed_E[0] for peer in swarm.peers])
+        # Each token goes to two experts in each of two layers; the counts are those of all rounds so far.
+        assert {int(peer.routed_E.sum()) for peer in swarm.peers} == {number * first.tokens * 2 * 2}
+        live = [peer.contribution_N[where].copy() for peer in swarm.peers]
+        swarm.hold_round()
+        assert first.reference.versions[0] == number
+    expected_N = (routed[0] * live[0] + routed[1] * live[1]) / routed.sum()
+    np.testing.assert_allclose(first.reference.values_N[where], expected_N, atol=1e-6)
+    assert first.reference.versions[1:] == (3,) * 8
+    assert [peer.routed_E.sum() for peer in swarm.peers] == [0, 0]
+    swarm.train([1, 1])
+    swarm.hold_round(last=True)
+    assert second.reference.versions == (4,) * 9
+
+
 def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream) -> None:
     exact, rounded = (trained(stream, form=form) for form in ("fp32", "int4"))
     assert exact.peers[0].reference.digest != rounded.peers[0].reference.digest

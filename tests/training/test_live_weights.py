@@ -140,6 +140,19 @@ def test_merges_follow_the_steps_of_rounds_that_grow_longer(tmp_path_factory: py
     assert peer.live.merge_if_due(4) == pytest.approx(0.1 * (1 - 70 / 400))
 
 
+def test_experts_merge_after_rounds_in_which_they_took_part(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """They do in rounds 3, 6, 9 ..., whose steps are 30, 60, 90."""
+    run = run_config(tmp_path_factory, merge_interval=40)
+    peer = Peer(replace(run, round=replace(run.round, expert_every=3)))
+    followed = [number for number in range(1, 13) if peer.live.merge_if_due(number, number - 1) is not None]
+    assert followed == [6, 9, 12]
+    # Who starts from a reference in between takes part in the last merge.
+    assert [number for number in range(13) if peer.live.merge_if_due(number) is not None] == list(range(6, 13))
+    assert peer.live.merge_if_due(8) == pytest.approx(0.1 * (1 - 60 / 400))
+    assert peer.live.merge_if_due(8, previous=5) is not None
+    assert peer.live.merge_if_due(8, previous=6) is None
+
+
 def test_a_merge_whose_round_was_missed_is_applied_once_caught_up(tmp_path_factory: pytest.TempPathFactory) -> None:
     peer = Peer(run_config(tmp_path_factory))
     assert peer.live.merge_if_due(5) is None

@@ -35,6 +35,18 @@ def test_what_a_round_that_failed_had_taken_is_taken_by_the_next() -> None:
     assert work.steps == 0
 
 
+def test_tokens_of_experts_that_took_no_part_count_until_they_do() -> None:
+    work = LocalWork(3)
+    steps(work, 4.0)
+    work.contribute()
+    steps(work, 2.0)
+    work.commit(deferred=[1])
+    assert (work.tokens, work.routed_E.tolist()) == (10, [1, 4, 0])
+    work.contribute()
+    work.commit()
+    assert (work.tokens, work.routed_E.tolist()) == (0, [0, 0, 0])
+
+
 def test_the_loss_is_that_of_steps_whose_loss_is_known() -> None:
     """A checkpoint says how many steps were done, not how they went."""
     work = LocalWork(3)

@@ -43,6 +43,7 @@ class SyncRounds:
 
     def __post_init__(self) -> None:
         run = self.run_state.run
+        self._clock = RoundClock.of(run)
         self._codec = get_codec(run.round.codec)
         self._result_codec = get_codec(run.round.codec_of_results)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
@@ -51,12 +52,12 @@ class SyncRounds:
             layout=self.run_state.settings.layout,
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
-            warmup_rounds=RoundClock.of(run).round_at(run.training.warmup_steps),
+            warmup_rounds=self._clock.round_at(run.training.warmup_steps),
         )
 
     async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
-        """Runs one round for `target_round`, with the tokens processed since the last commit and, of those, how many
-        went to each expert held. `leaving`: it is this peer's last round.
+        """Runs one round for `target_round`, with the tokens processed since the last commit and those routed to each
+        expert held since its last synchronisation. `leaving`: it is this peer's last round.
 
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
@@ -65,7 +66,7 @@ class SyncRounds:
         statement = await self._state(target_round, tokens, routed, leaving)
         group = await self.rendezvous.join(statement)
         grouped = time.monotonic()
-        plan = self._make_plan(group)
+        plan = self._make_plan(group, experts=self._clock.synchronises_experts(group.round))
         self.listener.notify(GroupFormed(group.round, len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)

@@ -8,7 +8,8 @@ A peer needs, where N is the number of weights and T the number trained here (sh
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments in fp32 while a checkpoint is written. With error feedback,
   a round keeps its encoded contributions, too, and a checkpoint also copies the live weights (4 T), all of which differ
-  from the reference. The model of a GPU is put together on the host, without gradients and moments.
+  from the reference; it also copies the held experts, if they do not take part in every round. The model of a GPU is
+  put together on the host, without gradients and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -76,6 +77,7 @@ class Workload:
     on_disk: bool  # whether the reference and the contribution are
     num_ranks: int = 1  # of this peer, all on this machine
     kept_codec: Codec | None = None  # of the contributions, if it has error feedback
+    experts_differ: bool = False  # from the reference after most rounds, so that checkpoints copy them
 
     @classmethod
     def of(cls, run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Workload:
@@ -96,6 +98,7 @@ class Workload:
             kept_codec=codecs[0] if codecs[0].error_feedback else None,
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
             num_ranks=num_ranks,
+            experts_differ=run.round.expert_every > 1,
         )
 
     def foreign_bytes(self, num_experts: int) -> ForeignBytes:
@@ -145,9 +148,12 @@ class Workload:
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": in_round,
-            "checkpoint": int(self.moment_bytes("host", num_experts).on_host)
-            + (_WEIGHT * trained if self.kept_codec is not None else 0),
+            "checkpoint": int(self.moment_bytes("host", num_experts).on_host),
         }
+        if self.kept_codec is not None:
+            host["checkpoint"] += weights
+        elif self.experts_differ:
+            host["checkpoint"] += _WEIGHT * num_experts * self.layout.expert_block(0).size
         if self.optimizer_states == "host":
             host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
             if self.live_weights == "bf16":

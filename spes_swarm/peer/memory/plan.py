@@ -11,6 +11,7 @@ import torch
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, as_flags, gigabytes
 from spes_swarm.peer.memory.choices import Choice, choices, step_shape
@@ -45,8 +46,9 @@ class Plan:
     device: dict[str, int]  # by class, of each GPU; on a CPU in host memory, beside `host`
     host: dict[str, int]
     peers: int  # in the swarm
-    round_bytes: int  # that a peer sends, and as many that it receives
-    round_seconds: float  # for these
+    round_bytes: int  # that a peer sends, and as many that it receives; the mean, where experts skip rounds
+    step_bytes: int  # of these, for each local step of the first rounds
+    round_seconds: float  # for them
     covering_peers: int  # how many such peers hold every expert once
 
     @property
@@ -144,7 +146,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
     shared = codec.num_bytes(shared_elements) + result_codec.num_bytes(shared_elements)
     all_experts = codec.num_bytes(work.layout.num_elements - shared_elements)
     # Shared parts are an all-reduce, and experts with one holder an all-gather.
-    round_bytes = int((peers - 1) / peers * (shared + all_experts))
+    round_bytes = int((peers - 1) / peers * (shared + all_experts / run.round.expert_every))
     sharing = planner.sharing
     step = {"activations": sharing * found.step.activations, "logits": sharing * found.step.logits}
     return Plan(
@@ -159,6 +161,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
         host=work.host_bytes(wanted),
         peers=peers,
         round_bytes=round_bytes,
+        step_bytes=round_bytes // RoundClock.of(run).inner_steps_after(0),
         round_seconds=8 * round_bytes / 1e6 / min(machine.upload, machine.download),
         covering_peers=-(-run.model.num_experts // wanted),
     )

@@ -111,5 +111,6 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
         round_number=group.round,
         trained_in=versions,
         reserved=reserved,
+        kept=plan.deferred,
         rules=rules,
     )

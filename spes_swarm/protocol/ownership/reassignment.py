@@ -15,6 +15,9 @@ own row of it, without negotiation, and no two peers decide differently. In this
 The limit on one member never costs an expert its last holder: a member keeps or adopts experts that no other peer has
 room for, until a peer with room takes them over.
 
+A holder gives up an expert only in a round in which the expert took part, because its work since then would be lost;
+experts without a holder are adopted in any round.
+
 Experts of absent peers stay reserved until their leases expire. If a user has named experts (`Holding.fixed`), the
 member adopts no others and gives up only those beyond the limit. Such a claim costs nothing and may be a lie, so it
 counts when others choose what to adopt, but no holder gives up an expert or moves because of it.
@@ -117,10 +120,18 @@ class Rules:
     replicas: int | None = None  # target number of holders per expert; None: peers hold all they have room for
     rotate_every_rounds: int = 10  # how long an expert is trained while others wait for its place
     most_each: int | None = None  # the most that one member holds while others can hold the rest; None: no limit
+    expert_every: int = 1  # rounds from one synchronisation of all experts to the next
 
     def limit(self, num_experts: int) -> int:
         """The most experts of `num_experts` that one member holds while others can hold the rest."""
         return num_experts if self.most_each is None else min(self.most_each, num_experts)
+
+    def rotates(self, round_number: int) -> bool:
+        """Returns True if experts rotate after this round: the first at or past each multiple with all experts."""
+        if round_number % self.expert_every:
+            return False
+        before = round_number - self.expert_every
+        return round_number // self.rotate_every_rounds > before // self.rotate_every_rounds
 
 
 def reserved_experts(held: Iterable[int], views: Collection[Collection[int]]) -> set[int]:
@@ -139,6 +150,7 @@ def reassign(
     round_number: int,
     trained_in: Sequence[int],
     reserved: Collection[int] = (),
+    kept: Collection[int] = (),
     rules: Rules | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """What each peer of the table holds from now on; see the top of this file.
@@ -151,9 +163,10 @@ def reassign(
         round_number: the round that was committed.
         trained_in: for each expert, the round in which it was last trained.
         reserved: experts that no peer in the table holds, but on which an absent peer has an unexpired lease.
+        kept: experts that did not take part in the round: no holder gives them up.
         rules: of the run; None: the defaults.
     """
-    moves = _Moves(table, num_experts, round_number, trained_in, reserved, rules or Rules())
+    moves = _Moves(table, num_experts, round_number, trained_in, reserved, kept, rules or Rules())
     moves.shed_room()
     # With a replication target, one rule may trigger another. This terminates: the number of replicas up to the
     # target only grows, and the number beyond it only shrinks or spreads.
@@ -183,11 +196,13 @@ class _Moves:
         round_number: int,
         trained_in: Sequence[int],
         reserved: Collection[int],
+        kept: Collection[int],
         rules: Rules,
     ) -> None:
         self._round = round_number
         self._trained_in = trained_in
         self._rules = rules
+        self._kept = frozenset(kept)
         self.held = {peer: set(holding.experts) for peer, holding in table.items()}
         self._limit = rules.limit(num_experts)
         # Only of peers whose experts no user has named. Their room beyond the limit is a last resort.
@@ -239,8 +254,8 @@ class _Moves:
     def shed_room(self) -> None:
         """A peer that holds more than it has room for gives up the experts with the most holders."""
         for peer in sorted(peer for peer, room in self._whole_room.items() if len(self.held[peer]) > room):
-            while len(self.held[peer]) > self._whole_room[peer]:
-                self._drop(peer, max(self.held[peer], key=self._spare))
+            while len(self.held[peer]) > self._whole_room[peer] and (free := self.held[peer] - self._kept):
+                self._drop(peer, max(free, key=self._spare))
 
     # The limit on one member.
 
@@ -261,8 +276,8 @@ class _Moves:
         """
         shed: dict[int, list[str]] = {}
         for peer in sorted(self.held, key=lambda peer: (peer in self._room, self._turn[peer])):
-            while len(self.held[peer]) > self._limit:
-                expert = max(self.held[peer], key=self._spare)
+            while len(self.held[peer]) > self._limit and (free := self.held[peer] - self._kept):
+                expert = max(free, key=self._spare)
                 self._drop(peer, expert)
                 shed.setdefault(expert, []).append(peer)
         return shed
@@ -296,7 +311,7 @@ class _Moves:
         changed = False
         for expert in self._experts:
             surplus = len(self._movable[expert]) - enough
-            if surplus > 0:
+            if surplus > 0 and expert not in self._kept:
                 # The holders with the most experts go first; no peer is left without one.
                 able = sorted(
                     (peer for peer in self._movable[expert] if len(self.held[peer]) > 1),
@@ -373,7 +388,7 @@ class _Moves:
                         peer, wanted = came_by[given_up]
                         steps.append((peer, given_up, wanted))
                     return steps
-                for other in sorted(self.held[peer] - seen):
+                for other in sorted(self.held[peer] - seen - self._kept):
                     seen.add(other)
                     came_by[other] = peer, wanted
                     queue.append(other)
@@ -400,7 +415,8 @@ class _Moves:
             again = False
             waiting = [self._need(expert) for expert in self._experts]
             heapq.heapify(waiting)
-            most = sorted((e for e in self._experts if self._movable[e]), key=lambda e: (-len(self._movable[e]), e))
+            movable = [e for e in self._experts if self._movable[e] and e not in self._kept]
+            most = sorted(movable, key=lambda e: (-len(self._movable[e]), e))
             while waiting and most and self._too_many(waiting[0][-1]) <= len(self._movable[most[0]]):
                 *_, expert = heapq.heappop(waiting)
                 self._move_to(expert, most)
@@ -439,13 +455,18 @@ class _Moves:
 
         A rotation moves a member in any case, so it prefers experts that have other holders, even if only by name.
         """
-        if self._round % self._rules.rotate_every_rounds:
+        if not self._rules.rotates(self._round):
             return
         waiting = sorted(self._need(expert) for expert in self._experts if not self._count[expert])
         if not waiting:
             return
         places = sorted(
-            ((peer, expert) for peer in self._room for expert in self.held[peer] if (peer, expert) not in self._gained),
+            (
+                (peer, expert)
+                for peer in self._room
+                for expert in self.held[peer] - self._kept
+                if (peer, expert) not in self._gained
+            ),
             key=lambda place: (
                 self._count[place[1]] == 1,
                 blake3(f"{self._round}|{place[0]}|{place[1]}".encode()).digest(),

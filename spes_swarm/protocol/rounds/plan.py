@@ -133,7 +133,11 @@ class Plan:
     blocks: dict[int, BlockPlan]  # only the blocks that have parts
     parts: tuple[Part, ...]
     claims: tuple[Claim, ...] = ()  # one per member
-    median_rms: tuple[float, float] = (0.0, 0.0)  # see clipping.median_rms
+    # See clipping.median_rms. None for the experts: this round does not synchronise them.
+    median_rms: tuple[float, float | None] = (0.0, 0.0)
+    # Experts that this round does not synchronise: their holders' work since the last synchronisation is not in the
+    # reference, and stays in their live weights.
+    deferred: frozenset[int] = frozenset()
 
     def block_of(self, part: Part) -> BlockPlan:
         """The plan of the part's block."""
@@ -157,7 +161,13 @@ class Plan:
 
 
 def make_plan(
-    group: Group, layout: Layout, max_part_elements: int, *, clip: float = 0.0, warmup_rounds: int = 0
+    group: Group,
+    layout: Layout,
+    max_part_elements: int,
+    *,
+    clip: float = 0.0,
+    warmup_rounds: int = 0,
+    experts: bool = True,
 ) -> Plan:
     """Derives the plan from the members' statements.
 
@@ -167,11 +177,17 @@ def make_plan(
         max_part_elements: of the run's configuration.
         clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
         warmup_rounds: rounds in which the learning rate rises, so differences grow with the square of the steps.
+        experts: whether all experts take part. Otherwise only those do whose work would be lost: that a member holds
+            that is leaving or has another base. The other holders of such an expert contribute, too.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
     bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
-    block_plans = [_plan_block(members, lineages, block.index, bounds) for block in layout.blocks]
+    deferred: set[int] = set()
+    block_plans = [
+        _plan_block(members, lineages, block.index, bounds, None if experts or block.expert is None else deferred)
+        for block in layout.blocks
+    ]
     load = [0.0] * len(members)  # elements that each member reduces, over its bandwidth
     stated = [member.statement.bandwidth_mbps for member in members]
     bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
@@ -199,7 +215,9 @@ def make_plan(
         for contribution in block_plan.contributions:
             made[contribution.member].append((index, contribution))
     claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
-    return Plan(group.round, len(members), blocks, tuple(parts), claims, median_rms(bounds.stated))
+    shared_rms, expert_rms = median_rms(bounds.stated)
+    lengths = shared_rms, expert_rms if experts else None
+    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred))
 
 
 class _Bounds:
@@ -272,9 +290,13 @@ def common_lineage(members: Sequence[Member], among: Collection[int] | None = No
 
 
 def _plan_block(
-    members: Sequence[Member], lineages: Sequence[Lineage], block: int, bounds: _Bounds
+    members: Sequence[Member], lineages: Sequence[Lineage], block: int, bounds: _Bounds, deferred: set[int] | None
 ) -> BlockPlan | None:
-    """The plan of one block; None if there is nothing to do."""
+    """The plan of one block; None if there is nothing to do.
+
+    With a set of `deferred` experts, the block is an expert's that takes part only if work would be lost; otherwise it
+    is added to the set.
+    """
     holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
     for i, member in enumerate(members):
         holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
@@ -286,6 +308,9 @@ def _plan_block(
     version, digest = max(holders_of_base, key=preference)
     in_base = frozenset(holders_of_base[version, digest])
     weights = _weights(members, block, bounds)
+    if deferred is not None and all(i in in_base and not members[i].statement.leaving for i, _ in weights):
+        deferred.add(block - 1)
+        weights = []
     # Lineages matter only for members with another base, and there are few of these.
     others = [i for i, _ in weights if i not in in_base]
     base_lineage = common_lineage(members, in_base) if others else None
@@ -320,8 +345,10 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tup
     raw = {
         i: m.statement.routed[m.statement.held.index(expert)]
         for i, m in enumerate(members)
-        if expert in m.statement.held and m.statement.tokens > 0
+        if expert in m.statement.held
     }
+    # After a round without experts, a member that has done no step since still has work on them.
+    raw = {i: count for i, count in raw.items() if count > 0 or members[i].statement.tokens > 0}
     if not any(raw.values()):  # no token was routed to this expert, but weight decay and merges changed it
         return [(i, 1.0) for i in raw]
     # The lower median: with two members the larger claim must not be its own measure.

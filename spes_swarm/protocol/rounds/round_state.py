@@ -77,6 +77,7 @@ class CommitReport:
     parts_missing: int
     changed_blocks: tuple[int, ...]
     experts_covered: int
+    deferred_experts: frozenset[int] = frozenset()  # see Plan.deferred
 
 
 @dataclass(eq=False)
@@ -460,6 +461,7 @@ class RoundState:
             parts_missing=len(self.missing()),
             changed_blocks=tuple(sorted(changed)),
             experts_covered=len(covered),
+            deferred_experts=self.plan.deferred,
         )
 
     def _update_target(

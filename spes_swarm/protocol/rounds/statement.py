@@ -37,7 +37,8 @@ class Statement(SignedModel):
     round: _Round  # the round to be committed
     held: list[Annotated[int, Field(ge=0)]]  # experts trained by this member, ascending
     tokens: _Count  # tokens trained on since the member's last commit
-    routed: list[_Count]  # of those, how many were routed to each held expert (all layers together)
+    # Tokens routed to each held expert (all layers together) since its last synchronisation.
+    routed: list[_Count]
     # Root mean square of its differences to its own reference: of the shared block, then of each held expert. They
     # determine how large a difference may be; see clipping.py.
     rms: list[_Length]

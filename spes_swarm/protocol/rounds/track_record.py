@@ -37,7 +37,7 @@ class TrackRecords:
         round_number: int,
         ratios: Iterable[tuple[str, float]],
         in_order: Collection[str],
-        median_rms: tuple[float, float] = (0.0, 0.0),
+        median_rms: tuple[float, float | None] = (0.0, 0.0),
     ) -> None:
         """Records a commit.
 
@@ -45,9 +45,13 @@ class TrackRecords:
             round_number: of the commit.
             ratios: for each member, its claimed tokens over the group's lower median.
             in_order: the members whose contributions are in the results and bear out their claims.
-            median_rms: lower medians of the stated RMS, of the shared block and of experts.
+            median_rms: lower medians of the stated RMS, of the shared block and of experts; None if the experts did
+                not take part, so that what is remembered is the length of a whole difference.
         """
-        shared, expert = (max(_FADING * usual, now) for usual, now in zip(self.usual_rms, median_rms, strict=True))
+        shared, expert = (
+            usual if now is None else max(_FADING * usual, now)
+            for usual, now in zip(self.usual_rms, median_rms, strict=True)
+        )
         self.usual_rms = shared, expert
         for peer_id, ratio in ratios:
             self._last_commit[peer_id] = round_number

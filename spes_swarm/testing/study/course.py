@@ -124,7 +124,8 @@ def run_arm(
                 swarm.remove(peer)
             leaving = []
         holders += sum(len(peer.model.held) for peer in swarm.peers)
-        num_bytes += swarm.hold_round(leaving).payload_bytes
+        is_last = done + inner_steps == config.steps
+        num_bytes += swarm.hold_round(leaving, last=is_last).payload_bytes
         for place in churn.arriving(swarm.round):
             newcomer = _join(swarm, config, run, stream, num_arrived, place)
             places[newcomer.name] = place

@@ -159,6 +159,24 @@ def test_the_quickstart_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--micro-batch-size          4\n" in printed(capsys, "--device", "cpu", "--batch-size", "4")
 
 
+def test_experts_that_skip_rounds_cost_fewer_bytes_and_are_copied_for_checkpoints() -> None:
+    def made(**changes: Any) -> Plan:
+        return plan(
+            replace(RUN, round=replace(RUN.round, codec="fp16", inner_steps=10, **changes)),
+            2,
+            machine(CPU, 10**12),
+            peers=4,
+        )
+
+    always, sometimes = made(), made(expert_every=5)
+    layout = Workload.of(RUN, PeerConfig(), CPU).layout
+    shared, expert = layout.blocks[0].size, layout.expert_block(0).size
+    assert always.round_bytes == pytest.approx(3 / 4 * 2 * (2 * shared + 4 * expert), rel=0.01)  # fp16
+    assert sometimes.round_bytes == pytest.approx(3 / 4 * 2 * (2 * shared + 4 * expert / 5), rel=0.01)
+    assert sometimes.step_bytes == sometimes.round_bytes // 10
+    assert sometimes.host["checkpoint"] - always.host["checkpoint"] == 4 * 2 * expert
+
+
 def test_json_has_everything_that_the_table_has(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device", "cpu", "--experts", "0,1"]
     made = json.loads(printed(capsys, *arguments, "--json"))
@@ -176,6 +194,7 @@ def test_json_has_everything_that_the_table_has(capsys: pytest.CaptureFixture[st
                 "training",
                 "together",
                 "bytes_each_way_in_a_round",
+                "bytes_each_way_for_a_local_step",
                 "seconds_for_them",
                 "such_peers_that_cover_all_experts",
             }
