@@ -134,7 +134,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="bench-rounds-") as name:
                 started = time.monotonic()
                 result = measure(num_peers, inner_steps, options.rounds, Path(name) / "swarm")
-            result["summary"] = short = summary(result)
+            result["summary"] = summary(result)
             results.append(result)
             print(line(result, time.monotonic() - started), flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
