@@ -49,6 +49,7 @@ from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
+_SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
 _Record = TypeVar("_Record", bound=Record)
 
@@ -246,8 +247,11 @@ class RunServices(RunCommands):
     async def refresh(self) -> None:
         """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None
-        new = self._state.roster.update(await self._records.read("progress", Progress))
-        self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
+        progress, leases = await asyncio.gather(
+            self._records.read("progress", Progress), self._records.read("leases", Lease)
+        )
+        new = self._state.roster.update(progress)
+        self._state.leases.update(self._heard_of(leases))
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
@@ -358,15 +362,19 @@ class RunServices(RunCommands):
         """See RunCommands."""
         self._round_task = asyncio.current_task()
         self._announcer.in_round = True
-        self._announcer.announce_soon()
+        # Writing a record takes time from a short round, which is over when others could read it.
+        announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
-            return await self._hold_round(tokens, routed, leaving)
+            outcome = await self._hold_round(tokens, routed, leaving)
+            self._listener.notify(self._view())  # the trainer's is from before the commit: with the last round's counts
+            return outcome
         except (RoundError, TransferError):
             self._faults.note("round")
             raise
         except Exception as exc:  # one failed round must not end the session; its work is in the next difference
             raise RoundError(f"unexpected error: {exc!r}") from exc
         finally:
+            announcement.cancel()
             self._announcer.in_round = False
             self._announcer.announce_soon()
 

@@ -399,8 +399,6 @@ class Trainer:
         times = {"apply_seconds": applied - started, "evaluate_seconds": time.monotonic() - applied}
         self._report(report, alpha, self._losses, held_out, times)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
-        # The view is from before the commit, so its counts are those of the last round.
-        self._network.renew_view(30.0)
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
             setup.publishing.consider(self.round, lambda: self._saver.start(self.round, self.step))
