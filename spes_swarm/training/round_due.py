@@ -20,10 +20,11 @@ from spes_swarm.config.run import RoundConfig
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import SwarmView, TokenCounts
 
-_MIN_COUNT_INTERVAL_S = 0.1
+_MIN_COUNT_INTERVAL_S = 0.03
 _ASK_SHARE = 0.6  # of the round, by records: from then on the others are asked
 _ASK_AGAIN_SHARE = 0.7  # of the time that is left until the round is due, as it seems
-_MAX_PREDICTED_SHARE = 0.5  # of the others' inner steps; more than that is not predicted from one answer
+_ASK_AHEAD_STEPS = 1.5  # at the latest: so the answers are there, and hardly older than a step, when a round is due
+_MAX_PREDICTED_STEPS = 1.0  # of each other peer, from one answer: it may have been interrupted since
 _MIN_MEDIAN_SHARE, _MAX_MEDIAN_SHARE = 0.125, 1.25  # of its inner steps, done by the median peer
 
 
@@ -35,7 +36,8 @@ class Pace:
         self._config = config
         self._tokens_per_step = tokens_per_step
         self._count: Future[TokenCounts] | None = None  # pending: the token counts of the other peers
-        self._count_at = 0.0
+        self._count_at = 0.0  # monotonic time from which on they are asked again
+        self._asked_at = 0.0
         self._known: TokenCounts | None = None  # the last answers
         self.progress = 0.0  # of the current round, 0 to 1, as of the last call of `due`
 
@@ -61,13 +63,14 @@ class Pace:
                 return True
             missing = wanted - self._done(tokens, view, now)
             missing_s = missing / (self._known.tokens_per_second + tokens_per_second + 1.0)
+            ahead_s = missing_s - _ASK_AHEAD_STEPS * self._tokens_per_step / (tokens_per_second + 1.0)
             # Ask again after another quarter of this peer's inner steps at the latest: the median may make the round
             # due before the sum does.
-            missing_s = min(missing_s, own / 4 / (tokens_per_second + 1.0))
-            self._count_at = now + max(_MIN_COUNT_INTERVAL_S, _ASK_AGAIN_SHARE * missing_s)
+            later_s = min(_ASK_AGAIN_SHARE * missing_s, ahead_s, _ASK_AGAIN_SHARE * own / 4 / (tokens_per_second + 1.0))
+            self._count_at = max(self._asked_at + _MIN_COUNT_INTERVAL_S, now + later_s)
         may_be_due = estimate >= _ASK_SHARE * wanted or tokens >= _MAX_MEDIAN_SHARE * own
         if self._count is None and may_be_due and now >= self._count_at:
-            self._count = self._network.submit(Commands.count_tokens)
+            self._count, self._asked_at = self._network.submit(Commands.count_tokens), now
         if self._known is None:
             return False
         # A round ends between two steps; the nearest such moment is at most half a step of each peer away.
@@ -91,6 +94,6 @@ class Pace:
         """Predicts what all peers have done by now."""
         known = self._known
         assert known is not None
-        since = known.tokens_per_second * max(0.0, now - known.at)  # if they have not stopped
-        most = _MAX_PREDICTED_SHARE * self._config.inner_steps * view.tokens_per_step
+        since = known.tokens_per_second * max(0.0, now - known.at)
+        most = _MAX_PREDICTED_STEPS * view.tokens_per_step
         return self._counted(tokens) + known.tokens + known.begun + min(since, most)

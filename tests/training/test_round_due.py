@@ -101,21 +101,22 @@ def test_a_round_is_due_when_all_have_together_done_their_steps(num_others: int)
 
 
 def test_what_the_others_do_after_they_have_answered_is_predicted(clock: SimpleNamespace) -> None:
-    """They were asked four steps before the end; this peer has done its steps, and asks nobody again."""
-    others: Any = Others(INNER_STEPS - 5.0)
+    """They were asked in their last step but one; this peer has done its steps, and waits for the next answers."""
+    others: Any = Others(INNER_STEPS - 2.0)
     others.clock = clock
     pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
     tokens = INNER_STEPS * STEP
     assert not pace.due(tokens, STEP)
     others.answer = False
-    for later_s, expected in ((0.0, False), (3.0, False), (1.0, True)):
+    for later_s, expected in ((0.0, False), (0.4, False), (0.2, True)):
         clock.now += later_s
         assert pace.due(tokens, STEP) is expected
 
 
-def test_at_most_half_a_round_is_predicted_from_one_answer(clock: SimpleNamespace) -> None:
-    for steps, expected in ((INNER_STEPS / 4, False), (INNER_STEPS / 2, True)):
-        others: Any = Others(steps)
+def test_at_most_one_step_is_predicted_from_one_answer(clock: SimpleNamespace) -> None:
+    """Others that are interrupted after an answer do not make a round much too short."""
+    for missing, expected in ((3.0, False), (2.0, True)):
+        others: Any = Others(*[INNER_STEPS - missing] * 3)
         others.clock = clock
         pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
         assert not pace.due(INNER_STEPS * STEP, STEP)

@@ -29,7 +29,7 @@ class _Count:
     """What one peer has done since the last commit, by its own account."""
 
     tokens: int  # in finished steps
-    begun: float  # in the step that it is taking
+    begun: float  # in the step that it was taking at `at`
     tokens_per_second: float
     at: float  # monotonic time
 
@@ -103,7 +103,7 @@ class TokenCount:
                 return _Count(tokens, step / 2, 0.0, asked)
             answered = time.monotonic()
             speed = min(speed, limit / _TIMEOUT_S)
-            return _Count(tokens, min(step, speed * begun_s), speed, (asked + answered) / 2)
+            return _Count(tokens, speed * begun_s, speed, (asked + answered) / 2)
 
         views = self._roster.voices()
         counts = await asyncio.gather(*(ask(view) for view in views))
@@ -112,7 +112,10 @@ class TokenCount:
         return TokenCounts(
             tokens=sum(count.tokens for count in counts),
             steps=tuple(count.tokens / size for count, size in zip(counts, sizes, strict=True)),
-            begun=sum(count.begun + count.tokens_per_second * (now - count.at) for count in counts),
+            begun=sum(
+                min(size, count.begun + count.tokens_per_second * (now - count.at))
+                for count, size in zip(counts, sizes, strict=True)
+            ),
             tokens_per_second=sum(count.tokens_per_second for count in counts),
             at=now,
             behind=self._roster.swarm_round(self._reference.round) > self._reference.round,
