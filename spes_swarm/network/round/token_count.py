@@ -56,7 +56,7 @@ class TokenCount:
         presence = self.announcer.presence
         tokens, gathering = presence.tokens if presence else 0, self.gathering()
         # Before its first step since a commit a peer may still evaluate.
-        stepping = presence is not None and tokens > 0 and not gathering
+        stepping = presence is not None and tokens > 0 and not self.announcer.in_round
         return {
             "round": self._reference.round,
             "tokens": tokens,
