@@ -6,6 +6,7 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -49,6 +50,7 @@ from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
+_FRESH_S = 0.5  # it does not wait for records if some were read so recently
 _SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
 _Record = TypeVar("_Record", bound=Record)
@@ -66,6 +68,7 @@ class RunServices(RunCommands):
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
+        self._refreshed_at = -math.inf  # monotonic time when records were read last
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -252,6 +255,7 @@ class RunServices(RunCommands):
         )
         new = self._state.roster.update(progress)
         self._state.leases.update(self._heard_of(leases))
+        self._refreshed_at = time.monotonic()
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
@@ -390,8 +394,10 @@ class RunServices(RunCommands):
             await asyncio.wait({self._round_task})
 
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway.
-        await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
+        # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway. All
+        # peers begin a round at the same time, so a search by each delays short rounds.
+        if time.monotonic() - self._refreshed_at > _FRESH_S:
+            await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
