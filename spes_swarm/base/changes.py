@@ -19,7 +19,8 @@ class Changes:
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the next change; returns True if it came within `timeout_s`."""
         try:
-            await asyncio.wait_for(self._next.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._next.wait()
         except TimeoutError:
             return False
         return True

@@ -27,6 +27,7 @@ class Announcer:
     reachable: Callable[[], bool]  # whether other peers can open connections to this one
     on_fault: FaultSink  # called if no DHT node accepts a record
     presence: Presence | None = None  # what the trainer reported last
+    presence_at: float = 0.0  # monotonic time of that report; the trainer reports after each step
     volunteering: tuple[bytes, bool] | None = None  # digest of the target (see election.py), and whether it publishes
     in_round: bool = False
     round_seconds: float = 0.0  # of the last round
@@ -68,7 +69,7 @@ class Announcer:
 
     def set_presence(self, presence: Presence) -> None:
         """Takes the trainer's report. A change of state or of the round's losses is announced at once."""
-        known, self.presence = self.presence, presence
+        known, self.presence, self.presence_at = self.presence, presence, time.monotonic()
         if known is None or known.state != presence.state or known.losses != presence.losses:
             self._wanted.set()
 

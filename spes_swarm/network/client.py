@@ -125,10 +125,6 @@ class NetworkClient(Port):
         """See Port."""
         return self._called_round
 
-    def renew_view(self, wait_s: float) -> None:
-        """See Port."""
-        self._take_view(self.ask(Commands.view, wait_s))
-
     def submit(
         self,
         command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],

@@ -6,6 +6,7 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -49,6 +50,8 @@ from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.ownership.moment_rules import num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
+_FRESH_S = 0.5  # it does not wait for records if some were read so recently
+_SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
 _Record = TypeVar("_Record", bound=Record)
 
@@ -65,6 +68,7 @@ class RunServices(RunCommands):
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
+        self._refreshed_at = -math.inf  # monotonic time when records were read last
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -246,8 +250,12 @@ class RunServices(RunCommands):
     async def refresh(self) -> None:
         """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None
-        new = self._state.roster.update(await self._records.read("progress", Progress))
-        self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
+        progress, leases = await asyncio.gather(
+            self._records.read("progress", Progress), self._records.read("leases", Lease)
+        )
+        new = self._state.roster.update(progress)
+        self._state.leases.update(self._heard_of(leases))
+        self._refreshed_at = time.monotonic()
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
@@ -360,15 +368,19 @@ class RunServices(RunCommands):
         """See RunCommands."""
         self._round_task = asyncio.current_task()
         self._announcer.in_round = True
-        self._announcer.announce_soon()
+        # Writing a record takes time from a short round, which is over when others could read it.
+        announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
-            return await self._hold_round(tokens, routed, leaving)
+            outcome = await self._hold_round(tokens, routed, leaving)
+            self._listener.notify(self._view())  # the trainer's is from before the commit: with the last round's counts
+            return outcome
         except (RoundError, TransferError):
             self._faults.note("round")
             raise
         except Exception as exc:  # one failed round must not end the session; its work is in the next difference
             raise RoundError(f"unexpected error: {exc!r}") from exc
         finally:
+            announcement.cancel()
             self._announcer.in_round = False
             self._announcer.announce_soon()
 
@@ -384,8 +396,10 @@ class RunServices(RunCommands):
             await asyncio.wait({self._round_task})
 
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
-        # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway.
-        await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
+        # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway. All
+        # peers begin a round at the same time, so a search by each delays short rounds.
+        if time.monotonic() - self._refreshed_at > _FRESH_S:
+            await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:

@@ -204,18 +204,11 @@ class Port(Protocol):
 
     @property
     def view(self) -> SwarmView | None:
-        """The latest view of the other peers; None before the first one."""
+        """The latest view of the other peers; None before the first one. After a round it is no older than its end."""
 
     @property
     def called_round(self) -> int:
         """The newest round that a leader has called; 0 before the first one."""
-
-    def renew_view(self, wait_s: float) -> None:
-        """Reads the other peers' records now; afterwards `view` is no older than this call.
-
-        Raises:
-            NetworkProcessError: the network process has ended, or did not answer within `wait_s`.
-        """
 
     def submit(
         self,

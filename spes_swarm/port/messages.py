@@ -72,8 +72,11 @@ class SwarmView:
 class TokenCounts:
     """What the other peers have processed since the last commit."""
 
-    tokens: int  # in total
-    steps: tuple[float, ...]  # inner steps of each peer
+    tokens: int  # in total, in finished steps
+    steps: tuple[float, ...]  # finished inner steps of each peer
+    begun: float = 0.0  # estimate of their tokens in the steps that they were taking at `at`
+    tokens_per_second: float = 0.0  # their total speed in these steps
+    at: float = 0.0  # monotonic time (the same clock in both processes)
     behind: bool = False  # most of them have committed a round that this peer has not
     called: bool = False  # this peer is a newcomer, and one of its initial peers is gathering for a round
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from spes_swarm.base.errors import NetworkProcessError
@@ -16,7 +17,9 @@ from spes_swarm.training.setup import TrainingStatus
 class RoundEvents:
     """Writes `round` events; at most one is pending, until its traffic is known.
 
-    Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later.
+    Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later. So
+    is the time that this peer stood still for it: `standstill_seconds` is all time outside inner steps since the event
+    before, up to the first step after the commit; None if no step followed.
     """
 
     def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:
@@ -25,11 +28,25 @@ class RoundEvents:
         self._status = status
         self._on_written = on_written
         self._pending: tuple[dict[str, Any], Future[tuple[int, int]]] | None = None
+        self._standstill_s = 0.0
+        self._stepped_at: float | None = None  # monotonic time of the end of the last step
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Encloses an inner step: all other time is standstill."""
+        if self._stepped_at is not None:
+            self._standstill_s += time.monotonic() - self._stepped_at
+        if self._pending is not None and self._pending[0]["standstill_seconds"] is None:
+            self._pending[0]["standstill_seconds"], self._standstill_s = self._standstill_s, 0.0
+        try:
+            yield
+        finally:
+            self._stepped_at = time.monotonic()
 
     def committed(self, fields: dict[str, Any]) -> None:
         """Stores the fields of an event at its round's commit; a pending event is written first."""
         self.write(wait_s=0.0)
-        self._pending = fields, self._network.submit(Commands.traffic)
+        self._pending = {**fields, "standstill_seconds": None}, self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:
         """Writes the pending event if its traffic is known."""

@@ -170,7 +170,7 @@ class Trainer:
                 if not self._round_config.overlap:
                     self._await_round()
                     continue
-            with self._step_memory.guard(self._optimiser):
+            with self._step_memory.guard(self._optimiser), self._round_events.step():
                 self._train_step()
             self._saver.before_step()
             self._handover.take(self.round)
@@ -380,6 +380,7 @@ class Trainer:
     def _follow_commit(self, report: RoundReport) -> None:
         """Applies the outcome of a committed round to the live weights."""
         setup = self._setup
+        started = time.monotonic()
         previous = self.round
         self.round = report.commit.round
         setup.sampler.follow(report.commit.members)
@@ -389,6 +390,7 @@ class Trainer:
         self._change_experts(report)
         alpha = self._live.merge_if_due(self.round, previous)
         self._rounds_done += 1
+        applied = time.monotonic()
         held_out = self._evaluate()
         self._losses = RoundLosses(
             round=self.round,
@@ -397,10 +399,9 @@ class Trainer:
             eval_loss_stderr=_finite(held_out.stderr if held_out else None),
             **self._routing.commit(self.round, evaluated=held_out is not None),
         )
-        self._report(report, alpha, self._losses, held_out)
+        times = {"apply_seconds": applied - started, "evaluate_seconds": time.monotonic() - applied}
+        self._report(report, alpha, self._losses, held_out, times)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
-        # The view is from before the commit, so its counts are those of the last round.
-        self._network.renew_view(30.0)
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
             setup.publishing.consider(self.round, lambda: self._saver.start(self.round, self.step))
@@ -433,7 +434,12 @@ class Trainer:
         return None  # a rank has ended; the next step reports it
 
     def _report(
-        self, report: RoundReport, alpha: float | None, losses: RoundLosses, held_out: HeldOutLoss | None
+        self,
+        report: RoundReport,
+        alpha: float | None,
+        losses: RoundLosses,
+        held_out: HeldOutLoss | None,
+        times: dict[str, float],
     ) -> None:
         commit, status = report.commit, self._setup.status
         # This comes first: it writes the previous event, whose callback reads the status of that round.
@@ -443,6 +449,7 @@ class Trainer:
                 "peers": len(commit.members),
                 "group_seconds": report.group_seconds,
                 "exchange_seconds": report.exchange_seconds,
+                **times,
                 "parts_total": commit.parts_total,
                 "parts_missing": commit.parts_missing,
                 "digest": report.digest,

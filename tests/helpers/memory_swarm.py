@@ -106,6 +106,7 @@ class MemoryPeer:
         return TokenCounts(
             sum(presence.tokens for presence in training),
             tuple(presence.tokens / presence.tokens_per_step for presence in training),
+            begun=sum(presence.tokens_per_step for presence in training) / 2,
         )
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:

@@ -40,9 +40,6 @@ class LocalPort(Port):
         """See Port."""
         return int(self._executor.called_round)
 
-    def renew_view(self, wait_s: float) -> None:
-        """See Port."""
-
     def submit(
         self,
         command: Callable[Concatenate[Commands, _Args], Coroutine[Any, Any, _Result]],

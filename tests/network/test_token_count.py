@@ -69,6 +69,37 @@ def test_who_is_silent_counts_with_its_record() -> None:
     assert count({"a": None}, record_round=OWN_ROUND - 1).steps == (0.0,)
 
 
+def test_the_step_under_way_is_estimated_from_its_speed_and_duration() -> None:
+    stepping = {"round": 5, "tokens": 256, "speed": 10.0 * STEP, "step_s": 0.025}
+    counts = count({"a": stepping, "b": {**stepping, "step_s": 100.0}})
+    assert counts.tokens == 512
+    assert counts.tokens_per_second == 20.0 * STEP
+    # b's step takes longer than its speed tells, but it is still one step; a little time passes before the end.
+    assert counts.begun == pytest.approx(1.25 * STEP, abs=0.5 * STEP)
+    assert counts.begun >= 1.25 * STEP
+    waiting = {"round": 5, "tokens": 256, "gathering": True, "speed": 0.0, "step_s": 0.0}
+    assert count({"a": waiting}).begun == 0.0
+
+
+def test_who_has_done_nothing_since_the_commit_is_not_predicted() -> None:
+    """It may still evaluate, or not have committed yet."""
+    stepping = {"speed": 10.0 * STEP, "step_s": 1.0}
+    counts = count({"a": {"round": 5, "tokens": 0, **stepping}, "b": {"round": 4, "tokens": 999, **stepping}})
+    assert (counts.begun, counts.tokens_per_second) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), "7", None, [1.0], True])
+@pytest.mark.parametrize("key", ["speed", "step_s"])
+def test_who_names_no_speed_is_in_the_middle_of_a_step(key: str, wrong: object) -> None:
+    counts = count({"a": {"round": 5, "tokens": 256, "speed": 1.0, "step_s": 1.0, key: wrong}})
+    assert (counts.tokens, counts.begun, counts.tokens_per_second) == (256, STEP / 2, 0.0)
+
+
+def test_an_absurd_speed_counts_as_much_as_an_absurd_count() -> None:
+    counts = count({"a": {"round": 5, "tokens": 256, "speed": 1e300, "step_s": 1e300}})
+    assert counts.tokens_per_second == 4 * INNER_STEPS * MAX_STEP_RATIO * STEP
+
+
 @pytest.mark.parametrize("tokens", [-1, 2.5, True, None, "7", [7]])
 def test_what_is_no_count_is_nothing(tokens: object) -> None:
     assert count({"a": {"round": 5, "tokens": tokens}}).tokens == 0

@@ -37,12 +37,12 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
                 assert event["parts_missing"] == 0
                 assert event["payload_bytes_sent"] == pytest.approx(formula, rel=0.05)
                 assert event["payload_bytes_received"] == pytest.approx(formula, rel=0.05)
-        # Together they do the inner steps of all, give or take the steps that are under way when a round is called.
-        # (Not so in the first round: who calls it may not have seen everybody begin.)
+        # Together they do the inner steps of all, to the nearest step; up to one of each other peer is predicted. (Not
+        # so in the first round: who calls it may not have seen everybody begin.)
         inner_steps = SWARM_RUN["round"]["inner_steps"]
         for number in range(1, 20):
             done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
-            assert 4 * (inner_steps - 1) <= done, number
+            assert 4 * (inner_steps - 0.5) - 3 <= done, number
         held = [set(peer.events("join")[0]["experts"]) for peer in peers]
         assert {peer.events("join")[0]["kernel"] for peer in peers} == {"torch"}  # `auto` on a CPU
         assert set().union(*held) == set(range(8))

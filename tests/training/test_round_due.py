@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,15 @@ STEP = 100  # tokens per local step, of every peer
 class Others:
     """What the network process knows of the others, and answers when it is asked to count.
 
-    By their records, which are estimates, they have each done `estimate` steps; when asked, `steps`.
+    By their records, which are estimates, they have each done `estimate` steps; when asked, `steps`, each is in the
+    middle of another, and does one in a second.
     """
 
     def __init__(self, *steps: float, claimed_step: int = STEP, estimate: float = 10.0 * INNER_STEPS) -> None:
         self.now = 1000.0
         self.num_counts = 0
+        self.answer = True
+        self.clock = SimpleNamespace(now=self.now)  # of the answers
         self.claimed_step = claimed_step
         self.steps = steps
         self.estimate = estimate
@@ -49,8 +53,17 @@ class Others:
         assert command is Commands.count_tokens
         self.num_counts += 1
         answer: Future[TokenCounts] = Future()
-        tokens = int(sum(self.steps) * STEP)
-        answer.set_result(TokenCounts(tokens, self.steps, behind=self.behind, called=self.called))
+        if self.answer:
+            counts = TokenCounts(
+                int(sum(self.steps) * STEP),
+                self.steps,
+                begun=len(self.steps) * STEP / 2,
+                tokens_per_second=float(len(self.steps) * STEP),
+                at=self.clock.now,
+                behind=self.behind,
+                called=self.called,
+            )
+            answer.set_result(counts)
         return answer
 
 
@@ -79,12 +92,95 @@ def test_a_lone_peer_does_its_inner_steps() -> None:
 
 @pytest.mark.parametrize("num_others", [1, 2, 3, 7])
 def test_a_round_is_due_when_all_have_together_done_their_steps(num_others: int) -> None:
-    """A step that is under way will be done before its peer comes, so the others' last one counts already."""
+    """To the nearest step: the steps that the others are in will be done before they come."""
     ready = [INNER_STEPS - 1.0] * num_others
     assert is_due(INNER_STEPS, Others(*ready))
     assert not is_due(INNER_STEPS - 1, Others(*ready))
     ready[0] -= 1.0
     assert not is_due(INNER_STEPS, Others(*ready))
+
+
+def test_what_the_others_do_after_they_have_answered_is_predicted(clock: SimpleNamespace) -> None:
+    """They were asked in their last step but one; this peer has done its steps, and waits for the next answers."""
+    others: Any = Others(INNER_STEPS - 2.0)
+    others.clock = clock
+    pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
+    tokens = INNER_STEPS * STEP
+    assert not pace.due(tokens, STEP)
+    others.answer = False
+    for later_s, expected in ((0.0, False), (0.4, False), (0.2, True)):
+        clock.now += later_s
+        assert pace.due(tokens, STEP) is expected
+
+
+def test_at_most_one_step_is_predicted_from_one_answer(clock: SimpleNamespace) -> None:
+    """Others that are interrupted after an answer do not make a round much too short."""
+    for missing, expected in ((3.0, False), (2.0, True)):
+        others: Any = Others(*[INNER_STEPS - missing] * 3)
+        others.clock = clock
+        pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
+        assert not pace.due(INNER_STEPS * STEP, STEP)
+        others.answer = False
+        assert not pace.due(INNER_STEPS * STEP, STEP)
+        clock.now += 1000.0
+        assert pace.due(INNER_STEPS * STEP, STEP) is expected
+
+
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 0.5), (1.0, 0.7, 0.3, 2.0)])
+@pytest.mark.parametrize("inner_steps", [5, 50])
+def test_peers_that_decide_alike_do_their_steps(
+    clock: SimpleNamespace, speeds: tuple[float, ...], inner_steps: int
+) -> None:
+    """Whoever finds the round due first calls it, and the others end their steps: half a step each is the most."""
+    num_peers = len(speeds)
+    config: Any = SimpleNamespace(inner_steps=inner_steps, progress_ttl_s=30.0)
+    totals = []
+    for shift in range(10):
+        phases = [(0.37 * shift * i) % 1.0 for i in range(num_peers)]  # share of their first step that is done
+        clock.now, paces = 0.0, []
+        for i in range(num_peers):
+            rest = [(phases[j], speeds[j]) for j in range(num_peers) if j != i]
+            others: Any = _Running(clock, rest)
+            paces.append(Pace(others, config, STEP))
+        done = [0] * num_peers
+        due = False
+        while not due:
+            ends = [(done[i] + 1 - phases[i]) / speeds[i] for i in range(num_peers)]
+            first = min(range(num_peers), key=ends.__getitem__)
+            clock.now = ends[first]
+            done[first] += 1
+            due = paces[first].due(done[first] * STEP, speeds[first] * STEP)
+        totals.append(done[first] + sum(done[i] + 1 for i in range(num_peers) if i != first))
+        assert abs(totals[-1] - num_peers * inner_steps) <= num_peers / 2 + 1
+    assert sum(totals) / len(totals) == pytest.approx(num_peers * inner_steps, abs=num_peers / 4)
+
+
+class _Running(Others):
+    """Others that do `speed` steps in a second each, the first of which is begun at 0 s."""
+
+    def __init__(self, clock: SimpleNamespace, peers: list[tuple[float, float]]) -> None:
+        super().__init__(*[0.0] * len(peers))
+        self.clock, self.peers = clock, peers
+
+    @property
+    def view(self) -> SwarmView:
+        speed = sum(speed for _, speed in self.peers) * STEP
+        return replace(super().view, tokens=speed * self.clock.now, tokens_per_second=speed, at=self.clock.now)
+
+    def submit(self, command: object) -> Future[TokenCounts]:
+        self.num_counts += 1
+        done = [phase + speed * self.clock.now for phase, speed in self.peers]
+        answer: Future[TokenCounts] = Future()
+        answer.set_result(
+            TokenCounts(
+                STEP * sum(map(int, done)),
+                tuple(float(int(steps)) for steps in done),
+                begun=STEP * sum(steps % 1 for steps in done),
+                tokens_per_second=STEP * sum(speed for _, speed in self.peers),
+                at=self.clock.now,
+            )
+        )
+        return answer
 
 
 def test_own_steps_alone_do_not_make_a_round_due() -> None:
@@ -117,6 +213,7 @@ def test_a_member_that_claims_huge_counts_cannot_call_rounds_at_will() -> None:
 def test_a_count_that_was_too_low_is_repeated_in_time(clock: SimpleNamespace) -> None:
     """Each second everybody does one step; the round is called within the second in which it is due, or the next."""
     others: Any = Others(0.0)
+    others.clock = clock
     pace = Pace(others, SimpleNamespace(inner_steps=INNER_STEPS, progress_ttl_s=30.0), STEP)  # type: ignore[arg-type]
     for second in range(2 * INNER_STEPS):
         clock.now += 1.0

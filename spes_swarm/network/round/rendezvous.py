@@ -472,10 +472,20 @@ class Rendezvous:
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             gathering.add(peer_id, sealed)
-            await gathering.changed.wait(POLL_S)
+            await self._hold(round_number, gathering)
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
         return {"leader": gathering.redirect} if gathering.redirect else {}
+
+    async def _hold(self, round_number: int, gathering: Gathering) -> None:
+        """Holds a follower's poll until there is news for it, for at most POLL_S.
+
+        An answer without news would cost it the pause before its next poll; the group usually closes meanwhile.
+        """
+        until = now() + POLL_S
+        while self._gatherings.get(round_number) is gathering and gathering.redirect is None:
+            if self._closed_group(round_number) is not None or not await gathering.changed.wait(until - now()):
+                return
 
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a leader that calls this peer to a round."""

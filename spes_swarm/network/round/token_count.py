@@ -1,11 +1,15 @@
 """Asks each peer how many tokens it has processed since the last commit, for training/round_due.py.
 
-Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now.
+Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now. They
+carry the speed of the step that is under way and how long ago it began, so that the trainer can tell where a peer is
+between two answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -19,6 +23,16 @@ from spes_swarm.port.messages import TokenCounts
 from spes_swarm.protocol.members.roster import PeerView
 
 _TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """What one peer has done since the last commit, by its own account."""
+
+    tokens: int  # in finished steps
+    begun: float  # in the step that it was taking at `at`
+    tokens_per_second: float
+    at: float  # monotonic time
 
 
 @dataclass(eq=False)
@@ -42,10 +56,15 @@ class TokenCount:
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
         presence = self.announcer.presence
+        tokens, gathering = presence.tokens if presence else 0, self.gathering()
+        # Before its first step since a commit a peer may still evaluate.
+        stepping = presence is not None and tokens > 0 and not self.announcer.in_round
         return {
             "round": self._reference.round,
-            "tokens": presence.tokens if presence else 0,
-            "gathering": self.gathering(),
+            "tokens": tokens,
+            "gathering": gathering,
+            "speed": presence.tokens_per_second if presence is not None and stepping else 0.0,
+            "step_s": time.monotonic() - self.announcer.presence_at if stepping else 0.0,
         }
 
     async def others(self) -> TokenCounts:
@@ -61,9 +80,12 @@ class TokenCount:
                 return 0
             return max(0, min(tokens, limit))
 
-        async def ask(view: PeerView) -> int:
+        async def ask(view: PeerView) -> _Count:
             nonlocal called
-            stale = bounded(view.progress.tokens, view.progress.round)
+            step = max(1, min(view.progress.tokens_per_step, largest_step))
+            asked = time.monotonic()
+            # A silent peer is believed to be in the middle of a step.
+            stale = _Count(bounded(view.progress.tokens, view.progress.round), step / 2, 0.0, asked)
             if not (self.reachable() or view.progress.reachable):  # between two clients there may be no connection
                 return stale
             try:
@@ -75,15 +97,29 @@ class TokenCount:
                 self._roster.hear_round(view.peer_id, number)
                 # A newcomer follows only the initial peers to a round; while it defers, they are its voices.
                 called = called or (self._roster.defers and answer.get("gathering") is True)
-            return bounded(answer.get("tokens"), number)
+            tokens = bounded(answer.get("tokens"), number)
+            if not tokens:  # also of a peer that has not committed the last round yet
+                return _Count(0, 0.0, 0.0, asked)
+            speed, begun_s = (_number(answer.get(key)) for key in ("speed", "step_s"))
+            if speed is None or begun_s is None:  # an older version
+                return _Count(tokens, step / 2, 0.0, asked)
+            answered = time.monotonic()
+            speed = min(speed, limit / _TIMEOUT_S)
+            return _Count(tokens, speed * begun_s, speed, (asked + answered) / 2)
 
         views = self._roster.voices()
         counts = await asyncio.gather(*(ask(view) for view in views))
         sizes = [max(1, min(view.progress.tokens_per_step, largest_step)) for view in views]
-        steps = tuple(count / size for count, size in zip(counts, sizes, strict=True))
+        now = time.monotonic()
         return TokenCounts(
-            tokens=sum(counts),
-            steps=steps,
+            tokens=sum(count.tokens for count in counts),
+            steps=tuple(count.tokens / size for count, size in zip(counts, sizes, strict=True)),
+            begun=sum(
+                min(size, count.begun + count.tokens_per_second * (now - count.at))
+                for count, size in zip(counts, sizes, strict=True)
+            ),
+            tokens_per_second=sum(count.tokens_per_second for count in counts),
+            at=now,
             behind=self._roster.swarm_round(self._reference.round) > self._reference.round,
             called=called,
         )
@@ -91,3 +127,8 @@ class TokenCount:
 
 def _is_integer(value: object) -> TypeGuard[int]:
     return type(value) is int  # a bool is an int, too
+
+
+def _number(value: Any) -> float | None:
+    """Returns a finite number that is not negative; None if `value` is not one."""
+    return float(value) if type(value) in (int, float) and 0 <= value < math.inf else None

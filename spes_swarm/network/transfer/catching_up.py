@@ -111,12 +111,12 @@ class CatchingUp:
 
     async def _round_of_most(self, own_round: int) -> int:
         swarm = self._roster.median_round(own_round)
-        deadline = time.monotonic() + _RECORDS_LAG_S
+        deadline, pause_s = time.monotonic() + _RECORDS_LAG_S, 0.0
         while own_round > swarm and time.monotonic() < deadline:
             # Peers that committed with this one a moment ago may not have announced it yet.
-            await asyncio.sleep(_RECORDS_LAG_S / 10)
+            await asyncio.sleep(pause_s)
             await self._refresh()
-            swarm = self._roster.median_round(own_round)
+            swarm, pause_s = self._roster.median_round(own_round), _RECORDS_LAG_S / 10
         return swarm
 
     async def _replace_reference(self, keep_difference: bool) -> int:
