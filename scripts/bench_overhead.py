@@ -38,6 +38,7 @@ from spes_swarm.peer.session import Session
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training import gradients
+from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.trainer import Trainer
 
@@ -103,7 +104,7 @@ class StepClock:
             ("forward", gradients, "language_model_loss"),
             ("backward", torch.Tensor, "backward"),
             ("clipping", torch.nn.utils, "clip_grad_norm_"),
-            ("AdamW", torch.optim.AdamW, "step"),
+            ("AdamW", PeerAdamW, "step"),
             ("data", Sampler, "next_batch"),
             ("routed tokens", SparseModel, "pop_routed_tokens_of_layers"),
             ("metrics", Metrics, "write"),
