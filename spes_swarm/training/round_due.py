@@ -69,14 +69,15 @@ class Pace:
             # due before the sum does.
             later_s = min(_ASK_AGAIN_SHARE * missing_s, ahead_s, _ASK_AGAIN_SHARE * own / 4 / (tokens_per_second + 1.0))
             self._count_at = max(self._asked_at + _MIN_COUNT_INTERVAL_S, now + later_s)
-        may_be_due = estimate >= _ASK_SHARE * wanted or tokens >= _MAX_MEDIAN_SHARE * own
+        all_steps = self._tokens_per_step + view.tokens_per_step
+        near = wanted - _ASK_AHEAD_STEPS * all_steps  # decides if H is less than 4
+        may_be_due = estimate >= min(_ASK_SHARE * wanted, near) or tokens >= _MAX_MEDIAN_SHARE * own
         if self._count is None and may_be_due and now >= self._count_at:
             self._count, self._asked_at = self._network.submit(Commands.count_tokens), now
         if self._known is None:
             return False
         # A round ends between two steps; the nearest such moment is at most half a step of each peer away.
-        half_steps = (self._tokens_per_step + view.tokens_per_step) / 2
-        enough = self._done(tokens, view, now) >= wanted - half_steps
+        enough = self._done(tokens, view, now) >= wanted - all_steps / 2
         counted = self._counted(tokens)
         median_steps = median([counted / self._tokens_per_step, *(steps + 1 for steps in self._known.steps)])
         if median_steps >= _MAX_MEDIAN_SHARE * inner_steps:

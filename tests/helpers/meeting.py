@@ -8,7 +8,8 @@ from typing import Any
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.network.round.rendezvous import Rendezvous, rank
+from spes_swarm.network.round.gathering import rank
+from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, seal_statement

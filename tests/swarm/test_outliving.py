@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.network.round.rendezvous import rank
+from spes_swarm.network.round.gathering import rank
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import launch_slow, launch_slower_than

@@ -127,7 +127,7 @@ def test_at_most_one_step_is_predicted_from_one_answer(clock: SimpleNamespace) -
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1.0, 0.5), (1.0, 0.7, 0.3, 2.0)])
-@pytest.mark.parametrize("inner_steps", [5, 50])
+@pytest.mark.parametrize("inner_steps", [2, 5, 50])
 def test_peers_that_decide_alike_do_their_steps(
     clock: SimpleNamespace, speeds: tuple[float, ...], inner_steps: int
 ) -> None:

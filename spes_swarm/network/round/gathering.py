@@ -1,9 +1,11 @@
-"""A round that is being gathered: who has come, and for how long the others are awaited."""
+"""A round that is being gathered: who leads it, who has come, and for how long the others are awaited."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+
+from blake3 import blake3
 
 from spes_swarm.base.changes import Changes
 from spes_swarm.protocol.members.standing import Neighbour
@@ -13,6 +15,11 @@ POLL_S = 1.0
 # A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
 # many more runnable processes than cores, honest leaders have been seen two seconds late.
 LEADER_GRACE_S = 4 * POLL_S
+
+
+def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
+    """Rank of a candidate for leading a round; the smallest leads."""
+    return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
 
 
 def now() -> float:

@@ -28,11 +28,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from blake3 import blake3
-
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now
+from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now, rank
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
@@ -40,11 +38,6 @@ from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, o
 _CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS = 3
 _MAX_ROUND_GATHERINGS = 4
-
-
-def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
-    """Rank of a candidate for leading a round; the smallest leads."""
-    return blake3(f"{run_id}|{round_number}|{peer_id}".encode()).digest()
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ import yaml
 
 from spes_swarm.base.errors import SwarmError
 from spes_swarm.config.round_clock import RoundClock
-from spes_swarm.network.round.rendezvous import rank
+from spes_swarm.network.round.gathering import rank
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.testing.chaos.peer import ChaosPeer
 from spes_swarm.testing.chaos.report import (
