@@ -4,11 +4,11 @@
 
 Three runs for each seed, all through `python -m spes_swarm.join`, with the same model, schedule and held-out text:
 
-  swarm       4 peers with 2 of 8 experts each, H inner steps a round
+  swarm       4 peers with 2 of 8 experts each (--experts), H inner steps a round
   lone        one peer that trains everything, the same number of steps (a quarter of the tokens)
   big batch   one process that trains everything with a batch 4 times as large (the same total tokens)
 
-Prints a table and writes JSON.
+Two configurations are compared by a run of each with `--only swarm`. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from spes_swarm.config.file import load_config
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.testing.local_peer import LocalPeer
 
@@ -35,8 +36,9 @@ class Outcome(NamedTuple):
     """The result of a run."""
 
     eval_loss: float  # after the last round
-    tokens: int  # processed by all peers together, as counted in their metrics
+    tokens: float  # processed by all peers together, as counted in their metrics
     steps: float  # local steps of a peer, on average
+    bytes_per_step: float  # payload that a peer sent, on average
 
 
 def finish(peers: list[LocalPeer], rounds: int) -> Outcome:
@@ -45,10 +47,12 @@ def finish(peers: list[LocalPeer], rounds: int) -> Outcome:
         if peer.wait(3600) != 0:
             raise SystemExit(peer.tail())
     steps = [event for peer in peers for event in peer.events("step") if event["round"] < rounds]
+    sent = sum(event["payload_bytes_sent"] for peer in peers for event in peer.events("round"))
     return Outcome(
         eval_loss=float(peers[0].rounds()[rounds]["eval_loss"]),
         tokens=sum(event["tokens"] for event in steps),
         steps=len(steps) / len(peers),
+        bytes_per_step=sent / len(steps),
     )
 
 
@@ -59,9 +63,9 @@ def run_alone(directory: Path, config: Path, rounds: int, seed: int, batch_size:
         return finish([peer], rounds)
 
 
-def run_swarm(directory: Path, config: Path, rounds: int, seed: int) -> Outcome:
-    """Four processes with two experts each."""
-    common = [*LOOPBACK, "--experts", "2", "--wait-for-peers", NUM_PEERS, "--max-rounds", rounds]
+def run_swarm(directory: Path, config: Path, rounds: int, seed: int, experts: int) -> Outcome:
+    """Four processes with so many experts each."""
+    common = [*LOOPBACK, "--experts", experts, "--wait-for-peers", NUM_PEERS, "--max-rounds", rounds]
     with ExitStack() as stack:
         founder = stack.enter_context(
             LocalPeer(directory / "0", [str(a) for a in (*common, "--config", config, "--seed", NUM_PEERS * seed)])
@@ -80,6 +84,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=2, help="held by each peer of the swarm")
     parser.add_argument("--inner-steps", type=int, help="override the configuration's")
     parser.add_argument("--learning-rate", type=float, help="override the configuration's")
     parser.add_argument("--merge-alpha", type=float, help="override the configuration's")
@@ -88,8 +93,10 @@ def main() -> int:
     parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only this one")
     parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
     options = parser.parse_args()
-    content = yaml.safe_load(options.config.read_text(encoding="utf-8"))
-    run: dict[str, Any] = content["run"]
+    given = load_config(options.config).run
+    if given is None:
+        raise SystemExit(f"{options.config} has no section run:")
+    run: dict[str, Any] = given.to_dict()
     if options.inner_steps:
         run["round"] |= {"inner_steps": options.inner_steps, "inner_steps_later": []}
     run["round"]["codec"] = options.codec or run["round"]["codec"]
@@ -112,7 +119,7 @@ def main() -> int:
             for kind in [options.only] if options.only else outcomes:
                 directory = Path(name) / f"{kind}-{seed}"
                 if kind == "swarm":
-                    outcome = run_swarm(directory, config, options.rounds, seed)
+                    outcome = run_swarm(directory, config, options.rounds, seed, options.experts)
                 else:
                     size = batch_size if kind == "lone" else NUM_PEERS * batch_size
                     outcome = run_alone(directory, config, options.rounds, NUM_PEERS * seed, size)
@@ -122,14 +129,14 @@ def main() -> int:
         f"\n{steps} steps of {batch_size} sequences a peer, H = {run['round']['inner_steps']}, "
         f"peak learning rate {run['training']['learning_rate']}"
     )
-    print(f"{'':<10} {'steps':>7} {'tokens':>12} {'eval loss':>10} {'min':>8} {'max':>8}")
+    print(f"{'':<10} {'steps':>7} {'tokens':>12} {'bytes/step':>12} {'eval loss':>10} {'min':>8} {'max':>8}")
     for kind, results in outcomes.items():
         if results:
             losses = [result.eval_loss for result in results]
-            mean_steps, tokens = (statistics.fmean(values) for values in list(zip(*results, strict=True))[:0:-1])
+            mean = Outcome(*map(statistics.fmean, zip(*results, strict=True)))
             print(
-                f"{kind:<10} {mean_steps:>7.0f} {tokens:>12,.0f} {statistics.fmean(losses):>10.4f} "
-                f"{min(losses):>8.4f} {max(losses):>8.4f}"
+                f"{kind:<10} {mean.steps:>7.0f} {mean.tokens:>12,.0f} {mean.bytes_per_step:>12,.0f} "
+                f"{mean.eval_loss:>10.4f} {min(losses):>8.4f} {max(losses):>8.4f}"
             )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     content = {

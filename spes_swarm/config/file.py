@@ -1,4 +1,7 @@
-"""Configuration files: YAML with the optional sections `run:` and `peer:`."""
+"""Configuration files: YAML with the optional sections `run:` and `peer:`.
+
+A file may begin with `base: NAME.yaml`, a file beside it whose settings it changes.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,9 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
         ConfigError: as `load_config`, except for errors in the model.
     """
     source = str(path)
-    content = load_yaml(path)
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source}: found {show(content)}, expected the sections run: and peer:")
+    content = _read_content(Path(path))
+    if (base := content.pop("base", None)) is not None:
+        content = _changed(_read_base(Path(path), base), content)
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
         if key not in sections:
@@ -94,3 +95,28 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
         model_follows = (initial_weights or peer.initial_weights) is not None and isinstance(run, dict)
         check_section(RunConfig, _LATER | run if model_follows else run, f"{source}: ", "run")
     return RawConfigFile(source, run, peer)
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    content = load_yaml(path)
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: found {show(content)}, expected the sections run: and peer:")
+    return content
+
+
+def _read_base(path: Path, name: Any) -> dict[str, Any]:
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ConfigError(f"{path}: base: found {show(name)}, expected the name of a file beside this one")
+    content = _read_content(path.with_name(name))
+    if "base" in content:
+        raise ConfigError(f"{path}: base: {name} has a base itself; name that one, and copy what {name} changes")
+    return content
+
+
+def _changed(base: Any, changes: Any) -> Any:
+    """Returns the values of `base` with those of `changes` in their places, section by section."""
+    if not (isinstance(base, dict) and isinstance(changes, dict)):
+        return changes
+    return base | {key: _changed(base.get(key), value) for key, value in changes.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
+from tests.helpers.repository import ROOT
 
 
 def yaml_file(tmp_path: Path, text: str) -> Path:
@@ -111,3 +114,37 @@ def test_default_config_is_the_quickstart() -> None:
     assert run is not None
     assert run.name == "quickstart"
     assert peer == PeerConfig()
+
+
+def test_a_file_may_change_another_one(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(default_config_path().read_text() + "peer: {seed: 3, name: me}\n")
+    changes = "base: base.yaml\nrun: {name: mine, round: {inner_steps: 7}}\npeer: {seed: 4}\n"
+    run, peer = load_config(yaml_file(tmp_path, changes))
+    base = load_config(tmp_path / "base.yaml")
+    assert run is not None
+    assert base.run is not None
+    assert (run.name, run.round.inner_steps, peer.seed, peer.name) == ("mine", 7, 4, "me")
+    assert run.model == base.run.model
+    assert replace(run.round, inner_steps=10) == base.run.round
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("other.yaml", "other.yaml: cannot be read"),
+        ("../f.yaml", "f.yaml: base: found '../f.yaml', expected the name of a file beside this one"),
+        ("3", "f.yaml: base: found 3, expected"),
+        ("f.yaml", "f.yaml: base: f.yaml has a base itself"),
+    ],
+)
+def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(yaml_file(tmp_path, f"base: {base}\n"))
+
+
+def test_the_fast_quickstart_is_a_quickstart() -> None:
+    fast, usual = (load_config(ROOT / "configs" / f"quickstart{suffix}.yaml").run for suffix in ("-fast", ""))
+    assert fast is not None
+    assert usual is not None
+    assert fast.training.optimiser == "muon"
+    assert fast.model == usual.model
