@@ -13,6 +13,7 @@ from spes_swarm.protocol.members.standing import (
     GRACE_SHARE,
     MAX_NEWCOMERS,
     MAX_PEERS,
+    MEMBER_GRACE_S,
     NEWCOMER_SHARE,
     Standing,
 )
@@ -139,6 +140,17 @@ def test_one_missed_round_is_forgiven_and_two_leave_a_grace() -> None:
     standing.committed(2 * ROUND_S, ["a", "b"], [])
     standing.committed(3 * ROUND_S, ["a"], ["b"])
     assert standing.patience(["b"], WINDOW_S) == {"b": pytest.approx(GRACE_SHARE * ROUND_S)}
+
+
+def test_short_rounds_leave_a_late_member_a_quarter_of_a_second() -> None:
+    """Identities that have never worked have no such claim."""
+    standing = Standing()
+    standing.note_answer("stranger")
+    for i in range(20):
+        standing.committed(0.5 * i, ["a"], ["b", "stranger"] if i > 10 else [])
+        standing.committed(0.5 * i + 0.25, ["a", "b"], [])
+    patience = standing.patience(["b", "stranger"], WINDOW_S)
+    assert patience == {"b": MEMBER_GRACE_S, "stranger": pytest.approx(GRACE_SHARE * 0.25)}
 
 
 def test_eight_rounds_later_a_member_that_was_late_is_waited_for_again() -> None:

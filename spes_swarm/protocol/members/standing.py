@@ -8,9 +8,10 @@ resumes from disk), or one that finds none of its initial peers, follows all pee
 
 How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends
 (longer while it still follows a leader that failed: see rendezvous.py), and one that has missed two of its last eight
-rounds for a tenth of a round's length. A peer that has never taken part is waited for once, if it answers calls, and
-only if no recent round has waited for a newcomer in vain: otherwise an attacker with a new identity for each round
-could double the length of all rounds.
+rounds for a tenth of a round's length, but at least for a quarter of a second, or it could never come back to a swarm
+with short rounds. A peer that has never taken part is waited for once, if it answers calls, and only if no recent round
+has waited for a newcomer in vain: otherwise an attacker with a new identity for each round could double the length of
+all rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MAX_PEERS = 4096  # remembered; the least recently heard are evicted first
 # How long a round waits for members that missed recent rounds, and for newcomers: shares of a round's length.
 GRACE_SHARE = 0.1
 NEWCOMER_SHARE = 0.5
+MEMBER_GRACE_S = 0.25  # at least, for members; other identities are free
 MAX_NEWCOMERS = 16  # waited for at a time
 CLOCK_MEMORY_S = 3600.0  # how long a member's clock counts after its last round
 
@@ -134,7 +136,11 @@ class Standing:
         peers = set(peers)
         awaited = self._newcomers_awaited(peers)
         shares = {peer: self._share(peer, awaited) for peer in peers}
-        return {peer: min(window_s, share * self._round_s) if share else 0.0 for peer, share in shares.items()}
+        least = dict.fromkeys(peers & self._members.keys(), MEMBER_GRACE_S)
+        return {
+            peer: min(window_s, max(share * self._round_s, least.get(peer, 0.0))) if share else 0.0
+            for peer, share in shares.items()
+        }
 
     def _newcomers_awaited(self, peers: Collection[str]) -> set[str]:
         """Those of `peers` that a round waits for although they have never taken part in one."""
