@@ -21,9 +21,11 @@ from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
-from spes_swarm.testing.sequential_swarm import own_orders
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.testing.sequential_swarm import SequentialPeer, SequentialSwarm, own_orders
 from spes_swarm.testing.study.arm import Arm, OuterConfig, Study, read_study
 from spes_swarm.testing.study.course import Outcome, run_arm
+from spes_swarm.testing.study.momentum import share_momentum
 from spes_swarm.testing.study.outer import OuterNesterov
 from spes_swarm.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
 from spes_swarm.testing.study.results import key_of, settings_of
@@ -130,6 +132,44 @@ def test_outer_momentum_is_that_of_torch(tmp_path: Path, stream: TokenStream) ->
     # before + 1.0 * (after - before) differs from `after` in the last bits.
     assert run_arm(neutral, 0, stream, 1).loss == pytest.approx(plain.loss, rel=1e-5)
     assert run_arm(pushed, 0, stream, 1).loss != pytest.approx(plain.loss, rel=1e-3)
+
+
+def momenta_of(peer: SequentialPeer) -> dict[tuple[str, int | None], torch.Tensor]:
+    parameters, found = dict(peer.model.trainable_parameters()), {}
+    for slot in (slot for block in peer.model.layout.trained_blocks(peer.model.held) for slot in block.slots):
+        if "momentum_buffer" in peer.optimiser.moment_names(parameters[slot.name]):
+            row = None if slot.expert is None else peer.model.held.index(slot.expert)
+            found[slot.name, slot.expert] = torch.empty(slot.size)
+            peer.optimiser.read_moment(parameters[slot.name], "momentum_buffer", found[slot.name, slot.expert], row)
+    return found
+
+
+def test_shared_momentum_is_the_mean_of_the_holders(tmp_path: Path, stream: TokenStream) -> None:
+    run = one(tmp_path, set={"training.optimiser": "muon"}).with_seed(0)
+    # Experts 0 and 3 to 7 have one holder, expert 1 three, and expert 2 two, of which the last peer is new to it.
+    swarm = SequentialSwarm(run, own_orders(run, stream, range(3)), [(0, 1, 2), (1, 3, 4, 5), (1, 2, 6, 7)])
+    generator, newcomer = torch.Generator().manual_seed(0), swarm.peers[2]
+    for peer in swarm.peers:
+        for name, parameter in peer.model.trainable_parameters():
+            if "momentum_buffer" in peer.optimiser.moment_names(parameter):
+                momentum = torch.randn(parameter.shape, generator=generator)
+                if "experts" in name and peer is newcomer:
+                    momentum[1] = 0.0
+                peer.optimiser.write_moment(parameter, "momentum_buffer", momentum.view(-1))
+    before = [momenta_of(peer) for peer in swarm.peers]
+    num_bytes = share_momentum(swarm.peers, get_codec("fp32"))
+    for peer in swarm.peers:
+        for key, momentum_N in momenta_of(peer).items():
+            counted = [own[key] for own in before[: 2 if key[1] == 2 else 3] if key in own]
+            torch.testing.assert_close(momentum_N, torch.stack(counted).mean(0))
+    shared, expert = (sum(each.numel() for (_, of), each in before[0].items() if of == expert) for expert in (None, 1))
+    assert shared > 0
+    # To the reducer and back: shared layers and expert 1 from two others, and expert 2 back to the newcomer only.
+    assert num_bytes == 4 * (4 * shared + 4 * expert + expert)
+    arm = {"set": {"training.optimiser": "muon"}, "peers": 2}
+    own, mean = (run_arm(one(tmp_path, **arm, share_momentum=codec), 0, stream, 1) for codec in (None, "fp32"))
+    assert own.digest != mean.digest
+    assert mean.bytes_per_step > own.bytes_per_step
 
 
 def test_peers_read_the_same_text_in_every_arm(tmp_path: Path, stream: TokenStream) -> None:
@@ -304,6 +344,8 @@ def test_steps_of_a_lone_peer_beyond_its_runs() -> None:
         ({"arms": {"x": {"peers": 2, "speeds": [1, 1, 1]}}}, "arms.x.speeds: found 3 of them, expected at most 2"),
         ({"arms": {"x": {"like": "y"}, "y": {}}}, "arms.x.like: found 'y', expected the name of an arm above"),
         ({"arms": {"x": 3}}, "arms.x: found 3, expected a section of keys"),
+        ({"arms": {"x": {"share_momentum": "fp16"}}}, "arms.x.share_momentum: found with optimiser adamw"),
+        ({"arms": {"x": {"share_momentum": "fp8"}}}, "arms.x.share_momentum: found 'fp8', expected one of fp32, fp16"),
         ({"arms": {"x": {}}, "baseline": "y"}, "baseline: found 'y', expected the name of an arm"),
         ({"arms": {"x": {}}, "seeds": []}, "seeds: found none"),
     ],

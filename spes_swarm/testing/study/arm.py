@@ -30,6 +30,7 @@ from spes_swarm.base.strict_yaml import load_yaml
 from spes_swarm.config.constraints import Count, CountOrZero, Fraction, Positive, Seed, Setting, Text
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.run import RunConfig
+from spes_swarm.protocol.consensus.codec import CODECS
 
 QUICKSTART = "quickstart"
 
@@ -73,6 +74,8 @@ class ArmConfig(Section):
     # iid: every peer draws from all text; shards: each from its own part of it (text of another kind).
     data: Annotated[str, Pattern(r"iid|shards", "iid or shards")] = "iid"
     speeds: tuple[Positive, ...] = ()  # relative, of the peers in turn; empty: equal. The mean peer does all steps
+    # Codec in which peers average Muon's momentum after each round; None: each keeps its own.
+    share_momentum: Annotated[str, Pattern("|".join(CODECS), f"one of {', '.join(CODECS)}")] | None = None
     churn: ChurnConfig = field(default_factory=ChurnConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)  # of mode diloco
 
@@ -206,7 +209,10 @@ def _resolve(path: str | Path, arms: Mapping[str, Any], defaults: Mapping[str, A
 def _read_arm(path: str | Path, name: str, values: Mapping[str, Any], base: RunConfig) -> Arm:
     key = f"arms.{name}"
     config = _section(ArmConfig, values, path, key)
-    return Arm(name=name, config=config, run=_build_run(base, config, f"{path}: {key}.set"))
+    run = _build_run(base, config, f"{path}: {key}.set")
+    if config.share_momentum is not None and run.training.optimiser != "muon":
+        raise ConfigError(f"{path}: {key}.share_momentum: found with optimiser {run.training.optimiser}, expected muon")
+    return Arm(name=name, config=config, run=run)
 
 
 def _build_run(base: RunConfig, config: ArmConfig, where: str) -> RunConfig:

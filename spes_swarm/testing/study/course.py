@@ -12,8 +12,10 @@ import numpy as np
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.sampler import TokenStream
+from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.testing.sequential_swarm import SequentialPeer, SequentialSwarm
 from spes_swarm.testing.study.arm import Arm, ArmConfig, ChurnConfig
+from spes_swarm.testing.study.momentum import share_momentum
 from spes_swarm.testing.study.outer import OuterNesterov
 from spes_swarm.testing.study.peers import JoinedSamplers, initial_holdings, peer_sampler, room_of, rules_of
 
@@ -126,6 +128,8 @@ def run_arm(
         holders += sum(len(peer.model.held) for peer in swarm.peers)
         is_last = done + inner_steps == config.steps
         num_bytes += swarm.hold_round(leaving, last=is_last).payload_bytes
+        if config.share_momentum is not None:
+            num_bytes += share_momentum(swarm.peers, get_codec(config.share_momentum))
         for place in churn.arriving(swarm.round):
             newcomer = _join(swarm, config, run, stream, num_arrived, place)
             places[newcomer.name] = place
