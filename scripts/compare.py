@@ -64,7 +64,7 @@ def run_alone(directory: Path, config: Path, rounds: int, seed: int, batch_size:
 
 
 def run_swarm(directory: Path, config: Path, rounds: int, seed: int, experts: int) -> Outcome:
-    """Four processes with so many experts each."""
+    """Four processes with `experts` experts each."""
     common = [*LOOPBACK, "--experts", experts, "--wait-for-peers", NUM_PEERS, "--max-rounds", rounds]
     with ExitStack() as stack:
         founder = stack.enter_context(

@@ -153,7 +153,7 @@ def _table(made: Plan, speed: Speed | None) -> str:
     costs = [
         ("bytes each way in a round", gigabytes(made.round_bytes)),
         ("bytes each way for a local step", gigabytes(made.step_bytes)),
-        ("seconds for them", f"{made.round_seconds:,.0f}"),
+        ("seconds to send a round", f"{made.round_seconds:,.0f}"),
         ("such peers that cover all experts", str(made.covering_peers)),
     ]
     parts.append(f"swarm of {made.peers}\n{two_columns(costs)}")

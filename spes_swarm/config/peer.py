@@ -40,7 +40,7 @@ class PeerConfig(Section):
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
     kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
-    seed: Seed | None = None  # of an order of its own for token files; None = the peers divide them
+    seed: Seed | None = None  # of this peer's own order of token files; None = the peers divide one order
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
     run_id: Text | None = None  # the run to join; None = that of the initial peers
     host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on

@@ -38,7 +38,7 @@ from spes_swarm.data.token_file import TokenFile
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets
 _MIN_SPAN_FOR_OFFSET = 16  # windows; an offset costs a span one of them
 # Windows in a block of the order that peers divide. Fewer cost more hashes; more make the shares of a small corpus
-# uneven, so an epoch has at least so many blocks if it has as many windows.
+# uneven, so an epoch has at least _MIN_BLOCKS, given enough windows.
 _BLOCK_WINDOWS = 32
 _MIN_BLOCKS = 1024
 

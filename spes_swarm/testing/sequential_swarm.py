@@ -263,7 +263,7 @@ class SequentialSwarm:
         self.peers.remove(peer)
 
     def train(self, steps: Sequence[int]) -> bool:
-        """Lets each peer do so many steps, one peer after the other; returns True if all weights are finite."""
+        """Trains each peer for its number of steps, one after the other; returns True if all weights are finite."""
         finite = [peer.train(count) for peer, count in zip(self.peers, steps, strict=True)]
         return all(finite)
 

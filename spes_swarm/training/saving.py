@@ -40,7 +40,8 @@ class CheckpointSaver:
 
     The thread first copies in host memory what the next optimiser step changes: the moments (8 bytes per weight that
     AdamW trains, 4 per weight that Muon does), and those live blocks that differ from the reference (4 bytes per
-    weight; few do after a commit, unless there was a merge, rounds overlap or the experts did not take part). It does
+    weight; few do after a commit, except after a merge, with overlapping rounds, in
+    rounds without experts, and with int8 or int4, where all do). It does
     so during that step's forward and backward pass; the optimiser waits for the rest. The copy is freed piece by piece
     as it is written. The reference is not copied: the next round, which changes it, begins once the thread has read it.
 

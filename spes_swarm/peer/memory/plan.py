@@ -47,8 +47,8 @@ class Plan:
     host: dict[str, int]
     peers: int  # in the swarm
     round_bytes: int  # that a peer sends, and as many that it receives; the mean, where experts skip rounds
-    step_bytes: int  # of these, for each local step of the first rounds
-    round_seconds: float  # for them
+    step_bytes: int  # round_bytes over H of the first rounds
+    round_seconds: float  # to send round_bytes
     covering_peers: int  # how many such peers hold every expert once
 
     @property

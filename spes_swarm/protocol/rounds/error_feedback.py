@@ -4,7 +4,7 @@ There is no buffer that outlives a round. A residual is part of the live weights
 gone when the block is reset to the reference.
 
 A contributor takes back the rounding error of its own difference. The reducer of a part adds its own difference exactly
-and takes back the rounding error of the result instead. An only contributor keeps its live weights, which have all of
+and takes back the rounding error of the result instead. A sole contributor keeps its live weights, which have all of
 it.
 
 Shapes: N elements of one part.

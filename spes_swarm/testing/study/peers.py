@@ -102,7 +102,7 @@ def room_of(run: RunConfig, num_peers: int) -> int:
 def rules_of(run: RunConfig, room: int) -> Rules:
     """Returns the ownership rules of a run, which never keep a peer from using its room."""
     ownership = run.ownership
-    return Rules(ownership.replicas, ownership.rotate_every_rounds, max(run.most_experts, room))
+    return Rules(ownership.replicas, ownership.rotate_every_rounds, max(run.most_experts, room), run.round.expert_every)
 
 
 def initial_holdings(num_experts: int, num_peers: int, room: int, rules: Rules) -> list[tuple[int, ...]]:

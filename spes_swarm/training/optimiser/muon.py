@@ -24,9 +24,9 @@ from spes_swarm.training.optimiser.moment_storage import MOMENTS, MOMENTUM, batc
 _STEPS = 5
 _QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5: steep at 0, near 1 for singular values from 0 to 1
 _TINY = 1e-7  # smallest norm that a matrix is divided by
-# Per element of a batch: the looks ahead, a copy of them, and the iteration's matrices, of which four exist at once.
+# Per element of a batch: the look-aheads, a copy of them, and the iteration's matrices, of which four exist at once.
 _BYTES_OF_STEP = 24
-_RMS = 0.2  # of an update, before the learning rate: about that of AdamW's
+_RMS = 0.2  # of an update, before the learning rate: close to that of AdamW's updates
 
 
 def orthogonalise(matrices_MAB: Tensor, steps: int = _STEPS) -> Tensor:
