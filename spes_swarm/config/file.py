@@ -107,7 +107,7 @@ def _read_content(path: Path) -> dict[str, Any]:
 
 
 def _read_base(path: Path, name: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or not name or Path(name).name != name:
         raise ConfigError(f"{path}: base: found {show(name)}, expected the name of a file beside this one")
     content = _read_content(path.with_name(name))
     if "base" in content:

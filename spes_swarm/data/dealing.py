@@ -18,6 +18,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 MAX_SIZE = 1 << 62
+MAX_POSITION = (1 << 62) - 1  # in all epochs; progress records hold no larger number
 
 _NUM_ROUNDS = 8  # 4 suffice for pseudo-randomness of wide halves (Luby and Rackoff); more help the narrow ones
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64

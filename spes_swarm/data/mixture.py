@@ -94,11 +94,12 @@ class Mixture(BatchSource):
 
     def advance(self, positions: Sequence[int]) -> None:
         """See `BatchSource`."""
+        if len(positions) != len(self.positions()):
+            return  # they are of other sources: peers with some shards, or with an order of their own, divide fewer
         left = list(positions)
         for source in self.sources:
             count = len(source.positions())
-            if count and len(left) >= count:
-                source.advance(left[:count])
+            source.advance(left[:count])
             left = left[count:]
 
     def close(self) -> None:

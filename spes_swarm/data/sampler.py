@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.corpus_index import corpus_digest
-from spes_swarm.data.dealing import Permutation, owner_of
+from spes_swarm.data.dealing import MAX_POSITION, Permutation, owner_of
 from spes_swarm.data.token_file import TokenFile
 
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets
@@ -298,7 +298,8 @@ class Sampler(BatchSource):
         """Moves the cursor to a saved one.
 
         Returns:
-            True if the sampler continues there. False if the cursor was saved with other tokens: the order restarts.
+            True if the sampler continues there. False if the cursor was saved with other tokens, or in an order of this
+            peer's own that it now divides with others: the order restarts.
             (peer/run_data.py decides whether a peer may change its data.)
 
         Raises:
@@ -306,7 +307,8 @@ class Sampler(BatchSource):
                 not moved.
         """
         epoch, position = state.get("epoch", -1), state.get("position", -1)
-        if state.get("data", self._data) != self._data:
+        own_order = self._me is not None and "data" in state and "members" not in state  # of an earlier version, too
+        if state.get("data", self._data) != self._data or own_order:
             self._enter(0, 0)
             return False
         if state.get("identity") != self._identity:
@@ -329,7 +331,7 @@ class Sampler(BatchSource):
         """See `BatchSource`: the number of blocks begun or passed in all epochs, if the data is divided."""
         if self._me is None:
             return ()
-        return (self.epoch * self._num_blocks + -(-self.position // self._block),)
+        return (min(self.epoch * self._num_blocks + -(-self.position // self._block), MAX_POSITION),)
 
     def advance(self, positions: Sequence[int]) -> None:
         """See `BatchSource`."""

@@ -139,7 +139,7 @@ class Trainer:
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
         self._work.restore(*((0, 0) if behind else (meta.steps_in_round, meta.tokens)), routed)
         if not self._setup.sampler.restore(meta.cursor):
-            self._setup.say("the data differs from that of the last session, so its order restarts")
+            self._setup.say("the data, or the way in which peers divide it, has changed: its order restarts")
 
     # The loop.
 
@@ -219,20 +219,24 @@ class Trainer:
     def _is_last_round(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
 
+    @property
+    def _has_work(self) -> bool:
+        """Whether it has trained since the last commit, or an expert since that took part in a round."""
+        return self._work.steps > 0 or bool(self._work.routed_E[list(self._model.held)].any())
+
     def _run_last_round(self) -> None:
         """Runs a last round, so that the work since the last commit is not lost and others take over the experts."""
         view = self._network.view
         if self._leaving or view is None or view.num_training == 0:
             return
-        if self._rounds_done == 0 and self._work.steps == 0:
+        if self._rounds_done == 0 and not self._has_work:
             return  # it has just joined: there is no work to lose
-        self._leaving = True
-        before = self._rounds_done
+        self._leaving, before = True, self._rounds_done
         if not self._begin_round():
             self._restart_from_reference()  # the others must still learn that it leaves
             self._begin_round()
-        has_work = self._work.steps > 0
-        self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+        has_work, stall_s = self._has_work, self._round_config.stall_timeout_s
+        self._await_round(self._round_config.window_s + 2 * stall_s)
         if has_work and self._rounds_done == before:
             self._warn("goodbye", "this peer did not commit the last round: its newest work may exist only here")
         elif has_work and self._setup.status.peers == 1:

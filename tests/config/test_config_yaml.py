@@ -134,6 +134,7 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
         ("other.yaml", "other.yaml: cannot be read"),
         ("../f.yaml", "f.yaml: base: found '../f.yaml', expected the name of a file beside this one"),
         ("3", "f.yaml: base: found 3, expected"),
+        ('""', "f.yaml: base: found '', expected"),
         ("f.yaml", "f.yaml: base: f.yaml has a base itself"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import DataError
-from spes_swarm.data.dealing import Permutation
+from spes_swarm.data.dealing import MAX_POSITION, Permutation
 from spes_swarm.data.sampler import Sampler, Split, TokenStream
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import train_bpe
@@ -409,3 +409,19 @@ def test_an_order_of_its_own_ignores_the_members(stream: TokenStream) -> None:
     one.advance((7,))
     assert one.positions() == ()
     assert one.next_batch(40).tolist() == other.next_batch(40).tolist()
+
+
+def test_a_claim_of_the_largest_position_keeps_positions_publishable(long_stream: TokenStream) -> None:
+    newcomer = divided(long_stream, "c")
+    newcomer.advance((MAX_POSITION,))
+    newcomer.next_batch(200)
+    assert newcomer.positions() == (MAX_POSITION,)
+
+
+def test_a_cursor_of_an_own_order_starts_the_divided_one(long_stream: TokenStream) -> None:
+    own = Sampler(long_stream, sequence_length=8, run_seed=0, peer_seed=1, holdout_fraction=0.1)
+    own.next_batch(3)
+    now = divided(long_stream, "a")
+    now.next_batch(5)
+    assert now.restore(own.state()) is False
+    assert (now.epoch, now.position) == (0, 0)

@@ -26,14 +26,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from blake3 import blake3
 
-from spes_swarm.data.dealing import Permutation, owner_of
+from spes_swarm.data.dealing import MAX_POSITION, Permutation, owner_of
 
 BLOCK_EXAMPLES = 32
 MANY_UNITS = 64  # with fewer, pieces are blocks: rendezvous hashing divides a small number of pieces unevenly
 
 # A position is one integer below 2**62: place in the order of all epochs, and block.
 _BLOCK_BITS = 20
-_MAX_POSITION = (1 << 62) - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,7 +85,7 @@ class Deal:
         """Returns the position of a peer that has reached or begun a piece: an increasing integer, 0 at the start."""
         place = piece.epoch * self.num_units + piece.place
         block = min(piece.block + begun, (1 << _BLOCK_BITS) - 1)
-        return min(place << _BLOCK_BITS | block, _MAX_POSITION)
+        return min(place << _BLOCK_BITS | block, MAX_POSITION)
 
     def place_of(self, position: int) -> tuple[int, int, int]:
         """Returns the first (epoch, place, example) that a peer at a position has not begun."""

@@ -7,9 +7,9 @@ A peer needs, where N is the number of weights and T the number trained here (sh
   Moments can be in host memory instead; the lower halves of bf16 weights are then there too;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments in fp32 while a checkpoint is written. With error feedback,
-  a round keeps its encoded contributions, too, and a checkpoint also copies the live weights (4 T), all of which differ
-  from the reference; it also copies the held experts, if they do not take part in every round. The model of a GPU is
-  put together on the host, without gradients and moments.
+  a round keeps its encoded contributions and up to 4 T of rounding errors, too, and a checkpoint also copies the live
+  weights (4 T), all of which differ from the reference; it also copies the held experts, if they do not take part in
+  every round. The model of a GPU is put together on the host, without gradients and moments.
 
 All ranks of a peer are on one machine. Each has a model and its gradients, on its own GPU or, without GPUs, in host
 memory. Everything else exists once.
@@ -143,7 +143,9 @@ class Workload:
         on_device = self.device_bytes(num_experts)
         trained = on_device["gradients"] // _GRADIENT
         weights = _WEIGHT * trained
-        in_round = self.result_bytes + (self.kept_codec.num_bytes(trained) if self.kept_codec is not None else 0)
+        in_round = self.result_bytes
+        if self.kept_codec is not None:  # its encoded contributions, and the rounding errors of results reduced here
+            in_round += self.kept_codec.num_bytes(trained) + weights
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,

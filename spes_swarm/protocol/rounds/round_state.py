@@ -287,7 +287,8 @@ class RoundState:
                 Form.DELTA, encoded, frozenset(accumulator.differences), sum_of_squares(decoded_N)
             )
             own = self._contribution(part, self.me)
-            if own is not None and own.scale == 1 and self.me in accumulator.differences:
+            several = len(self.plan.block_of(part).contributions) > 1  # a sole contributor keeps its live weights
+            if several and own is not None and own.scale == 1 and self.me in accumulator.differences:
                 share = own.weight / sum(accumulator.weights.values())
                 own_N = accumulator.differences[self.me]
                 self._feedback.note_result(index, codec, mean_N - decoded_N, own_N, share)
@@ -445,6 +446,7 @@ class RoundState:
             self.reference.values_N[where] = new_N
             changed.add(part.block)
         self.committed = True
+        self._feedback = ErrorFeedback()  # a round is kept until the next one; its rounding errors need not be
         versions: list[tuple[int, int]] = []
         for index in sorted(changed):
             block_plan = self.plan.blocks[index]
