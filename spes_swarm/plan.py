@@ -152,8 +152,8 @@ def _table(made: Plan, speed: Speed | None) -> str:
         parts.append(f"speed\n{two_columns(rows)}")
     costs = [
         ("bytes each way in a round", gigabytes(made.round_bytes)),
+        ("seconds for them", f"{made.round_seconds:,.0f}"),
         ("bytes each way for a local step", gigabytes(made.step_bytes)),
-        ("seconds to send a round", f"{made.round_seconds:,.0f}"),
         ("such peers that cover all experts", str(made.covering_peers)),
     ]
     parts.append(f"swarm of {made.peers}\n{two_columns(costs)}")

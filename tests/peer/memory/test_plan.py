@@ -92,8 +92,8 @@ def test_the_bytes_of_a_round_follow_its_codecs() -> None:
     made = plan(codecs, 1, machine(CPU, 10**12), 16)
     assert made.round_bytes == pytest.approx(15 / 16 * (shared * (int4 + int8) + all_experts * int4), rel=1e-4)
     assert made.host["checkpoint"] == 12 * trained  # moments and live weights
-    # In memory: results, in the larger form, and the encoded contributions.
-    assert made.host["round"] == pytest.approx(layout.num_elements * int8 + trained * int4, rel=1e-4)
+    # In memory: results, in the larger form, the encoded contributions, and rounding errors in fp32.
+    assert made.host["round"] == pytest.approx(layout.num_elements * int8 + trained * (int4 + 4), rel=1e-4)
 
 
 def test_ranks_on_a_cpu_share_its_memory() -> None:
