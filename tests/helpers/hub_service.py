@@ -222,6 +222,8 @@ class Connection(BaseHTTPRequestHandler):
         self.send_response(status)
         for key, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(key, value)
+        if self.close_connection:  # unannounced, a client would send its next request into a closed connection
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command == "HEAD":
             return
