@@ -106,7 +106,7 @@ class StepClock:
             ("clipping", torch.nn.utils, "clip_grad_norm_"),
             ("AdamW", PeerAdamW, "step"),
             ("data", Sampler, "next_batch"),
-            ("routed tokens", SparseModel, "pop_routed_tokens_of_layers"),
+            ("routed tokens", SparseModel, "pop_routed_tokens"),
             ("metrics", Metrics, "write"),
             ("status", Trainer, "_announce"),
             ("is a round due", Trainer, "_due"),

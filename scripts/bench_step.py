@@ -240,7 +240,7 @@ def measure(size: str, options: argparse.Namespace) -> Result:
         full.append(plain.step(batch_BS))
         frozen.append(plain.frozen_backward(batch_BS))
         sparse.append(peer.step(batch_BS).total)
-    routed_E = peer.model.pop_routed_tokens()
+    routed_E = peer.model.pop_routed_tokens().sum(axis=0)
     held_row_share = float(routed_E[:NUM_HELD].sum() / routed_E.sum())
     trained_share = peer.num_trained / plain.num_parameters
     parts, frozen_backward = median_parts(full), statistics.median(frozen)

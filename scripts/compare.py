@@ -26,6 +26,7 @@ import yaml
 
 from spes_swarm.config.file import load_config
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.config.run import RunConfig
 from spes_swarm.testing.local_peer import LocalPeer
 
 NUM_PEERS = 4
@@ -105,9 +106,7 @@ def main() -> int:
         run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
-    later = run["round"].get("inner_steps_later", ())
-    clock = RoundClock(run["round"]["inner_steps"], tuple((step, count) for step, count in later))
-    steps = clock.step_of(options.rounds)
+    steps = RoundClock.of(RunConfig.from_dict(run, str(options.config))).step_of(options.rounds)
     run["training"]["total_steps"] = steps
     batch_size = run["training"]["batch_size"]
     outcomes: dict[str, list[Outcome]] = {"swarm": [], "lone": [], "big batch": []}

@@ -83,7 +83,7 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
     source = str(path)
     content = _read_content(Path(path))
     if (base := content.pop("base", None)) is not None:
-        content = _changed(_read_base(Path(path), base), content)
+        content = _overlay(_read_base(Path(path), base), content)
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
         if key not in sections:
@@ -115,8 +115,8 @@ def _read_base(path: Path, name: Any) -> dict[str, Any]:
     return content
 
 
-def _changed(base: Any, changes: Any) -> Any:
+def _overlay(base: Any, changes: Any) -> Any:
     """Returns the values of `base` with those of `changes` in their places, section by section."""
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
-    return base | {key: _changed(base.get(key), value) for key, value in changes.items()}
+    return base | {key: _overlay(base.get(key), value) for key, value in changes.items()}

@@ -239,9 +239,8 @@ class RoundConfig(Section):
     inner_steps: Count  # local steps per round (H)
     # Later values of H: pairs of an inner step of the run and H of the rounds that begin at or after it.
     inner_steps_later: tuple[tuple[Count, Count], ...] = ()
-    expert_every: Count = (
-        1  # rounds from one synchronisation of the experts to the next; shared layers take part in all
-    )
+    # Rounds from one synchronisation of the experts to the next; the shared layers take part in all.
+    expert_every: Count = 1
     codec: str = "fp16"  # encoding of differences to the reference
     result_codec: str | None = None  # encoding of the averages of several contributions; None = `codec`
     part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer

@@ -56,5 +56,5 @@ class Permutation:
 
 
 def owner_of(piece: bytes, members: Collection[str]) -> str:
-    """Returns the member that trains on a piece, given by a name of its own; all members are equally likely."""
+    """Returns the member that trains on the piece with this unique name; all members are equally likely."""
     return min(members, key=lambda member: blake3(piece + member.encode()).digest())

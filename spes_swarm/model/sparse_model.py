@@ -336,12 +336,7 @@ class SparseModel:
         return [experts.gate_up_proj for experts in layers], [experts.down_proj for experts in layers]
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
-        """Returns the routed copies of tokens per expert (E,) since the last call, over all layers; training only."""
-        counts_E: npt.NDArray[np.int64] = self.pop_routed_tokens_of_layers().sum(axis=0)
-        return counts_E
-
-    def pop_routed_tokens_of_layers(self) -> npt.NDArray[np.int64]:
-        """Returns the same counts (L, E) for each layer with experts, in the order of the layers."""
+        """Returns the routed copies of tokens (L, E) per layer with experts since the last call; training only."""
         counts = [experts.pop_routed_tokens() for experts in self._experts.values()]
         counts_LE: npt.NDArray[np.int64] = torch.stack(counts).cpu().numpy()
         return counts_LE

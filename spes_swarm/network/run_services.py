@@ -368,11 +368,11 @@ class RunServices(RunCommands):
         """See RunCommands."""
         self._round_task = asyncio.current_task()
         self._announcer.in_round = True
-        # Writing a record takes time from a short round, which is over when others could read it.
+        # Writing a record slows a short round, which is over before others could read it.
         announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
             outcome = await self._hold_round(tokens, routed, leaving)
-            self._listener.notify(self._view())  # the trainer's is from before the commit: with the last round's counts
+            self._listener.notify(self._view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError):
             self._faults.note("round")

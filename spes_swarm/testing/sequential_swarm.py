@@ -130,7 +130,7 @@ class SequentialPeer:
             batch_BS = self.sampler.next_batch(training.batch_size)
             self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
-            self.routed_E += self.model.pop_routed_tokens()
+            self.routed_E += self.model.pop_routed_tokens().sum(axis=0)
             self.warm_up.step(self.model, self.optimiser.step)
             self.tokens += batch_BS.size
         return self.live.contribute()

@@ -143,7 +143,7 @@ class Gradients:
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns and clears the routed copies of tokens per layer and expert (L, E) since the last call."""
-        return self._model.pop_routed_tokens_of_layers()
+        return self._model.pop_routed_tokens()
 
     def pop_router_entropy(self) -> npt.NDArray[np.float64] | None:
         """Returns and clears the mean entropy (L,) of the routers in nats, over the tokens since the last call.

@@ -17,9 +17,9 @@ from spes_swarm.training.setup import TrainingStatus
 class RoundEvents:
     """Writes `round` events; at most one is pending, until its traffic is known.
 
-    Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later. So
-    is the time that this peer stood still for it: `standstill_seconds` is all time outside inner steps since the event
-    before, up to the first step after the commit; None if no step followed.
+    Other peers may still fetch results from this peer after a commit, so the byte counts of a round are known later.
+    `standstill_seconds` is known later, too: all time outside inner steps from the previous event to the first step
+    after the commit; None if no step followed.
     """
 
     def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:

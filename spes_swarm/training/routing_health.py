@@ -1,7 +1,7 @@
-"""The health of the routers: how evenly tokens spread over the experts, and whether an expert gets none any more.
+"""The health of the routers: how evenly tokens spread over the experts, and which experts are dead.
 
-Steps add counts that exist anyway; everything else happens once per commit. See `protocol.members.routing_report` for
-what makes an expert dead. A layer's number counts the layers with experts, from 0.
+A step only adds counts that the model already keeps; all else happens once per commit. What makes an expert dead is
+defined in `protocol.members.routing_report`. A layer's number counts the layers with experts, from 0.
 
 Suffixes: L layers with experts, E experts, P pairs of layer and expert.
 """
@@ -139,10 +139,10 @@ class RoutingHealth:
         votes, others = (Counter(view.dead_votes), view.routing_reports) if view is not None else (Counter[int](), 0)
         votes.update(self._dead)
         self._dead_in_swarm = frozenset(dead_by_majority(votes, others + 1))
-        self._tell(self._dead_in_swarm - before[1], before[1] - self._dead_in_swarm)
+        self._report_changes(self._dead_in_swarm - before[1], before[1] - self._dead_in_swarm)
         return before != (self._dead, self._dead_in_swarm)
 
-    def _tell(self, died: Collection[int], recovered: Collection[int]) -> None:
+    def _report_changes(self, died: Collection[int], recovered: Collection[int]) -> None:
         if died:
             verb, whose = ("is", "its") if len(died) == 1 else ("are", "their")
             named = self._named(died)

@@ -217,6 +217,18 @@ class LoneTrainer:
         """Closes its metrics."""
         self.setup.metrics.close()
 
+    def statements(self) -> list[tuple[int, int]]:
+        """Returns a list to which each round from now on adds the tokens, and those routed, that the trainer states."""
+        stated: list[tuple[int, int]] = []
+        hold = self.network.run_round
+
+        async def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
+            stated.append((tokens, sum(routed)))
+            return await hold(tokens, routed, leaving)
+
+        self.network.run_round = note  # type: ignore[method-assign]
+        return stated
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What it has written to its metrics."""
         return read_events(self.metrics_path, kind)

@@ -106,7 +106,7 @@ def train(
 
 def moved_tokens(model: SparseModel) -> list[int]:
     """Routed tokens that nobody has asked for: after a step there are none."""
-    return [int(count) for count in model.pop_routed_tokens()]
+    return [int(count) for count in model.pop_routed_tokens().sum(axis=0)]
 
 
 def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:

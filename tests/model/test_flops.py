@@ -113,7 +113,7 @@ def counted_step(
     model.pop_routed_tokens()
     with CountedFlops() as counted:
         gradients.compute(batch_BS, progress=0.0)
-    return model, counted.total, int(model.pop_routed_tokens()[list(held)].sum())
+    return model, counted.total, int(model.pop_routed_tokens()[:, list(held)].sum())
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "layers", "selective"])

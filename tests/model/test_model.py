@@ -338,7 +338,7 @@ def test_the_optimizer_follows_a_change_of_holdings(before: tuple[int, ...], aft
     assert bytes_per_class(sparse, optimizer)["held_gradients"] == len(after) * EXPERT_BYTES
 
 
-def test_routed_tokens_are_summed_over_layers() -> None:
+def test_routed_tokens_are_counted_in_each_layer() -> None:
     sparse = SparseModel(build("qwen3_moe"), (1,))
     chosen: list[Tensor] = []
     for layer in sparse.module.model.layers:  # type: ignore[union-attr]
@@ -347,7 +347,8 @@ def test_routed_tokens_are_summed_over_layers() -> None:
     transformers_loss(sparse.module)
     counts = sparse.pop_routed_tokens()
     assert counts.dtype == np.int64
-    assert counts.tolist() == [sum(int((c == expert).sum()) for c in chosen) for expert in range(E)]
+    assert counts.tolist() == [[int((c == expert).sum()) for expert in range(E)] for c in chosen]
+    assert counts.sum(axis=0).tolist() == [sum(int((c == expert).sum()) for c in chosen) for expert in range(E)]
     assert counts.sum() == LAYERS * token_ids().numel() * 2
     assert sparse.pop_routed_tokens().sum() == 0
 

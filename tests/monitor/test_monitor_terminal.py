@@ -172,7 +172,7 @@ def test_experts_that_die_and_recover_are_told_once() -> None:
         "expert 0 of layer 1 gets tokens again",
         "expert 0 of layer 3 gets tokens again",
     ]
-    nobody = swarm_state()  # nobody is there to say so
+    nobody = swarm_state()  # without peers, there are no reports
     assert not [line for line in changes(sick, nobody, []) if "tokens again" in line]
 
 

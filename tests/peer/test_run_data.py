@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import platform
 import shutil
 import threading
@@ -18,12 +17,9 @@ from blake3 import blake3
 from spes_swarm.base.errors import ConfigError, DataError, LeftEarlyError
 from spes_swarm.config.data import DataConfig
 from spes_swarm.config.file import default_config_path, load_config
-from spes_swarm.config.join_command import describe_data, join_command, join_note
-from spes_swarm.config.manifest import found_run, open_manifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data import content_check
-from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus_index import INDEX_FILE, membership
 from spes_swarm.data.sharding import write_shards
 from spes_swarm.data.token_file import TokenFile
@@ -32,9 +28,7 @@ from spes_swarm.peer.local_data import held_out_batches, name_of
 from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.chat_tokenizer import APPENDING, REWRITING, save_chat_tokenizer
-from tests.helpers.rounds import identity
 from tests.helpers.streamed_data import save_jsonl, save_records
-from tests.helpers.token_files import token_writer
 
 BYTES = ByteTokenizer()
 STDLIB = DataConfig(kind="stdlib", python_version=platform.python_version())
@@ -314,6 +308,12 @@ def test_a_run_of_an_earlier_version_says_nothing_of_its_data(tmp_path: Path, pe
 # -------------------------------------------------------------------------------- data sets that stream, mixtures
 
 
+def quickstart(data: DataConfig) -> RunConfig:
+    run = load_config(default_config_path()).run
+    assert run is not None
+    return dataclasses.replace(run, data=data)
+
+
 def test_data_are_divided_only_with_peers_that_have_the_same(tmp_path: Path, peer: Peer) -> None:
     source, other = (f"hf:{save_jsonl(tmp_path / name, [range(size)])}" for name, size in (("a", 50), ("b", 51)))
     of_run = founded(source, peer)
@@ -466,59 +466,6 @@ def test_a_damaged_memory_is_none(peer: Peer, content: str) -> None:
 # ------------------------------------------------------------------------------------------- the cost of comparing
 
 
-def token_file(path: Path, num_tokens: int = 1000) -> TokenFile:
-    with token_writer(path, BYTES) as writer:
-        writer.append(np.arange(num_tokens) % 256, 1)
-    return TokenFile.open(path)
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The token files that have been compared with their digests, in order."""
-    paths: list[Path] = []
-    check_content = TokenFile.check_content
-
-    def noted(file: TokenFile) -> None:
-        paths.append(file.path)
-        check_content(file)
-
-    monkeypatch.setattr(TokenFile, "check_content", noted)
-    return paths
-
-
-def test_contents_are_read_once_and_again_after_a_change(tmp_path: Path, reads: list[Path]) -> None:
-    file = token_file(tmp_path / "a.npy")
-    for _ in range(2):
-        check_contents_once([file], tmp_path / "c")
-    assert reads == [file.path]
-    status = file.path.stat()
-    content = bytearray(file.path.read_bytes())
-    content[-1] = 1
-    file.path.write_bytes(content)
-    os.utime(file.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
-    with pytest.raises(DataError, match=r"a\.npy is corrupt"):
-        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
-    with pytest.raises(DataError, match=r"a\.npy is corrupt"):  # what failed leaves no receipt
-        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
-
-
-def test_another_sidecar_needs_another_receipt(tmp_path: Path) -> None:
-    file = token_file(tmp_path / "a.npy")
-    check_contents_once([file], tmp_path / "c")
-    sidecar = Path(f"{file.path}.json")
-    sidecar.write_text(sidecar.read_text().replace(file.sidecar.blake3, "0" * 64))
-    with pytest.raises(DataError, match="corrupt"):
-        check_contents_once([TokenFile.open(file.path)], tmp_path / "c")
-
-
-def test_without_a_cache_contents_are_read_every_time(tmp_path: Path, reads: list[Path]) -> None:
-    (tmp_path / "c").write_text("a file where the directory should be")
-    file = token_file(tmp_path / "a.npy")
-    for _ in range(2):
-        check_contents_once([file], tmp_path / "c")
-    assert reads == [file.path] * 2
-
-
 def test_reading_for_long_is_announced_and_can_be_left(
     tmp_path: Path, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,52 +474,3 @@ def test_reading_for_long_is_announced_and_can_be_left(
     with pytest.raises(LeftEarlyError):
         peer.data(corpus, stop=True).open(UNKNOWN, BYTES)
     assert any("tokens against their digests, once" in line for line in peer.said)
-
-
-# ------------------------------------------------------------------------------------------------- the command
-
-
-def quickstart(data: DataConfig) -> RunConfig:
-    run = load_config(default_config_path()).run
-    assert run is not None
-    return dataclasses.replace(run, data=data)
-
-
-@pytest.mark.parametrize(
-    ("data", "end", "note"),
-    [
-        (STDLIB, "", None),
-        (UNKNOWN, "", None),
-        (OWN, " --data YOUR_DATA", "put the path of your own data after --data"),
-        (
-            DataConfig(kind="corpus", name="verses.txt", digest="ab" * 32),
-            " --data verses.txt",
-            "'verses.txt' (digest abababababab) is what the run trains on: put the path of your copy after --data",
-        ),
-        (DataConfig(kind="hf", name="user/verses", revision="ab" * 20, digest="0" * 64), "", None),
-        (
-            DataConfig(kind="hf", name="verses", config="en", digest="ab" * 32),
-            " --data hf:./verses:en",
-            "'verses' (configuration en, digest abababababab) is what the run trains on: put the path of your copy "
-            "after --data",
-        ),
-        (
-            DataConfig.mixed(((0.75, STDLIB), (0.25, DataConfig(kind="corpus", name="a.txt")))),
-            " --data '0.75*stdlib + 0.25*a.txt'",
-            "the run trains on 0.75 of the Python standard library and 0.25 of 'a.txt': put the paths of your copies "
-            "into --data",
-        ),
-    ],
-)
-def test_the_command_carries_what_a_joiner_needs(data: DataConfig, end: str, note: str | None) -> None:
-    manifest = found_run(quickstart(data), "layout", identity(0))
-    assert open_manifest(manifest.to_wire(), "peer").run.data == data
-    expected = f"python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/1/p2p/Qm --run-id {manifest.run_id}{end}"
-    assert join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
-    assert join_note(data) == note
-
-
-def test_descriptions() -> None:
-    assert describe_data(STDLIB) == "the Python standard library"
-    assert describe_data(DataConfig(kind="corpus")) == "a corpus"
-    assert describe_data(OWN) == "each peer's own data"

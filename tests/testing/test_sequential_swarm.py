@@ -9,31 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
-from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.repository import ROOT
 
 HALVES = [range(4), range(4, 8)]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(4000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def stream(text: Path) -> TokenStream:
-    torch.set_num_threads(1)
-    return TokenStream(open_corpus(str(text), load_tokenizer("bytes"), text.parent / "cache"))
 
 
 def run() -> RunConfig:

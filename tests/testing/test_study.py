@@ -17,9 +17,7 @@ import yaml
 
 from spes_swarm.base.errors import ConfigError, DataError
 from spes_swarm.config.schedule import learning_rate
-from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
-from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.testing.sequential_swarm import SequentialPeer, SequentialSwarm, own_orders
@@ -45,19 +43,6 @@ BASE = merged(
         "merge": {"alpha": 0.0},
     },
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{number} times {number} is {number * number}.\n" for number in range(4000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def stream(text: Path) -> TokenStream:
-    torch.set_num_threads(1)
-    return TokenStream(open_corpus(str(text), load_tokenizer("bytes"), text.parent / "cache"))
 
 
 def study_file(directory: Path, arms: dict[str, Any], **others: Any) -> Path:

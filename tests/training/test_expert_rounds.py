@@ -63,14 +63,7 @@ def reference_experts(peer: LoneTrainer) -> FloatArray:
 def test_experts_keep_their_live_weights_until_they_take_part(make: Make, overlap: bool) -> None:
     peer = make(overlap=overlap)
     start_N = reference_experts(peer)
-    stated: list[tuple[int, int]] = []
-    hold = peer.network.run_round
-
-    async def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
-        stated.append((tokens, sum(routed)))
-        return await hold(tokens, routed, leaving)
-
-    peer.network.run_round = note  # type: ignore[method-assign]
+    stated = peer.statements()
     for number in (1, 2, 3):
         before_N = do_round(peer, 2, during=1 if overlap else 0)
         if number < 3:

@@ -175,14 +175,7 @@ def test_a_step_says_how_much_it_computed(make: Make) -> None:
 def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     """After beginning again a peer's weight in a round is what it has done since, and nothing is told of the rest."""
     peer = make()
-    contributed: list[tuple[int, int]] = []
-    hold = peer.network.run_round
-
-    async def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
-        contributed.append((tokens, sum(routed)))
-        return await hold(tokens, routed, leaving)
-
-    peer.network.run_round = note  # type: ignore[method-assign]
+    contributed = peer.statements()
     for _ in range(7):
         peer.trainer._train_step()
     peer.trainer._restart_from_reference()

@@ -84,7 +84,7 @@ class TokenCount:
             nonlocal called
             step = max(1, min(view.progress.tokens_per_step, largest_step))
             asked = time.monotonic()
-            # A silent peer is believed to be in the middle of a step.
+            # A silent peer is assumed to be in the middle of a step.
             stale = _Count(bounded(view.progress.tokens, view.progress.round), step / 2, 0.0, asked)
             if not (self.reachable() or view.progress.reachable):  # between two clients there may be no connection
                 return stale

@@ -83,8 +83,8 @@ class StepMemory:
 def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:
     """Returns the memory of a step without allocating it; takes seconds.
 
-    The optimiser's step comes after the activations are gone. It is not run, but what Muon's takes is counted if it is
-    more than they are; AdamW's takes less.
+    The optimiser's step comes after the activations are gone. It is not run. The temporaries of Muon's step count if
+    they exceed the activations; those of AdamW's never do.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True),

@@ -15,6 +15,9 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError, ProtocolError
 
+_HEADER = np.dtype("<f4")  # the scale of a part
+_TOP_EXPONENT = 15  # of fp16
+
 
 class Codec(Protocol):
     """Encodes differences to the reference."""
@@ -161,10 +164,6 @@ class BlockInteger:
             values_BK *= scale_B[:, None]  # exact: a code and an fp16 number have at most 19 bits together
             values_N *= part_scale
         return _check_finite(values_N[:num_elements])
-
-
-_HEADER = np.dtype("<f4")
-_TOP_EXPONENT = 15
 
 
 def _part_scale(values_N: FloatArray) -> np.float32:

@@ -29,7 +29,7 @@ MAX_PEERS = 4096  # remembered; the least recently heard are evicted first
 # How long a round waits for members that missed recent rounds, and for newcomers: shares of a round's length.
 GRACE_SHARE = 0.1
 NEWCOMER_SHARE = 0.5
-MEMBER_GRACE_S = 0.25  # at least, for members; other identities are free
+MEMBER_GRACE_S = 0.25  # at least, for members only: new identities cost nothing
 MAX_NEWCOMERS = 16  # waited for at a time
 CLOCK_MEMORY_S = 3600.0  # how long a member's clock counts after its last round
 

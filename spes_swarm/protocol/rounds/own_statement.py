@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.ownership.lease_table import Leases
@@ -80,5 +80,5 @@ def _rms(values_N: FloatArray, base_N: FloatArray) -> float:
     for start in range(0, len(values_N), _CHUNK):
         with np.errstate(over="ignore", invalid="ignore"):
             difference_N = values_N[start : start + _CHUNK] - base_N[start : start + _CHUNK]
-            energy += float(np.sum(np.square(difference_N, dtype=np.float64)))
+            energy += sum_of_squares(difference_N)
     return min(math.sqrt(energy / len(values_N)), MAX_RMS) if math.isfinite(energy) else 0.0

@@ -90,9 +90,8 @@ class ArmConfig(Section):
 class StudyConfig(Section):
     """What is asked of all arms."""
 
-    base: Text = (
-        QUICKSTART  # configuration file whose `run:` section the arms change; `quickstart` is inside the package
-    )
+    # Configuration file whose `run:` section the arms change; `quickstart` is inside the package.
+    base: Text = QUICKSTART
     seeds: tuple[Seed, ...] = (0, 1, 2)  # of weights, data and held-out split
     baseline: Text | None = None  # the arm that others are compared with, seed by seed; None: the first
     bytes_of: Text | None = None  # the arm whose bytes per step and peer are 1; None: the baseline

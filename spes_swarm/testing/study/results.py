@@ -34,26 +34,26 @@ def settings_of(arm: Arm, seed: int, data: str, evaluations: int) -> dict[str, A
         config = replace(config, outer=OuterConfig())
     if config.mode == "lone":
         config = replace(config, peers=1, speeds=())
-    run = _changed(arm.with_seed(seed))
+    run = _non_defaults(arm.with_seed(seed))
     if config.mode in ("lone", "central"):
         run.pop("ownership", None)  # its only peer holds everything
     return {
         "code": CODE_VERSION,
-        "arm": _changed(config),
+        "arm": _non_defaults(config),
         "run": run,
         "data": data,
         "evaluations": evaluations,
     }
 
 
-def _changed(section: Section) -> dict[str, Any]:
+def _non_defaults(section: Section) -> dict[str, Any]:
     """Returns the values of a section that differ from their defaults."""
     values: dict[str, Any] = {}
     plain = section.to_dict()
     for each in fields(section):  # type: ignore[arg-type]  # every section is a dataclass
         value = getattr(section, each.name)
         if isinstance(value, Section):
-            if changed := _changed(value):
+            if changed := _non_defaults(value):
                 values[each.name] = changed
         elif value != (each.default_factory() if each.default_factory is not MISSING else each.default):
             values[each.name] = plain[each.name]

@@ -1,8 +1,8 @@
-"""Which shared weights of a model are matrices of its hidden layers; optimisers such as Muon treat only these as such.
+"""Which shared weights are hidden matrices, which optimisers such as Muon orthogonalise.
 
 They map one hidden vector to another: the projections of attention, of dense and shared MLPs and of state-space layers.
-Embeddings and the output head have one row per token of the vocabulary, and a router has one per expert. Each row of
-theirs has its own meaning, so they are not among them. Nor are vectors, convolutions, and gates of one row.
+Excluded are embeddings, the output head and routers, each of whose rows stands for a token or an expert; and vectors,
+convolutions and single-row gates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ROUTERS = frozenset({"gate", "router"})  # parts of module names
 
 
 def hidden_matrices(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters that are such matrices, experts aside; the model may have sparse experts."""
+    """Returns the names of the hidden matrices, experts aside; the model may have sparse experts."""
     excluded: set[Tensor] = set()
     found: dict[str, Tensor] = {}
     head = getattr(model, "get_output_embeddings", lambda: None)()

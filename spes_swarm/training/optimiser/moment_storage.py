@@ -32,7 +32,7 @@ FORMS = ("device", "int8", "host")
 # Moments in 8 bits or in host memory pass through fp32 copies on the device of so many elements at a time: few enough
 # for a CPU's cache, or enough for a GPU to be busy.
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 20}
-# Muon multiplies so many elements of equal matrices at a time, or one matrix if it is larger.
+# Elements of equal matrices that Muon multiplies at a time; a larger matrix is multiplied alone.
 _BATCH_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}
 
 State = dict[str, Any]  # of one parameter

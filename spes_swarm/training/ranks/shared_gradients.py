@@ -150,7 +150,7 @@ def compute_share(
     summary = torch.zeros(2 + math.prod(shape), dtype=torch.float64)  # failures, loss, routed tokens
     try:
         summary[1] = own.compute(batch_BS, progress, group.placement.share(len(batch_BS)))
-        summary[2:] = torch.from_numpy(model.pop_routed_tokens_of_layers()).flatten()
+        summary[2:] = torch.from_numpy(model.pop_routed_tokens()).flatten()
     except (MemoryError, RuntimeError) as exc:
         if not is_out_of_memory(exc) or model.shares_foreign:
             raise
