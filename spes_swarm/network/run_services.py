@@ -69,6 +69,7 @@ class RunServices(RunCommands):
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._refreshed_at = -math.inf  # monotonic time when records were read last
+        self._look_until = -math.inf  # monotonic time until which a round waits for others; see `_find_others_again`
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -255,7 +256,10 @@ class RunServices(RunCommands):
         )
         new = self._state.roster.update(progress)
         self._state.leases.update(self._heard_of(leases))
-        self._refreshed_at = time.monotonic()
+        before, self._refreshed_at = self._refreshed_at, time.monotonic()
+        ttl_s = self._state.run.round.progress_ttl_s
+        if ttl_s / 2 < self._refreshed_at - before < math.inf:  # records are renewed each fifth of their lifetime
+            self._look_until = self._refreshed_at + ttl_s
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
@@ -400,6 +404,7 @@ class RunServices(RunCommands):
         # peers begin a round at the same time, so a search by each delays short rounds.
         if time.monotonic() - self._refreshed_at > _FRESH_S:
             await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
+        await self._find_others_again()
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
@@ -409,6 +414,15 @@ class RunServices(RunCommands):
             self._rendezvous.reset()
             return caught_up
         return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
+
+    async def _find_others_again(self) -> None:
+        """Waits for another peer's record, if this process slept for so long that all that it knew have expired.
+
+        Without this it would hold rounds alone, and fork the reference, until its node has found the others.
+        """
+        while not self._state.roster.present() and time.monotonic() < self._look_until:
+            await self._refresh_quietly()
+            await asyncio.sleep(_FRESH_S)
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""
