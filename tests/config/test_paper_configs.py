@@ -30,6 +30,7 @@ from spes_swarm.model.losses import LossParts, LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from tests.helpers.loss_oracle import naive_losses
 from tests.helpers.repository import ROOT
+from tests.helpers.swarm import merged
 
 CONFIGS = ROOT / "configs"
 
@@ -237,6 +238,20 @@ def test_quickstart_is_the_same_inside_the_package() -> None:
     # A real file, not a link: wheels do not carry links.
     assert (CONFIGS / "quickstart.yaml").read_bytes() == default_config_path().read_bytes()
     assert not (CONFIGS / "quickstart.yaml").is_symlink()
+
+
+@pytest.mark.parametrize("name", GEOMETRY)
+def test_the_fast_variant_has_another_optimiser_and_more_rounds_in_fewer_bytes(name: str) -> None:
+    paper, fast = load(name).to_dict(), load(f"{name}-fast").to_dict()
+    assert paper["round"]["inner_steps"] == 5 * fast["round"]["inner_steps"]
+    assert paper["merge"]["interval"] % fast["round"]["inner_steps"] == 0, "merges fall on the same steps"
+    expected: dict[str, Any] = {
+        "name": f"{name}-fast",
+        "training": {"optimiser": "muon"},
+        "round": {"inner_steps": fast["round"]["inner_steps"], "codec": "int4"},
+        "evaluation": {"every_rounds": 5 * paper["evaluation"]["every_rounds"]},
+    }
+    assert merged(paper, expected) == fast
 
 
 def test_every_configuration_in_the_folder_is_usable() -> None:
