@@ -120,13 +120,27 @@ def _efficiency(study: Study, arm: Arm, losses: Mapping[int, float], lookup: Loo
     seeds = [seed for seed in losses if lone and len(whole[seed]) == len(lone)]
     if not seeds:
         return None
-    lengths = [each.config.steps for each in lone]
+    return efficiency(
+        arm.config.steps,
+        [losses[seed] for seed in seeds],
+        [each.config.steps for each in lone],
+        [whole[seed] for seed in seeds],
+    )
 
-    def ratio(chosen: Sequence[int]) -> tuple[float, str]:
-        curve = [statistics.fmean(whole[seed][i] for seed in chosen) for i in range(len(lone))]
-        steps, bound = steps_to(statistics.fmean(losses[seed] for seed in chosen), lengths, curve)
-        return steps / arm.config.steps, bound
 
+def efficiency(
+    steps: float, losses: Sequence[float], lone_steps: Sequence[int], lone_losses: Sequence[Sequence[float]]
+) -> Efficiency:
+    """Compares the losses of runs of `steps` steps, one per seed, with those of lone peers (`lone_losses`, per seed)
+    after `lone_steps` steps, ascending.
+    """
+
+    def ratio(seeds: Sequence[int]) -> tuple[float, str]:
+        curve = [statistics.fmean(lone_losses[seed][i] for seed in seeds) for i in range(len(lone_steps))]
+        needed, bound = steps_to(statistics.fmean(losses[seed] for seed in seeds), lone_steps, curve)
+        return needed / steps, bound
+
+    seeds = range(len(losses))
     mean, bound = ratio(seeds)
     stderr = None
     if len(seeds) > 1:
