@@ -53,7 +53,7 @@ def test_some_of_the_killed_peers_go_on_from_the_newest_of_their_checkpoints(tmp
 
 
 def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp_path: Path) -> None:
-    with swarm(tmp_path, round={"inner_steps": 2, "window_s": 3.0}) as running:
+    with swarm(tmp_path, round={"inner_steps": 2}) as running:
         *others, sleeper = running.start_all(3)
         sleeper.wait_for_round(2)
         sleeper.signal_tree(signal.SIGSTOP)
