@@ -306,6 +306,14 @@ def test_steps_of_a_lone_peer_beyond_its_runs() -> None:
         assert bound == ""
 
 
+def test_lone_peers_have_the_arms_settings_but_for_those_that_are_tuned_for_them(tmp_path: Path) -> None:
+    tuned = {"training.learning_rate": 0.5}
+    arms = {"a": {"set": {"training.learning_rate": 0.25, "training.weight_decay": 0.125}}}
+    (lone,) = read(tmp_path, arms, lone_steps=[7], lone_set=tuned).lone["a"]
+    training = lone.run.training
+    assert (training.learning_rate, training.weight_decay, training.total_steps) == (0.5, 0.125, 7)
+
+
 # The file and the command.
 
 

@@ -97,6 +97,8 @@ class StudyConfig(Section):
     bytes_of: Text | None = None  # the arm whose bytes per step and peer are 1; None: the baseline
     # Lengths of the lone runs that give the steps which a lone peer needs for the same loss; empty: no efficiency.
     lone_steps: tuple[Count, ...] = ()
+    # Settings that these lone runs have instead of the arm's, such as a learning rate that is best for a lone peer.
+    lone_set: dict[str, Setting] = field(default_factory=dict)
     evaluations: Count = 10  # of each run, evenly spaced; the last one is at its end
 
     def _check(self) -> None:
@@ -170,7 +172,7 @@ def read_study(path: str | Path) -> Study:
     shared = _section(ArmConfig, defaults, path, "").set
     read = [_read_arm(path, str(name), values, base) for name, values in _resolve(path, arms, defaults).items()]
     lone = {
-        arm.name: tuple(_lone(arm, steps, base, shared) for steps in config.lone_steps)
+        arm.name: tuple(_lone(arm, steps, base, shared, config.lone_set) for steps in config.lone_steps)
         for arm in read
         if arm.config.mode != "lone"
     }
@@ -241,10 +243,10 @@ def _dotted(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return names
 
 
-def _lone(arm: Arm, steps: int, base: RunConfig, shared: Mapping[str, Any]) -> Arm:
+def _lone(arm: Arm, steps: int, base: RunConfig, shared: Mapping[str, Any], own: Mapping[str, Any]) -> Arm:
     """Returns the lone peer that an arm is compared with, over this many steps."""
     chosen = {key: value for key, value in arm.config.set.items() if key.split(".")[0] in _OF_LEARNING}
     chosen.pop("training.total_steps", None)
-    config = ArmConfig(mode="lone", peers=1, steps=steps, set={**shared, **chosen})
+    config = ArmConfig(mode="lone", peers=1, steps=steps, set={**shared, **chosen, **own})
     name = f"lone peer of {arm.name}, {steps} steps"
     return Arm(name=name, config=config, run=_build_run(base, config, name))
