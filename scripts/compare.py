@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     tokens: float  # processed by all peers together, as counted in their metrics
     steps: float  # local steps of a peer, on average
     bytes_per_step: float  # payload that a peer sent, on average
-    seconds: float  # from the start of the first round to the end of the last
+    seconds: float  # from the end of the first step to the end of the last round
     seconds_to_target: float | None  # to the first evaluation that reached the target loss; None: none did
 
 
@@ -63,7 +63,7 @@ def finish(peers: list[LocalPeer], rounds: int, target_loss: float) -> Outcome:
     steps = [event for peer in peers for event in peer.events("step") if event["round"] < rounds]
     sent = sum(event["payload_bytes_sent"] for peer in peers for event in peer.events("round"))
     committed = peers[0].rounds()
-    began = min(event["time"] - event["seconds"] for event in steps)
+    began = min(event["time"] for event in steps)
     reached = [event["time"] for event in committed.values() if (event["eval_loss"] or math.inf) <= target_loss]
     return Outcome(
         eval_loss=float(committed[rounds]["eval_loss"]),
@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--merge-alpha", type=float, help="override the configuration's")
     parser.add_argument("--codec", help="override the configuration's")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds on contributions")
-    parser.add_argument("--only", choices=["swarm", "lone", "big batch"], help="run only this one")
+    parser.add_argument("--only", choices=["swarm", "lone", "big batch"], nargs="+", help="run only these")
     parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
     return parser.parse_args()
 
@@ -147,7 +147,7 @@ def main() -> int:
     run = settings(options)
     batch_size, target = run["training"]["batch_size"], options.target_loss
     kinds = [("swarm", options.rounds), *(("lone", n) for n in sorted(options.lone_rounds or [options.rounds]))]
-    kinds = [each for each in (*kinds, ("big batch", options.rounds)) if options.only in (None, each[0])]
+    kinds = [each for each in (*kinds, ("big batch", options.rounds)) if not options.only or each[0] in options.only]
     outcomes: dict[tuple[str, int], list[Outcome]] = {each: [] for each in kinds}
     with tempfile.TemporaryDirectory(prefix="compare-") as name:
         for seed in range(options.seeds):
@@ -188,15 +188,13 @@ def main() -> int:
 
 def print_table(outcomes: dict[tuple[str, int], list[Outcome]], seeds: int) -> None:
     """Prints the means over the seeds, and the efficiency of the swarm if there are lone runs to compare with."""
-    print(
-        f"{'':<10} {'steps':>7} {'tokens':>12} {'bytes/step':>12} {'loss':>8} {'± s.e.':>7} {'s':>6} {'to target':>10}"
-    )
+    print(f"{'':<10} {'steps':>7} {'tokens':>12} {'bytes/step':>12} {'loss':>16} {'s':>6} {'to target':>10}")
     for (kind, _), results in outcomes.items():
         loss = Estimate.of([result.eval_loss for result in results])
         to_target = [result.seconds_to_target for result in results if result.seconds_to_target is not None]
         print(
             f"{kind:<10} {fmean(r.steps for r in results):>7.0f} {fmean(r.tokens for r in results):>12,.0f} "
-            f"{fmean(r.bytes_per_step for r in results):>12,.0f} {loss.mean:>8.4f} {loss.stderr or math.nan:>7.4f} "
+            f"{fmean(r.bytes_per_step for r in results):>12,.0f} {loss.text(4):>16} "
             f"{fmean(r.seconds for r in results):>6.0f} "
             f"{f'{fmean(to_target):.0f}' if len(to_target) == seeds else '-':>10}"
         )
