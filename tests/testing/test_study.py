@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -431,3 +432,17 @@ def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> Non
     assert first["loss"] != second["loss"]
     for name in ("losses", "curves", "bytes"):
         assert (results / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path) -> None:
+    path = study_file(tmp_path, {"short": {}, "long": {"steps": 100_000}, "longer": {"steps": 100_001}}, seeds=[0])
+    options = ["--data", text, "--output-dir", tmp_path / "results", "--jobs", 2]
+    command = [str(each) for each in (sys.executable, "scripts/study.py", path, *options)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("[1/3]"):
+            assert process.poll() is None
+        workers = psutil.Process(process.pid).children()
+        process.kill()
+    assert len(workers) >= 2
+    assert psutil.wait_procs(workers, timeout=60)[1] == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -66,6 +68,19 @@ def _run(task: Task, directory: Path) -> Outcome:
     return outcome
 
 
+def _begin_worker() -> None:
+    # Ctrl-C reaches all processes; without Python's handler these end at once and silently.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # a killed parent tells its workers nothing, and they would wait for tasks for ever
+
+
 def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callable[[str], None]) -> None:
     """Makes all runs of a study that are not in the directory yet.
 
@@ -89,9 +104,7 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
         return
     # Forking a process that has used torch may deadlock.
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C reaches all processes; without Python's handler these end at once and silently.
-    quiet = (signal.SIGINT, signal.SIG_DFL)
-    with ProcessPoolExecutor(min(jobs, len(missing)), context, signal.signal, quiet) as pool:
+    with ProcessPoolExecutor(min(jobs, len(missing)), context, _begin_worker) as pool:
         running = {pool.submit(_run, task, directory): task for task in missing}
         try:
             for number, future in enumerate(as_completed(running), 1):
