@@ -8,12 +8,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spes_swarm.base.errors import CapacityError
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
@@ -88,6 +90,7 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
 
     Raises:
         UserError: of the first run that cannot be made.
+        CapacityError: a process was killed from outside.
     """
     results = Results(directory)
     tasks = list(tasks_of(study, data))
@@ -109,6 +112,10 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
         try:
             for number, future in enumerate(as_completed(running), 1):
                 report(running[future], future.result(), number)
+        except BrokenProcessPool as exc:
+            raise CapacityError(
+                "a process of the study was killed, perhaps for memory; the same command continues (try fewer --jobs)"
+            ) from exc
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
