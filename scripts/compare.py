@@ -4,7 +4,7 @@
 
 Three runs for each seed, all through `python -m spes_swarm.join`, with the same model, schedule and held-out text:
 
-  swarm       4 peers with 2 of 8 experts each (--experts), H inner steps a round
+  swarm       4 peers with --experts experts each, H inner steps a round
   lone        one peer that trains everything, the same number of steps (a quarter of the tokens)
   big batch   one process that trains everything with a batch 4 times as large (the same total tokens)
 
@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
-from spes_swarm.testing.local_peer import LocalPeer
+from spes_swarm.testing.local_peer import LocalPeer, LocalPeerError
 from spes_swarm.testing.study.table import Estimate, efficiency
 
 NUM_PEERS = 4
@@ -59,7 +60,7 @@ def finish(peers: list[LocalPeer], rounds: int, target_loss: float) -> Outcome:
     """Waits until all peers have done their rounds; returns the result."""
     for peer in peers:
         if peer.wait(3600) != 0:
-            raise SystemExit(peer.tail())
+            raise LocalPeerError(peer.tail())
     steps = [event for peer in peers for event in peer.events("step") if event["round"] < rounds]
     sent = sum(event["payload_bytes_sent"] for peer in peers for event in peer.events("round"))
     committed = peers[0].rounds()
@@ -105,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lone-rounds", type=int, nargs="+", metavar="N", help="of lone runs; default: as --rounds")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--experts", type=int, default=2, help="held by each peer of the swarm")
+    parser.add_argument("--experts", type=int, help="held by each peer of the swarm; default: the configuration's")
     parser.add_argument("--target-loss", type=float, default=-math.inf, help="measure the time until it is reached")
     parser.add_argument("--inner-steps", type=int, help="override the configuration's")
     parser.add_argument("--batch-size", type=int, help="override the configuration's")
@@ -115,14 +116,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds on contributions")
     parser.add_argument("--only", choices=["swarm", "lone", "big batch"], nargs="+", help="run only these")
     parser.add_argument("--json", type=Path, default=Path("runs/compare.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.rounds, options.seeds, *(options.lone_rounds or [])) < 1:
+        parser.error("--rounds, --lone-rounds and --seeds must be at least 1")
+    if options.lone_rounds and options.only and "lone" not in options.only:
+        parser.error("--lone-rounds needs `--only lone`, or no --only")
+    return options
 
 
 def settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings of the runs, but for their seeds and lengths."""
+    """The settings of the runs, but for their seeds and lengths.
+
+    Raises:
+        ConfigError: there are none, or one is invalid.
+    """
     given = load_config(options.config).run
     if given is None:
-        raise SystemExit(f"{options.config} has no section run:")
+        raise ConfigError(f"{options.config} has no section run:")
     run: dict[str, Any] = given.to_dict()
     if options.inner_steps:
         run["round"] |= {"inner_steps": options.inner_steps, "inner_steps_later": []}
@@ -133,31 +143,44 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
         run["round"]["clip"] = options.clip
     if options.merge_alpha is not None:
         run["merge"]["alpha"] = options.merge_alpha
+    run["experts_per_peer"] = options.experts or run["experts_per_peer"]
     return run
 
 
 def num_steps(run: dict[str, Any], rounds: int) -> int:
-    """The steps of a peer in that many rounds."""
-    return RoundClock.of(RunConfig.from_dict(run, "configuration")).step_of(rounds)
+    """The steps of a peer in that many rounds, which the settings must allow.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    steps = RoundClock.of(RunConfig.from_dict(run, "settings")).step_of(rounds)
+    training = run["training"] | {"total_steps": steps}
+    RunConfig.from_dict(run | {"training": training}, f"with {rounds} rounds")
+    return steps
 
 
-def main() -> int:
-    """Runs the comparison."""
-    options = parse_arguments()
+def compare(options: argparse.Namespace) -> None:
+    """Runs the comparison.
+
+    Raises:
+        UserError: a setting is unusable.
+        LocalPeerError: a peer failed.
+    """
     run = settings(options)
     batch_size, target = run["training"]["batch_size"], options.target_loss
-    kinds = [("swarm", options.rounds), *(("lone", n) for n in sorted(options.lone_rounds or [options.rounds]))]
+    kinds = [("swarm", options.rounds), *(("lone", n) for n in sorted(set(options.lone_rounds or [options.rounds])))]
     kinds = [each for each in (*kinds, ("big batch", options.rounds)) if not options.only or each[0] in options.only]
     outcomes: dict[tuple[str, int], list[Outcome]] = {each: [] for each in kinds}
+    steps = {rounds: num_steps(run, rounds) for _, rounds in kinds}
     with tempfile.TemporaryDirectory(prefix="compare-") as name:
         for seed in range(options.seeds):
             for kind, rounds in kinds:
-                run["training"] |= {"seed": seed, "total_steps": num_steps(run, rounds)}
+                run["training"] |= {"seed": seed, "total_steps": steps[rounds]}
                 length = Length(rounds, Path(name) / f"{seed}-{rounds}.yaml")
                 length.config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
                 directory = Path(name) / f"{kind}-{seed}-{rounds}"
                 if kind == "swarm":
-                    outcome = run_swarm(directory, length, seed, options.experts, target)
+                    outcome = run_swarm(directory, length, seed, run["experts_per_peer"], target)
                 else:
                     size = batch_size if kind == "lone" else NUM_PEERS * batch_size
                     outcome = run_alone(directory, length, NUM_PEERS * seed, size, target)
@@ -183,7 +206,6 @@ def main() -> int:
         ],
     }
     options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return 0
 
 
 def print_table(outcomes: dict[tuple[str, int], list[Outcome]], seeds: int) -> None:
@@ -208,6 +230,19 @@ def print_table(outcomes: dict[tuple[str, int], list[Outcome]], seeds: int) -> N
             [[result.eval_loss for result in of_seed] for of_seed in zip(*lone, strict=True)],
         )
         print(f"efficiency of the swarm: {ratio.text}")
+
+
+def main() -> int:
+    options = parse_arguments()
+    try:
+        compare(options)
+    except (UserError, LocalPeerError) as exc:
+        print(f"compare: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compare: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
     content = _read_content(Path(path))
     if (base := content.pop("base", None)) is not None:
         content = _overlay(_read_base(Path(path), base), content)
+        source += f" (with its base {base})"
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
         if key not in sections:
@@ -109,7 +110,12 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _read_base(path: Path, name: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name or Path(name).name != name:
         raise ConfigError(f"{path}: base: found {show(name)}, expected the name of a file beside this one")
-    content = _read_content(path.with_name(name))
+    if name == path.name:
+        raise ConfigError(f"{path}: base: found {show(name)}, expected the name of another file beside this one")
+    try:
+        content = _read_content(path.with_name(name))
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: base: {exc}") from None
     if "base" in content:
         raise ConfigError(f"{path}: base: {name} has a base itself; name that one, and copy what {name} changes")
     return content

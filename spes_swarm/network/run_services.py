@@ -53,6 +53,7 @@ _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _FRESH_S = 0.5  # it does not wait for records if some were read so recently
 _SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
+_BEGIN_S = 10.0  # how long a peer's first round waits for peers that are about to train
 _Record = TypeVar("_Record", bound=Record)
 
 
@@ -70,6 +71,7 @@ class RunServices(RunCommands):
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._refreshed_at = -math.inf  # monotonic time when records were read last
         self._look_until = -math.inf  # monotonic time until which a round waits for others; see `_find_others_again`
+        self._has_begun = False  # whether a round of this peer has begun
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -405,6 +407,7 @@ class RunServices(RunCommands):
         if time.monotonic() - self._refreshed_at > _FRESH_S:
             await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
         await self._find_others_again()
+        await self._await_beginners()
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
@@ -423,6 +426,21 @@ class RunServices(RunCommands):
         while not self._state.roster.present() and time.monotonic() < self._look_until:
             await self._refresh_quietly()
             await asyncio.sleep(_FRESH_S)
+
+    async def _await_beginners(self) -> None:
+        """Waits, before this peer's first round, for others that wait for company, if none of them trains yet.
+
+        They begin when this peer has appeared; until then it would commit rounds without them.
+        """
+        if self._has_begun:
+            return
+        deadline, roster = time.monotonic() + _BEGIN_S, self._state.roster
+        while not roster.training() and time.monotonic() < deadline:
+            if all(view.progress.state != "waiting" for view in roster.answering()):
+                break
+            await asyncio.sleep(_FRESH_S)
+            await self._refresh_quietly()
+        self._has_begun = True
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""

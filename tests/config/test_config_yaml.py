@@ -131,14 +131,19 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "message"),
     [
+        ("other.yaml", "f.yaml: base: "),
         ("other.yaml", "other.yaml: cannot be read"),
+        ("chained.yaml", "f.yaml: base: chained.yaml has a base itself"),
+        ("misspelt.yaml", "f.yaml (with its base misspelt.yaml): run.trainig: unknown key"),
         ("../f.yaml", "f.yaml: base: found '../f.yaml', expected the name of a file beside this one"),
         ("3", "f.yaml: base: found 3, expected"),
         ('""', "f.yaml: base: found '', expected"),
-        ("f.yaml", "f.yaml: base: f.yaml has a base itself"),
+        ("f.yaml", "f.yaml: base: found 'f.yaml', expected the name of another file"),
     ],
 )
 def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> None:
+    (tmp_path / "chained.yaml").write_text("base: misspelt.yaml\n")
+    (tmp_path / "misspelt.yaml").write_text("run: {trainig: {}}\n")
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(yaml_file(tmp_path, f"base: {base}\n"))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spes_swarm.testing.local_peer import LocalPeer
-from tests.helpers.swarm import equal_digests, swarm
+from tests.helpers.swarm import PATIENT, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
@@ -71,3 +71,12 @@ def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp
             peer.wait_for_round(together["round"])
         equal_digests(running.peers, together["round"])
         assert {event["peers"] for event in sleeper.rounds().values()} <= {2, 3}  # it never went on alone
+
+
+def test_a_newcomer_holds_its_first_round_with_the_peer_that_waited_for_it(tmp_path: Path) -> None:
+    with swarm(tmp_path, round=PATIENT) as running:
+        founder, newcomer = running.found("--wait-for-peers", 2, "--max-rounds", 3), running.join("--max-rounds", 3)
+        for peer in (founder, newcomer):
+            assert peer.wait() == 0, peer.tail()
+            assert [event["peers"] for event in peer.rounds().values()] == [2, 2, 2]
+        equal_digests(running.peers, 3)
