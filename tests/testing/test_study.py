@@ -321,7 +321,7 @@ def test_lone_peers_have_the_arms_settings_but_for_those_that_are_tuned_for_them
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"arms": {}}, "arms: found a section of keys, expected a section with a key for each arm"),
+        ({"arms": {}}, "arms: found none, expected a section with a key for each arm"),
         ({"arms": {"x": {}}, "step": 3}, "step: unknown key, did you mean steps?"),
         (
             {"arms": {"x": {"mode": "alone"}}},
@@ -341,7 +341,8 @@ def test_lone_peers_have_the_arms_settings_but_for_those_that_are_tuned_for_them
         ({"arms": {"x": {"share_momentum": "fp16"}}}, "arms.x.share_momentum: found with optimiser adamw"),
         ({"arms": {"x": {"share_momentum": "fp8"}}}, "arms.x.share_momentum: found 'fp8', expected one of fp32, fp16"),
         ({"arms": {"x": {}}, "baseline": "y"}, "baseline: found 'y', expected the name of an arm"),
-        ({"arms": {"x": {}}, "seeds": []}, "seeds: found none"),
+        ({"arms": {"x": {}}, "seeds": []}, "seeds: found [], expected at least one, each once"),
+        ({"arms": {"x": {}}, "seeds": [1, 1]}, "seeds: found [1, 1], expected at least one, each once"),
     ],
 )
 def test_a_bad_setting_is_one_clear_line(tmp_path: Path, content: dict[str, Any], message: str) -> None:

@@ -102,8 +102,8 @@ class StudyConfig(Section):
     evaluations: Count = 10  # of each run, evenly spaced; the last one is at its end
 
     def _check(self) -> None:
-        if not self.seeds:
-            raise ConfigError("seeds: found none, expected at least one")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds: found {list(self.seeds)}, expected at least one, each once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,8 @@ def read_study(path: str | Path) -> Study:
         raise ConfigError(f"{path}: found {show(content)}, expected a section of keys")
     arms = content.pop("arms", None)
     if not isinstance(arms, dict) or not arms:
-        raise ConfigError(f"{path}: arms: found {show(arms)}, expected a section with a key for each arm")
+        found = "none" if arms == {} else show(arms)
+        raise ConfigError(f"{path}: arms: found {found}, expected a section with a key for each arm")
     of_arms, of_study = ({each.name for each in fields(cls)} for cls in (ArmConfig, StudyConfig))
     for key in content:
         if key not in of_arms | of_study:
@@ -249,4 +250,4 @@ def _lone(arm: Arm, steps: int, base: RunConfig, shared: Mapping[str, Any], own:
     chosen.pop("training.total_steps", None)
     config = ArmConfig(mode="lone", peers=1, steps=steps, set={**shared, **chosen, **own})
     name = f"lone peer of {arm.name}, {steps} steps"
-    return Arm(name=name, config=config, run=_build_run(base, config, name))
+    return Arm(name=name, config=config, run=_build_run(base, config, f"{name} (lone_set)" if own else name))
