@@ -435,15 +435,21 @@ def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> Non
         assert (results / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("killed", ["study", "worker"])
+def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path, killed: str) -> None:
     path = study_file(tmp_path, {"short": {}, "long": {"steps": 100_000}, "longer": {"steps": 100_001}}, seeds=[0])
     options = ["--data", text, "--output-dir", tmp_path / "results", "--jobs", 2]
     command = [str(each) for each in (sys.executable, "scripts/study.py", path, *options)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while not process.stdout.readline().startswith("[1/3]"):
             assert process.poll() is None
         workers = psutil.Process(process.pid).children()
-        process.kill()
+        victim = psutil.Process(process.pid) if killed == "study" else workers[-1]
+        victim.kill()
+        _, stderr = process.communicate(timeout=60)
+    if killed == "worker":
+        assert process.returncode == 2
+        assert stderr.startswith("study: a process of the study was killed")
     assert len(workers) >= 2
     assert psutil.wait_procs(workers, timeout=60)[1] == []

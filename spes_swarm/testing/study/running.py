@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # a killed parent tells its workers nothing, and they would wait for tasks for ever
+    os._exit(1)  # a killed parent tells its workers nothing, and they would wait for tasks forever
 
 
 def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callable[[str], None]) -> None:
