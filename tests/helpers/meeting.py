@@ -90,7 +90,13 @@ class Meeting:
         self.ahead: list[int] = []
         self.peers = [self.rendezvous(who) for who in self.honest]
 
-    def rendezvous(self, who: Identity, target_round: Callable[[], int] = lambda: 1) -> Rendezvous:
+    def rendezvous(
+        self,
+        who: Identity,
+        target_round: Callable[[], int] = lambda: 1,
+        defers: Callable[[], bool] = lambda: False,
+        on_called: Callable[[int], None] | None = None,
+    ) -> Rendezvous:
         others = [Neighbour(other.peer_id, True) for other in self.identity.values() if other is not who]
         return Rendezvous(
             FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
@@ -101,9 +107,9 @@ class Meeting:
             window_s=WINDOW_S,
             exchange_s=EXCHANGE_S,
             live_peers=lambda: others,
-            defers=lambda: False,
+            defers=defers,
             target_round=target_round,
-            on_called=self.called.append,
+            on_called=on_called or self.called.append,
             on_ahead=self.ahead.append,
         )
 

@@ -111,8 +111,9 @@ BAD_LEADERS: dict[str, Callable[[Meeting, bytes | None], dict[str, object]]] = {
     "sends to nobody": lambda m, statement: {"leader": "no peer id at all"},
     "sends to a number": lambda m, statement: {"leader": 7},
     "sends in circles": lambda m, statement: {"leader": m.honest[0].peer_id},
-    # So does an honest newcomer that follows the last in rank, which would come round to whoever followed it there.
+    # So does an honest peer that stands aside and follows the last in rank.
     "sends to whoever ranks last": lambda m, statement: {"leader": m.honest[-1].peer_id},
+    "defers": lambda m, statement: {"defers": True},
     "gives a group of its own": lambda m, statement: {"group": [alone(m)]},
     "gives an empty group": lambda m, statement: {"group": []},
     "gives garbage": lambda m, statement: {"group": [b"garbage"]},
@@ -146,6 +147,27 @@ def test_a_leader_that_goes_back_to_a_round_is_found_by_those_whom_it_had_sent_a
     groups = run_at_once(meet(), limit_s=0.9 * WINDOW_S)  # before any window is over
     assert {len(group.members) for group in groups} == {4}
     assert len({group.id for group in groups}) == 1
+
+
+def test_a_member_that_has_returned_ranks_first_but_leads_nothing(meeting: Meeting) -> None:
+    """The others still know it as a member, while it defers to its initial peers. It comes when it is called."""
+    others = meeting.peers
+    called = asyncio.Event()
+    back = meeting.rendezvous(meeting.hostile, defers=lambda: True, on_called=lambda _: called.set())
+
+    async def come() -> Group:
+        await called.wait()
+        return await back.join(meeting.statement())
+
+    async def meet() -> list[Group]:
+        for who in (back, *others):
+            await who.start()
+        return await asyncio.gather(come(), *(who.join(meeting.statement()) for who in others))
+
+    groups = run_at_once(meet(), limit_s=0.2 * WINDOW_S)
+    assert {len(group.members) for group in groups} == {4}
+    assert len({group.id for group in groups}) == 1
+    assert not meeting.wire.faults
 
 
 def test_a_group_that_fails_shuts_nobody_out_of_the_round(meeting: Meeting) -> None:

@@ -15,7 +15,7 @@ as long as its exchange may take. A claim that the swarm is a round further on c
 move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may still rank
-first; it then redirects others to the leader that it follows, and they go there only if that one ranks before them.
+first, above all for peers that know it from earlier rounds; it tells them that it defers, and they turn to the next.
 
 hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds; this one has.
 """
@@ -320,7 +320,7 @@ class Rendezvous:
                 await hold_poll(asked)
                 continue
             redirect = answer.get("leader")
-            if isinstance(redirect, str) and self._refuses(redirect, round_number):
+            if answer.get("defers") or (isinstance(redirect, str) and self._refuses(redirect, round_number)):
                 failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
                 return None
             if now() > patience or redirects > _MAX_REDIRECTS:
@@ -349,8 +349,7 @@ class Rendezvous:
     def _refuses(self, redirect: str, round_number: int) -> bool:
         """Returns True if this peer does not follow a redirect to that leader, which may be following this peer.
 
-        Redirects go up in rank, or peers would follow each other in circles. A newcomer that follows somebody names
-        whom it follows, however it ranks.
+        A peer that may lead goes up in rank only, or peers would follow each other in circles.
         """
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
@@ -456,8 +455,10 @@ class Rendezvous:
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        starts_none = round_number not in self._gatherings and (self.defers() or not has_voice)
-        if starts_none or self._stands_aside(round_number):  # a newcomer may join a round, but starts none
+        begun = round_number in self._gatherings
+        if not begun and self.defers():
+            return {"defers": True}
+        if not (begun or has_voice) or self._stands_aside(round_number):  # a stranger may join a round, but starts none
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1]}
             await asyncio.sleep(POLL_S)
