@@ -15,7 +15,7 @@ as long as its exchange may take. A claim that the swarm is a round further on c
 move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may still rank
-first, above all for peers that know it from earlier rounds; it tells them that it defers, and they turn to the next.
+first, for peers that know it from earlier rounds; it tells them that it defers, and they turn to the next in rank.
 
 hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds; this one has.
 """
@@ -300,11 +300,9 @@ class Rendezvous:
             try:
                 answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
                 self._adopt_group(answer, round_number, leader)
-            except ProtocolError as exc:
-                self.rpc.on_fault(leader, exc)
-                failed.add(leader)
-                return None
-            except OSError:
+            except (ProtocolError, OSError) as exc:
+                if isinstance(exc, ProtocolError):
+                    self.rpc.on_fault(leader, exc)
                 failed.add(leader)
                 return None
             if (group := self._closed_group(round_number)) is not None:
@@ -456,7 +454,7 @@ class Rendezvous:
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
         begun = round_number in self._gatherings
-        if not begun and self.defers():
+        if self.defers() and not begun:
             return {"defers": True}
         if not (begun or has_voice) or self._stands_aside(round_number):  # a stranger may join a round, but starts none
             if self._following is not None and self._following[0] == round_number:
@@ -493,8 +491,8 @@ class Rendezvous:
             return {"target": target}
         if round_number == target + 1:
             self._note_ahead(peer_id, round_number)
-        if round_number != self.target_round():
-            return {"target": self.target_round()}
+        if round_number != target:
+            return {"target": target}
         self.on_called(round_number)
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
