@@ -2,11 +2,11 @@
 
     .venv/bin/python scripts/bench_bounds.py --rounds 60 --seeds 3
 
-Four peers train in turn in one process, with the quickstart's model, schedule and data, and hold their rounds with the
-real statements, plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). The seed determines how many steps each
-peer does before a round: about the inner steps; in every tenth round, as in one that is called early, three peers have
-only begun and one has done three times its share. Both runs of a seed have the same steps on the same data. Prints a
-table and writes JSON.
+Four peers train in turn in one process, with the model, schedule and data of quickstart-paper.yaml, and hold their
+rounds with the real statements, plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). The seed determines how
+many steps each peer does before a round: about the inner steps; in every tenth round, as in one that is called early,
+three peers have only begun and one has done three times its share. Both runs of a seed have the same steps on the same
+data. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/bounds.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run = load_config(default_config_path()).run
+    run = load_config(paper_config_path()).run
     assert run is not None
     stream = TokenStream(open_corpus(STDLIB, load_tokenizer(run.tokenizer.name)))
     outcomes: list[Outcome] = []

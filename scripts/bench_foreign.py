@@ -3,11 +3,11 @@
     .venv/bin/python scripts/bench_foreign.py --steps 300 --seeds 3
 
 Four peers, each with a quarter of the experts, train in turn in one process and hold rounds with the real statements,
-plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). Model and data are the quickstart's, without expert
-merging and bounds. All runs of a seed have the same weights, steps and data, and differ by the form of the others'
-experts (spes_swarm/model/foreign/frozen_stack.py). `ulp` shows what chance alone does: fp32, but all initial weights
-are moved to the next larger number. Chance grows with the learning rate: with the quickstart's 6e-3, rounding nothing
-but the initial weights to bf16 moves the loss by more than 1 %, which hides what is measured here.
+plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). Model and data are those of quickstart-paper.yaml,
+without expert merging and bounds. All runs of a seed have the same weights, steps and data, and differ by the form of
+the others' experts (spes_swarm/model/foreign/frozen_stack.py). `ulp` shows what chance alone does: fp32, but all
+initial weights are moved to the next larger number. Chance grows with the learning rate: with its 6e-3, rounding
+nothing but the initial weights to bf16 moves the loss by more than 1 %, which hides what is measured here.
 
 The loss is that of the swarm's reference, in fp32, on held-out text after all steps. `seen` is that of one peer's live
 weights, others' experts as it stores them: the loss that the peer itself reports. Prints a table and writes JSON.
@@ -29,7 +29,7 @@ import torch
 
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
@@ -154,7 +154,7 @@ def main() -> int:
     """Runs each seed with each form."""
     options = parse_arguments()
     torch.set_num_threads(1)
-    run = load_config(default_config_path()).run
+    run = load_config(paper_config_path()).run
     assert run is not None
     try:
         stream = TokenStream(open_corpus(options.data, load_tokenizer(run.tokenizer.name)))

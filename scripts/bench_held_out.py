@@ -2,8 +2,9 @@
 
     .venv/bin/python scripts/bench_held_out.py --rounds 60
 
-One quickstart peer trains all experts, and its export is evaluated on every held-out sequence. Then samples are drawn
-repeatedly as a peer draws them: one sequence from each of as many equal parts. Prints a table and writes JSON.
+One peer of quickstart-paper.yaml trains all experts, and its export is evaluated on every held-out sequence. Then
+samples are drawn repeatedly as a peer draws them: one sequence from each of as many equal parts. Prints a table and
+writes JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/held_out.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run = load_config(default_config_path()).run
+    run = load_config(paper_config_path()).run
     assert run is not None
     files = open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))
     sampler = Sampler(
@@ -77,7 +78,7 @@ def main() -> int:
         holdout_fraction=run.evaluation.holdout_fraction,
     )
     with tempfile.TemporaryDirectory(prefix="held-out-") as name:
-        export = trained_export(Path(name), options.rounds, default_config_path())
+        export = trained_export(Path(name), options.rounds, paper_config_path())
         model = AutoModelForCausalLM.from_pretrained(export)
     begun = time.process_time()
     losses: list[float] = []

@@ -5,9 +5,9 @@
     .venv/bin/python scripts/bench_optimizer_states.py --live-weights
 
 With `--live-weights` all steps are under bf16 autocast, and bf16 weights with fp32 masters are compared with fp32 ones.
-The quickstart's model is trained alone on the standard library's source, once per form and seed, with half of the
-experts held and a schedule as long as the training. The floor is what a change of every initial weight by one unit in
-the last place does to the loss. Prints a table and writes JSON.
+The model of quickstart-paper.yaml is trained alone on the standard library's source, once per form and seed, with half
+of the experts held and a schedule as long as the training. The floor is what a change of every initial weight by one
+unit in the last place does to the loss. Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import open_corpus
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/optimizer_states.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    run = load_config(default_config_path()).run
+    run = load_config(paper_config_path()).run
     assert run is not None
     # At the end of a schedule the loss depends least on the last few batches.
     training = dataclasses.replace(run.training, total_steps=options.steps, optimiser=options.optimiser)

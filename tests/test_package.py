@@ -16,9 +16,11 @@ from spes_swarm.__main__ import main
 from tests.helpers.repository import ROOT
 
 
-def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:
-    packaged = ROOT / "spes_swarm" / "default_config" / "quickstart.yaml"
-    assert packaged.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
+@pytest.mark.parametrize("name", ["quickstart.yaml", "quickstart-paper.yaml"])
+def test_the_quickstart_in_the_package_is_the_one_in_configs(name: str) -> None:
+    in_configs = ROOT / "configs" / name
+    assert (ROOT / "spes_swarm" / "default_config" / name).read_bytes() == in_configs.read_bytes()
+    assert not in_configs.is_symlink()  # wheels do not carry links
 
 
 def test_python_m_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

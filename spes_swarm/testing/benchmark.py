@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.base.errors import UserError
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 
 TINY = "tiny"  # its step is the baseline of memory
@@ -22,8 +22,8 @@ SIZES = {
 
 
 def quickstart_run(hidden: int, ffn: int, layers: int, heads: int, sequence_length: int, **settings: Any) -> RunConfig:
-    """Returns the quickstart's run with a model of this size; `settings` are additional model settings."""
-    run = load_config(default_config_path()).run
+    """Returns the run of quickstart-paper.yaml with a model of this size; `settings` are additional model settings."""
+    run = load_config(paper_config_path()).run
     assert run is not None
     sizes = {
         "hidden_size": hidden,

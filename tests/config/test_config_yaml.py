@@ -125,7 +125,7 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
     assert base.run is not None
     assert (run.name, run.round.inner_steps, peer.seed, peer.name) == ("mine", 7, 4, "me")
     assert run.model == base.run.model
-    assert replace(run.round, inner_steps=10) == base.run.round
+    assert replace(run.round, inner_steps=base.run.round.inner_steps) == base.run.round
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,11 @@ def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> 
         load_config(yaml_file(tmp_path, f"base: {base}\n"))
 
 
-def test_the_fast_quickstart_is_a_quickstart() -> None:
-    fast, usual = (load_config(ROOT / "configs" / f"quickstart{suffix}.yaml").run for suffix in ("-fast", ""))
+def test_the_papers_quickstart_has_adamw_and_half_as_many_rounds_in_16_bits() -> None:
+    fast, paper = (load_config(ROOT / "configs" / f"quickstart{suffix}.yaml").run for suffix in ("", "-paper"))
     assert fast is not None
-    assert usual is not None
+    assert paper is not None
     assert fast.training.optimiser == "muon"
-    assert fast.model == usual.model
+    training = replace(fast.training, optimiser="adamw", learning_rate=6e-3, muon_momentum=paper.training.muon_momentum)
+    rounds, evaluation = replace(fast.round, inner_steps=10, codec="fp16"), replace(fast.evaluation, every_rounds=5)
+    assert paper == replace(fast, name="quickstart-paper", training=training, round=rounds, evaluation=evaluation)

@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig, transformers_config
 from spes_swarm.model.losses import LossParts, LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model
@@ -232,12 +232,6 @@ def test_initial_weights_are_truncated_and_everything_decays(name: str) -> None:
             assert largest > 2 * 0.02, "and not by much less"
     groups = SparseModel(model, (0,)).param_groups(run.training.weight_decay, run.training.decay_norm_and_bias)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.1]
-
-
-def test_quickstart_is_the_same_inside_the_package() -> None:
-    # A real file, not a link: wheels do not carry links.
-    assert (CONFIGS / "quickstart.yaml").read_bytes() == default_config_path().read_bytes()
-    assert not (CONFIGS / "quickstart.yaml").is_symlink()
 
 
 @pytest.mark.parametrize("name", GEOMETRY)

@@ -3,7 +3,7 @@
 A file has defaults for all arms (the fields of `ArmConfig`), the questions of the study (`StudyConfig`), and `arms`, a
 section of such fields for each name. An arm may be `like` one above it; what it sets is then added to that:
 
-    base: quickstart
+    base: quickstart-paper
     peers: 4
     steps: 300
     seeds: [0, 1, 2]
@@ -28,11 +28,11 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, nearest, read_section, show
 from spes_swarm.base.strict_yaml import load_yaml
 from spes_swarm.config.constraints import Count, CountOrZero, Fraction, Positive, Seed, Setting, Text
-from spes_swarm.config.file import default_config_path, load_config
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 from spes_swarm.protocol.consensus.codec import CODECS
 
-QUICKSTART = "quickstart"
+PAPER_QUICKSTART = "quickstart-paper"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -90,8 +90,8 @@ class ArmConfig(Section):
 class StudyConfig(Section):
     """What is asked of all arms."""
 
-    # Configuration file whose `run:` section the arms change; `quickstart` is inside the package.
-    base: Text = QUICKSTART
+    # Configuration file whose `run:` section the arms change; `quickstart-paper` is inside the package.
+    base: Text = PAPER_QUICKSTART
     seeds: tuple[Seed, ...] = (0, 1, 2)  # of weights, data and held-out split
     baseline: Text | None = None  # the arm that others are compared with, seed by seed; None: the first
     bytes_of: Text | None = None  # the arm whose bytes per step and peer are 1; None: the baseline
@@ -167,7 +167,7 @@ def read_study(path: str | Path) -> Study:
     for key in ("baseline", "bytes_of"):
         if (name := getattr(config, key)) is not None and name not in arms:
             raise ConfigError(f"{path}: {key}: found {show(name)}, expected the name of an arm")
-    base = load_config(default_config_path() if config.base == QUICKSTART else config.base).run
+    base = load_config(paper_config_path() if config.base == PAPER_QUICKSTART else config.base).run
     if base is None:
         raise ConfigError(f"{path}: base: {config.base} has no `run:` section")
     shared = _section(ArmConfig, defaults, path, "").set
