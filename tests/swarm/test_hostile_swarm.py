@@ -276,7 +276,7 @@ async def attack_records(stranger: Stranger, initial: str, victim_id: str, other
 def test_rounds_go_on_under_the_attack_of_a_stranger(tmp_path: Path) -> None:
     own, other = identity(90), identity(91)
     # Nobody dies here, so a peer that is late for an exchange must not be given up.
-    with swarm(tmp_path, round={**ROUND, "stall_timeout_s": 8.0}) as running:
+    with swarm(tmp_path, round={**ROUND, "stall_timeout_s": 8.0, "codec": "int4"}) as running:
         peers = running.start_all(3, "--experts", 2)
         for peer in peers:
             peer.wait_for_round(1)
@@ -324,9 +324,10 @@ def hostile_member(maddr: str, directory: Path) -> Iterator[Callable[[], dict[st
         process.wait(60)
 
 
-def test_rounds_commit_without_a_hostile_member(tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", ["fp16", "int8", "int4"])
+def test_rounds_commit_without_a_hostile_member(tmp_path: Path, codec: str) -> None:
     # Rounds of a second: the hostile member has no trainer that comes by itself, and shorter ones do not wait for it.
-    with swarm(tmp_path, round={**ROUND, "inner_steps": 20}) as running:
+    with swarm(tmp_path, round={**ROUND, "inner_steps": 20, "codec": codec}) as running:
         peers = running.start_all(3, "--experts", 2)
         for peer in peers:
             peer.wait_for_round(1)
