@@ -127,7 +127,9 @@ def _read_base(path: Path, name: Any) -> dict[str, Any]:
 
 
 def _overlay(base: Any, changes: Any) -> Any:
-    """Returns the values of `base` with those of `changes` in their places, section by section."""
+    """Returns the values of `base` with those of `changes` in their places; a section that is empty changes nothing."""
+    if isinstance(base, dict) and changes is None:
+        return base
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
     return base | {key: _overlay(base.get(key), value) for key, value in changes.items()}

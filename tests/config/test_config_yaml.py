@@ -128,6 +128,12 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
     assert replace(run.round, inner_steps=base.run.round.inner_steps) == base.run.round
 
 
+@pytest.mark.parametrize("changes", ["", "run:\n", "run: {round: }\npeer:\n"])
+def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
+    (tmp_path / "base.yaml").write_text(default_config_path().read_text())
+    assert load_config(yaml_file(tmp_path, f"base: base.yaml\n{changes}")) == load_config(default_config_path())
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [
