@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.testing.chaos.peer import accuses
 from spes_swarm.testing.local_peer import LocalPeer
@@ -141,7 +141,7 @@ def main() -> int:
     """Runs the attacks."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
+    parser.add_argument("--config", type=Path, default=paper_config_path())
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--size", type=float, default=3.0, help="length of the noise relative to the last round's move")
@@ -151,7 +151,10 @@ def main() -> int:
     parser.add_argument("--experts-per-peer", type=int, help="override the configuration's")
     parser.add_argument("--json", type=Path, default=Path("runs/attack.json"))
     options = parser.parse_args()
-    run: dict[str, Any] = yaml.safe_load(options.config.read_text(encoding="utf-8"))["run"]
+    configured = load_config(options.config).run
+    if configured is None:
+        parser.error(f"{options.config} has no `run:` section")
+    run = configured.to_dict()
     run["evaluation"]["sequences"] = options.sequences
     run["evaluation"]["every_rounds"] = 1
     if options.clip is not None:

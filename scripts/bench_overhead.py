@@ -130,7 +130,7 @@ def children_cpu_s() -> float:
 
 
 def run_of(size: str, options: argparse.Namespace) -> RunConfig:
-    """Returns the quickstart's run with a model of this size, and no round in sight."""
+    """Returns the run of quickstart-paper.yaml with a model of this size, and no round in sight."""
     run = quickstart_run(*SIZES[size], options.sequence_length)
     return replace(
         run,

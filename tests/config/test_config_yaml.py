@@ -128,7 +128,7 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
     assert replace(run.round, inner_steps=base.run.round.inner_steps) == base.run.round
 
 
-@pytest.mark.parametrize("changes", ["", "run:\n", "run: {round: }\npeer:\n"])
+@pytest.mark.parametrize("changes", ["", "run:\n", "run: {}\npeer:\n"])
 def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
     (tmp_path / "base.yaml").write_text(default_config_path().read_text())
     assert load_config(yaml_file(tmp_path, f"base: base.yaml\n{changes}")) == load_config(default_config_path())
@@ -159,6 +159,6 @@ def test_the_papers_quickstart_has_adamw_and_half_as_many_rounds_in_16_bits() ->
     assert fast is not None
     assert paper is not None
     assert fast.training.optimiser == "muon"
-    training = replace(fast.training, optimiser="adamw", learning_rate=6e-3, muon_momentum=paper.training.muon_momentum)
+    training = replace(fast.training, optimiser="adamw", learning_rate=6e-3, muon_momentum=0.95)
     rounds, evaluation = replace(fast.round, inner_steps=10, codec="fp16"), replace(fast.evaluation, every_rounds=5)
     assert paper == replace(fast, name="quickstart-paper", training=training, round=rounds, evaluation=evaluation)

@@ -96,8 +96,14 @@ class Meeting:
         target_round: Callable[[], int] = lambda: 1,
         defers: Callable[[], bool] = lambda: False,
         on_called: Callable[[int], None] | None = None,
+        voices: str | None = None,
     ) -> Rendezvous:
-        others = [Neighbour(other.peer_id, True) for other in self.identity.values() if other is not who]
+        """`voices`: the names of those whose claims count; None: all."""
+        others = [
+            Neighbour(other.peer_id, True, has_voice=voices is None or name in voices)
+            for name, other in self.identity.items()
+            if other is not who
+        ]
         return Rendezvous(
             FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
             who,

@@ -41,14 +41,15 @@ async def failing(caller: str, statement: bytes | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "victims", "poll_s", "late_s"), DIVISIONS)
+@pytest.mark.parametrize("failure", [{"group": 7}, {"defers": True}])
 def test_a_leader_that_fails_only_some_makes_nobody_go_on_alone(
-    ranks: str, victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...]
+    ranks: str, victims: tuple[str, ...], poll_s: float, late_s: tuple[float, ...], failure: dict[str, Any]
 ) -> None:
     meeting = Meeting(ranks)
 
     async def divide(caller: str, statement: bytes | None) -> dict[str, Any]:
         if caller in victims:
-            return {"group": 7}
+            return failure
         await asyncio.sleep(poll_s)
         return {}
 

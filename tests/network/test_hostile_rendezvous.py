@@ -170,6 +170,24 @@ def test_a_member_that_has_returned_ranks_first_but_leads_nothing(meeting: Meeti
     assert not meeting.wire.faults
 
 
+def test_a_newcomer_that_knows_only_another_one_follows_it_to_the_members() -> None:
+    """It turns to no stranger, although that one ranks first and has a group for it."""
+    meeting = Meeting("HABCD")
+    who = {name: meeting.rendezvous(meeting.identity[name], voices="AB") for name in "AB"}
+    who["C"] = meeting.rendezvous(meeting.identity["C"], defers=lambda: True, voices="AB")
+    who["D"] = meeting.rendezvous(meeting.identity["D"], defers=lambda: True, voices="C")
+    always(meeting, lambda statement: {"group": [alone(meeting), *([statement] if statement else [])]})
+
+    async def meet() -> list[Group]:
+        for each in who.values():
+            await each.start()
+        return await asyncio.gather(*(each.join(meeting.statement()) for each in who.values()))
+
+    groups = run_at_once(meet(), limit_s=2 * WINDOW_S)
+    assert {len(group.members) for group in groups} == {4}
+    assert len({group.id for group in groups}) == 1
+
+
 def test_a_group_that_fails_shuts_nobody_out_of_the_round(meeting: Meeting) -> None:
     """A hostile leader and two others begin the round without a peer, and the exchange fails at its deadline."""
     sealed = [alone(meeting), *meeting.sealed[1:]]
@@ -203,7 +221,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
             sealed = seal_statement(stranger, RUN_ID, Statement.model_validate(fields))
             request = {"run": RUN_ID, "round": round_number, "statement": sealed}
             assert await me._serve_call(stranger.peer_id, request) == {"target": 1}
-            assert await me._serve_gather(stranger.peer_id, request) == {"early": True}
+            assert await me._serve_gather(stranger.peer_id, request) == {"early": True, "defers": False}
         with pytest.raises(ProtocolError, match="round"):
             await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
         assert not me._gatherings

@@ -14,8 +14,8 @@ that still follow it. A group that leaves this peer out is accepted only if it i
 as long as its exchange may take. A claim that the swarm is a round further on counts only if enough voices make it to
 move the median of their records.
 
-A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. It may still rank
-first, for peers that know it from earlier rounds; it tells them that it defers, and they turn to the next in rank.
+A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. Peers that know it
+from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer, too, stay.
 
 hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds; this one has.
 """
@@ -300,9 +300,11 @@ class Rendezvous:
             try:
                 answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
                 self._adopt_group(answer, round_number, leader)
-            except (ProtocolError, OSError) as exc:
-                if isinstance(exc, ProtocolError):
-                    self.rpc.on_fault(leader, exc)
+            except ProtocolError as exc:
+                self.rpc.on_fault(leader, exc)
+                failed.add(leader)
+                return None
+            except OSError:
                 failed.add(leader)
                 return None
             if (group := self._closed_group(round_number)) is not None:
@@ -311,16 +313,17 @@ class Rendezvous:
                 # Unless the records confirm it, the next attempt goes to another leader.
                 (failed if leader in self._returned else self._past).add(leader)
                 raise RoundError(f"round {round_number} is over")
+            redirect = answer.get("leader")
+            refused = isinstance(redirect, str) and self._refuses(redirect, round_number)
+            if refused or (answer.get("defers") and not self.defers()):
+                failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
+                return None
             if answer.get("early"):
                 if now() > patience:
                     failed.add(leader)
                     raise RoundError(f"the other peers have not started round {round_number}")
                 await hold_poll(asked)
                 continue
-            redirect = answer.get("leader")
-            if answer.get("defers") or (isinstance(redirect, str) and self._refuses(redirect, round_number)):
-                failed.add(leader)  # it does not lead; without it, the next best candidate may be this peer
-                return None
             if now() > patience or redirects > _MAX_REDIRECTS:
                 self.rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
                 failed.add(leader)
@@ -345,10 +348,7 @@ class Rendezvous:
         return passed_over - POLL_S - _CALL_TIMEOUT_S
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
-        """Returns True if this peer does not follow a redirect to that leader, which may be following this peer.
-
-        A peer that may lead goes up in rank only, or peers would follow each other in circles.
-        """
+        """Returns True if this peer ignores a redirect. If it may lead, it only goes up in rank, which avoids circles."""
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
@@ -453,14 +453,13 @@ class Rendezvous:
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        begun = round_number in self._gatherings
-        if self.defers() and not begun:
-            return {"defers": True}
-        if not (begun or has_voice) or self._stands_aside(round_number):  # a stranger may join a round, but starts none
+        begun, defers = round_number in self._gatherings, self.defers()
+        if self._stands_aside(round_number) or (not begun and (defers or not has_voice)):  # strangers may only join
             if self._following is not None and self._following[0] == round_number:
-                return {"leader": self._following[1]}
-            await asyncio.sleep(POLL_S)
-            return {"early": True}
+                return {"leader": self._following[1], "defers": defers}
+            if not defers:
+                await asyncio.sleep(POLL_S)
+            return {"early": True, "defers": defers}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             gathering.add(peer_id, sealed)
