@@ -348,7 +348,7 @@ class Rendezvous:
         return passed_over - POLL_S - _CALL_TIMEOUT_S
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
-        """Returns True if this peer ignores a redirect. If it may lead, it only goes up in rank, which avoids circles."""
+        """Returns True if this peer ignores a redirect. If it may lead, it goes up in rank only: no circles."""
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
