@@ -71,6 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cuts", action="store_true", help="also cut the network (uses namespaces; needs root)")
     parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="only these faults")
     parser.add_argument("--inner-steps", type=int, default=RUN["round"]["inner_steps"], help="sets a round's length")
+    parser.add_argument("--optimiser", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--codec", choices=list(CODECS), default=RUN["round"]["codec"])
     parser.add_argument("--result-codec", choices=list(CODECS), help="default: the same")
     parser.add_argument("--hang-s", type=float, default=90.0, help="a longer wait is a hang")
@@ -105,7 +106,8 @@ def main() -> int:
         print(f"chaos: {exc}", file=sys.stderr)
         return 2
     changes = {"inner_steps": options.inner_steps, "codec": options.codec, "result_codec": options.result_codec}
-    run = {**RUN, "round": {**RUN["round"], **changes}}
+    training = {**RUN["training"], "optimiser": options.optimiser}
+    run = {**RUN, "training": training, "round": {**RUN["round"], **changes}}
     started = time.monotonic()
     with ExitStack() as stack:
         network = stack.enter_context(LocalNetwork(options.max_peers)) if no_cuts is None else None
