@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,22 +15,29 @@ from spes_swarm.base.user_paths import replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
+_PATIENCE_S, _POLL_S = 10.0, 0.05
 
 
-def lock_file(path: Path, what: str, advice: str) -> int:
-    """Locks a file for as long as this process lives; returns the file descriptor that holds the lock.
+def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> int:
+    """Locks a file for as long as this process and those forked from it live; returns the file descriptor.
+
+    Tries again for `patience_s` seconds while another process has it.
 
     Raises:
         UserError: another process has locked it; the message says `what` is in use, with `advice`.
     """
     with os_errors_as(UserError, what):
         lock = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as exc:
-        os.close(lock)
-        raise UserError(f"{what} is in use by another process; {advice}") from exc
-    return lock
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError as exc:
+            if time.monotonic() >= deadline:
+                os.close(lock)
+                raise UserError(f"{what} is in use by another process; {advice}") from exc
+        time.sleep(_POLL_S)
 
 
 def lock_identity(path: Path) -> int:
@@ -128,6 +136,9 @@ class RunDirectory:
     def check(self) -> None:
         """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
 
+        The network process of a trainer that was killed holds the lock until it too has died. A supervisor may have
+        started the peer again by then, so this waits for it.
+
         Raises:
             UserError: it cannot be created, or another process uses it.
         """
@@ -137,14 +148,14 @@ class RunDirectory:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output directory {self.path}: {os.strerror(errno.EACCES)}")
         if self._lock.exists():
-            os.close(self._take_lock())
+            os.close(self._take_lock(_PATIENCE_S))
 
     @property
     def _lock(self) -> Path:
         return self.path / ".lock"
 
-    def _take_lock(self) -> int:
-        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir")
+    def _take_lock(self, patience_s: float = 0.0) -> int:
+        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir", patience_s)
 
     def prepare(self) -> int:
         """Creates the directory and locks it for this process; returns the lock's file descriptor.

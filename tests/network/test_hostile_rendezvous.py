@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.round.gathering import POLL_S
 from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting, statement_fields
 from tests.helpers.rounds import RUN_ID, identities, identity
@@ -229,6 +231,27 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
     run_at_once(attack(), limit_s=60.0)
     assert not meeting.called
     assert not meeting.ahead
+
+
+def test_a_stranger_that_polls_early_is_in_the_round_as_soon_as_it_begins(meeting: Meeting) -> None:
+    stranger = identity(50)
+
+    def poll(me: Rendezvous, who: Identity) -> asyncio.Task[dict[str, object]]:
+        request = {"run": RUN_ID, "round": 1, "statement": seal_statement(who, RUN_ID, meeting.statement())}
+        return asyncio.create_task(me._serve_gather(who.peer_id, request))
+
+    async def come_early() -> None:
+        me = meeting.peers[0]
+        await me.start()
+        early = poll(me, stranger)
+        await asyncio.sleep(POLL_S / 2)
+        assert not me._gatherings
+        poll(me, meeting.honest[1])
+        await asyncio.sleep(POLL_S / 4)
+        assert not early.done()
+        assert me._gatherings[1].sealed.keys() == {stranger.peer_id, meeting.honest[1].peer_id}
+
+    run_at_once(come_early(), limit_s=60.0)
 
 
 def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now, rank
@@ -59,6 +60,7 @@ class Rendezvous:
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _begun: Changes = field(default_factory=Changes, init=False)  # this peer leads another round, or follows a leader
     _following: tuple[int, str] | None = field(default=None, init=False)
     # By round: leaders that failed, also in earlier attempts.
     _failed: dict[int, set[str]] = field(default_factory=dict, init=False)
@@ -166,6 +168,7 @@ class Rendezvous:
                 self._stop_leading(min(self._gatherings))
             gathering = self._gatherings[round_number] = Gathering(self.window_s)
             self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
+            self._begun.notify()
         return gathering
 
     def _stop_leading(self, finished_round: int) -> None:
@@ -296,6 +299,7 @@ class Rendezvous:
         arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
         while now() < deadline:
             self._following = (round_number, leader)
+            self._begun.notify()
             asked = now()
             try:
                 answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
@@ -453,13 +457,13 @@ class Rendezvous:
         has_voice = peer_id in self._voices()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
-        begun, defers = round_number in self._gatherings, self.defers()
-        if self._stands_aside(round_number) or (not begun and (defers or not has_voice)):  # strangers may only join
+        defers, until = self.defers(), now() + POLL_S
+        # Strangers may only join. One that is early waits here: a round may begin and be closed between two polls.
+        while self._stands_aside(round_number) or (round_number not in self._gatherings and (defers or not has_voice)):
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1], "defers": defers}
-            if not defers:
-                await asyncio.sleep(POLL_S)
-            return {"early": True, "defers": defers}
+            if defers or not await self._begun.wait(until - now()):
+                return {"early": True, "defers": defers}
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             gathering.add(peer_id, sealed)
@@ -469,10 +473,7 @@ class Rendezvous:
         return {"leader": gathering.redirect} if gathering.redirect else {}
 
     async def _hold(self, round_number: int, gathering: Gathering) -> None:
-        """Holds a follower's poll until there is news for it, for at most POLL_S.
-
-        An answer without news would cost it the pause before its next poll; the group usually closes meanwhile.
-        """
+        """Holds a poll until there is news for the follower, at most for POLL_S; it would pause before its next one."""
         until = now() + POLL_S
         while self._gatherings.get(round_number) is gathering and gathering.redirect is None:
             if self._closed_group(round_number) is not None or not await gathering.changed.wait(until - now()):

@@ -116,7 +116,8 @@ class SyncRounds:
             run.tracks,
             self._result_codec,
         )
-        absent: set[str] = set()
+        # As of now: a record that is read during the exchange is of a peer that nobody has waited for.
+        absent = run.roster.absent({member.peer_id for member in group.members})
         try:
             with self.transfer.round_under_way():
                 commit = await self.exchange.run(books)
@@ -124,8 +125,7 @@ class SyncRounds:
             self.rendezvous.spend(group)
             raise
         finally:
-            absent = run.roster.absent({member.peer_id for member in group.members})
-            for peer_id in absent:
+            for peer_id in filter(run.roster.standing.is_member, absent):
                 run.roster.lose(peer_id)
             self.listener.on_round_over()
         self._note_members(group, books, absent)
