@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from spes_swarm.config.file import default_config_path
+from spes_swarm.config.file import default_config_path, read_config_file
 from spes_swarm.testing.local_peer import LocalPeer
 
 WARM_UP_ROUNDS = 3
@@ -41,13 +41,14 @@ LOOPBACK = ("--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--assume-reachable", "--nu
 Result = dict[str, Any]
 
 
-def measure(num_peers: int, inner_steps: int, rounds: int, directory: Path) -> Result:
+def measure(source: Path, num_peers: int, inner_steps: int, rounds: int, directory: Path) -> Result:
     """Runs one swarm for WARM_UP_ROUNDS, these `rounds`, and one more; returns its figures."""
-    content = yaml.safe_load(default_config_path().read_text(encoding="utf-8"))
-    content["run"]["round"]["inner_steps"] = inner_steps
+    run = read_config_file(source).run
+    assert run is not None
     directory.mkdir(parents=True)
     config = directory / "run.yaml"
-    config.write_text(yaml.safe_dump(content), encoding="utf-8")
+    changed = {**run, "round": {**run["round"], "inner_steps": inner_steps}}
+    config.write_text(yaml.safe_dump({"run": changed}), encoding="utf-8")
     last = WARM_UP_ROUNDS + rounds + 1
     common = [*LOOPBACK, "--experts", str(8 // num_peers), "--wait-for-peers", str(num_peers)]
     common += ["--max-rounds", str(last)]
@@ -122,6 +123,9 @@ def main() -> int:
     """Measures each combination."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--config", type=Path, default=default_config_path(), help="of the run; default: the quickstart"
+    )
     parser.add_argument("--peers", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--inner-steps", type=int, nargs="+", default=[5, 10, 50], metavar="H")
     parser.add_argument("--rounds", type=int, default=20, help="measured, of each swarm")
@@ -133,7 +137,7 @@ def main() -> int:
         for inner_steps in options.inner_steps:
             with tempfile.TemporaryDirectory(prefix="bench-rounds-") as name:
                 started = time.monotonic()
-                result = measure(num_peers, inner_steps, options.rounds, Path(name) / "swarm")
+                result = measure(options.config, num_peers, inner_steps, options.rounds, Path(name) / "swarm")
             result["summary"] = summary(result)
             results.append(result)
             print(line(result, time.monotonic() - started), flush=True)

@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cuts", action="store_true", help="also cut the network (uses namespaces; needs root)")
     parser.add_argument("--only", nargs="+", type=Kind, choices=list(Kind), metavar="KIND", help="only these faults")
     parser.add_argument("--inner-steps", type=int, default=RUN["round"]["inner_steps"], help="sets a round's length")
-    parser.add_argument("--optimiser", choices=["adamw", "muon"], default="adamw")
+    parser.add_argument("--optimiser", default="adamw")
     parser.add_argument("--codec", choices=list(CODECS), default=RUN["round"]["codec"])
     parser.add_argument("--result-codec", choices=list(CODECS), help="default: the same")
     parser.add_argument("--hang-s", type=float, default=90.0, help="a longer wait is a hang")

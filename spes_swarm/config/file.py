@@ -88,7 +88,7 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
     source = str(path)
     content = _read_content(Path(path))
     if (base := content.pop("base", None)) is not None:
-        content = _overlay(_read_base(Path(path), base), {key: own for key, own in content.items() if own is not None})
+        content = _overlay(_read_base(Path(path), base), content)
         source += f" (with its base {base})"
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
@@ -128,6 +128,8 @@ def _read_base(path: Path, name: Any) -> dict[str, Any]:
 
 def _overlay(base: Any, changes: Any) -> Any:
     """Returns the values of `base` with those of `changes` in their places, section by section."""
+    if isinstance(base, dict) and changes is None:  # an empty section
+        return base
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
     return base | {key: _overlay(base.get(key), value) for key, value in changes.items()}

@@ -15,7 +15,7 @@ from spes_swarm.base.user_paths import replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
-_PATIENCE_S, _POLL_S = 10.0, 0.05
+_PATIENCE_S, _POLL_S = 5.0, 0.05
 
 
 def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> int:
@@ -33,10 +33,13 @@ def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> in
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock
-        except OSError as exc:
+        except BlockingIOError as exc:
             if time.monotonic() >= deadline:
                 os.close(lock)
                 raise UserError(f"{what} is in use by another process; {advice}") from exc
+        except OSError as exc:
+            os.close(lock)
+            raise UserError(f"{what} cannot be locked: {exc.strerror}") from exc
         time.sleep(_POLL_S)
 
 

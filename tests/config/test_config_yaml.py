@@ -128,7 +128,7 @@ def test_a_file_may_change_another_one(tmp_path: Path) -> None:
     assert replace(run.round, inner_steps=base.run.round.inner_steps) == base.run.round
 
 
-@pytest.mark.parametrize("changes", ["", "run:\n", "run: {}\npeer:\n"])
+@pytest.mark.parametrize("changes", ["", "run:\n", "run: {}\npeer:\n", "run:\n  training:\n"])
 def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
     (tmp_path / "base.yaml").write_text(default_config_path().read_text())
     assert load_config(yaml_file(tmp_path, f"base: base.yaml\n{changes}")) == load_config(default_config_path())
@@ -140,6 +140,7 @@ def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
         ("other.yaml", "f.yaml: base: "),
         ("other.yaml", "other.yaml: cannot be read"),
         ("chained.yaml", "f.yaml: base: chained.yaml has a base itself"),
+        ("quickstart.yaml\nrnu:", "rnu: unknown key, did you mean run?"),
         ("misspelt.yaml", "f.yaml (with its base misspelt.yaml): run.trainig: unknown key"),
         ("../f.yaml", "f.yaml: base: found '../f.yaml', expected the name of a file beside this one"),
         ("3", "f.yaml: base: found 3, expected"),
@@ -150,6 +151,7 @@ def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
 def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> None:
     (tmp_path / "chained.yaml").write_text("base: misspelt.yaml\n")
     (tmp_path / "misspelt.yaml").write_text("run: {trainig: {}}\n")
+    (tmp_path / "quickstart.yaml").write_text(default_config_path().read_text())
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(yaml_file(tmp_path, f"base: {base}\n"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,10 +246,9 @@ def test_a_directory_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
     os.close(second.prepare())
 
 
-def test_the_check_waits_for_what_is_left_of_a_killed_peer(tmp_path: Path) -> None:
+def test_the_check_waits_for_what_is_left_of_a_killed_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory(tmp_path / "peer")
-    lock = directory.prepare()
-    release = threading.Timer(0.5, os.close, [lock])
-    release.start()
+    locks = [directory.prepare()]
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.close(locks.pop()))
     directory.check()
-    release.join()
+    assert not locks

@@ -65,8 +65,8 @@ def spoil(frame: Frame, ways: Sequence[str], number: int) -> Frame:
             return dataclasses.replace(frame, payload=b"\x7f" * len(frame.payload))  # NaN as fp16 scale and as fp32
         case "norm":
             huge = np.float32(2.0**100).tobytes()
-            is_encoded = len(frame.payload) % 4 == 0 and frame.form == Form.DELTA
-            rest = b"\x00\x3c" * ((len(frame.payload) - 4) // 2) if is_encoded else huge * max(num_values - 1, 0)
+            is_encoded = frame.form == Form.DELTA
+            rest = b"\x00\x3c" * (len(frame.payload) // 2) if is_encoded else huge * max(num_values - 1, 0)
             return dataclasses.replace(frame, payload=(huge + rest)[: len(frame.payload)])
         case "weight":
             return dataclasses.replace(frame, weight=1e300)

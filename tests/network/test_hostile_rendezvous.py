@@ -233,25 +233,75 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
     assert not meeting.ahead
 
 
-def test_a_stranger_that_polls_early_is_in_the_round_as_soon_as_it_begins(meeting: Meeting) -> None:
-    stranger = identity(50)
+def poll(meeting: Meeting, me: Rendezvous, who: Identity) -> asyncio.Task[dict[str, object]]:
+    """A peer polls another one for round 1."""
+    request = {"run": RUN_ID, "round": 1, "statement": seal_statement(who, RUN_ID, meeting.statement())}
+    return asyncio.create_task(me._serve_gather(who.peer_id, request))
 
-    def poll(me: Rendezvous, who: Identity) -> asyncio.Task[dict[str, object]]:
-        request = {"run": RUN_ID, "round": 1, "statement": seal_statement(who, RUN_ID, meeting.statement())}
-        return asyncio.create_task(me._serve_gather(who.peer_id, request))
+
+def test_a_stranger_that_polls_early_is_in_the_round_as_soon_as_it_begins(meeting: Meeting) -> None:
+    stranger, member = identity(50), meeting.honest[1]
 
     async def come_early() -> None:
         me = meeting.peers[0]
         await me.start()
-        early = poll(me, stranger)
+        early = poll(meeting, me, stranger)
         await asyncio.sleep(POLL_S / 2)
         assert not me._gatherings
-        poll(me, meeting.honest[1])
+        poll(meeting, me, member)
         await asyncio.sleep(POLL_S / 4)
         assert not early.done()
-        assert me._gatherings[1].sealed.keys() == {stranger.peer_id, meeting.honest[1].peer_id}
+        assert me._gatherings[1].sealed.keys() == {stranger.peer_id, member.peer_id}
 
     run_at_once(come_early(), limit_s=60.0)
+
+
+def test_a_round_that_waits_for_nobody_includes_a_stranger_that_came_early(meeting: Meeting) -> None:
+    async def come_early() -> None:
+        me = meeting.peers[0]
+        me.live_peers = lambda: []
+        await me.start()
+        early = poll(meeting, me, identity(50))
+        await asyncio.sleep(POLL_S / 2)
+        group = await me.join(meeting.statement())
+        assert {member.peer_id for member in group.members} == {me.identity.peer_id, identity(50).peer_id}
+        assert await early == {"group": list(group.sealed)}
+
+    run_at_once(come_early(), limit_s=60.0)
+
+
+def test_a_stranger_that_polls_early_is_sent_to_the_leader_as_soon_as_there_is_one(meeting: Meeting) -> None:
+    always(meeting, lambda statement: {})
+
+    async def come_early() -> None:
+        me = meeting.peers[0]
+        await me.start()
+        early = poll(meeting, me, identity(50))
+        await asyncio.sleep(POLL_S / 2)
+        joining = asyncio.create_task(me.join(meeting.statement()))
+        await asyncio.sleep(POLL_S / 4)
+        assert early.result() == {"leader": meeting.hostile.peer_id, "defers": False}
+        joining.cancel()
+
+    run_at_once(come_early(), limit_s=60.0)
+
+
+def test_a_round_that_ends_meanwhile_is_not_begun_again_by_a_poll_that_waits(meeting: Meeting) -> None:
+    targets = [1]
+    me = meeting.rendezvous(meeting.honest[0], target_round=lambda: targets[-1])
+
+    async def wait() -> None:
+        await me.start()
+        me._failed = {1: {me.identity.peer_id}}  # groups that it led have failed
+        waiting = poll(meeting, me, meeting.honest[1])
+        await asyncio.sleep(POLL_S / 2)
+        targets.append(2)
+        me.reset()
+        me._gathering(2)
+        assert await waiting == {"over": True}
+        assert me._gatherings.keys() == {2}
+
+    run_at_once(wait(), limit_s=60.0)
 
 
 def test_one_peer_cannot_move_the_clock_but_most_of_them_can(meeting: Meeting) -> None:

@@ -395,3 +395,11 @@ def test_a_newcomer_begins_where_the_furthest_is_in_each_data_set() -> None:
         {"a": progress(2.0, data=[7]), "b": progress(2.0, data=[9, 3]), "late": progress(2.0, state="leaving")}
     )
     assert roster.data_positions() == (9, 3)  # of those that divide as many data sets as any
+
+
+def test_nobody_misses_a_peer_that_has_never_answered() -> None:
+    roster = acquainted()
+    roster.update({peer: progress() for peer in ("a", "b", "silent")})
+    assert roster.absent({"a"}) == {"b"}
+    roster.standing.note_answer("silent")
+    assert roster.absent({"a"}) == {"b", "silent"}

@@ -25,10 +25,11 @@ pytestmark = pytest.mark.swarm
 SPREAD: dict[str, Any] = {"ownership": {"replicas": 1}, "experts_per_peer": 8}
 
 
-def held_twice(number: int, peers: list[LocalPeer]) -> bool:
-    """True also while a peer has not yet committed that round."""
-    held = [expert for peer in peers for expert in peer.rounds().get(number, {}).get("experts_held", [])]
-    return len(held) > len(set(held)) or not all(number in peer.rounds() for peer in peers)
+def held_once(number: int, peers: list[LocalPeer]) -> bool:
+    """Returns True if all have committed the round and no expert has two holders."""
+    rounds = [peer.rounds().get(number) for peer in peers]
+    held = [expert for event in rounds if event is not None for expert in event["experts_held"]]
+    return None not in rounds and len(held) == len(set(held))
 
 
 def is_about(expert: int, event: dict[str, Any]) -> bool:
@@ -67,7 +68,7 @@ def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_pat
         running.launch = launch_slow(0.1)  # it mostly waits for the lease to expire
         *stay, victim = running.start_all(3)
         # The founder has handed over what the others took when they joined: whatever dies is nobody else's.
-        victim.wait_for("round", lambda e: e["round"] >= 2 and not held_twice(e["round"], running.peers))
+        victim.wait_for("round", lambda e: e["round"] >= 2 and held_once(e["round"], running.peers))
         victim.kill()
         expired = time.time() + lease_s  # at the latest
         last = max(victim.rounds())

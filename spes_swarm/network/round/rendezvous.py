@@ -15,9 +15,8 @@ as long as its exchange may take. A claim that the swarm is a round further on c
 move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. Peers that know it
-from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer, too, stay.
-
-hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds; this one has.
+from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer themselves
+keep following it. (hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds.)
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
 
 _CALL_TIMEOUT_S = 2.5
-_MAX_REDIRECTS = 3
-_MAX_ROUND_GATHERINGS = 4
+_MAX_REDIRECTS, _MAX_ROUND_GATHERINGS = 3, 4
 
 
 @dataclass(eq=False)
@@ -167,8 +165,8 @@ class Rendezvous:
             if len(self._gatherings) >= _MAX_ROUND_GATHERINGS:  # left over from rounds that this peer did not join
                 self._stop_leading(min(self._gatherings))
             gathering = self._gatherings[round_number] = Gathering(self.window_s)
+            self._begun.notify()  # before the task, which may close the group at once: with those that wait already
             self._leading[round_number] = asyncio.create_task(self._gather_round(round_number, gathering))
-            self._begun.notify()
         return gathering
 
     def _stop_leading(self, finished_round: int) -> None:
@@ -299,7 +297,6 @@ class Rendezvous:
         arguments = {"run": self.run_id, "round": round_number, "statement": sealed}
         while now() < deadline:
             self._following = (round_number, leader)
-            self._begun.notify()
             asked = now()
             try:
                 answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
@@ -345,6 +342,7 @@ class Rendezvous:
 
     def _turn_to(self, leader: str) -> float:
         """Returns until when to follow a leader. It may wait for those who still follow the one before it."""
+        self._begun.notify()
         before, passed_over = self._followed
         if leader != before:
             passed_over = max(now(), passed_over) + self.window_s + LEADER_GRACE_S + POLL_S + _CALL_TIMEOUT_S
@@ -352,7 +350,7 @@ class Rendezvous:
         return passed_over - POLL_S - _CALL_TIMEOUT_S
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
-        """Returns True if this peer ignores a redirect. If it may lead, it goes up in rank only: no circles."""
+        """Returns True if this peer passes over a leader for a redirect: if it may lead, it goes up in rank only."""
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
@@ -444,11 +442,9 @@ class Rendezvous:
         sealed = request.get("statement")
         if not isinstance(sealed, bytes):
             raise ProtocolError("malformed", "`gather` without a statement")
-        if (group := self._closed_group(round_number)) is not None:
-            return {"group": list(group.sealed)}
+        if (outcome := self._outcome(round_number)) is not None:
+            return outcome
         target = self.target_round()
-        if round_number < target:
-            return {"over": True}
         if round_number > target + 1:
             raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
         member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
@@ -464,17 +460,22 @@ class Rendezvous:
                 return {"leader": self._following[1], "defers": defers}
             if defers or not await self._begun.wait(until - now()):
                 return {"early": True, "defers": defers}
+            if (outcome := self._outcome(round_number)) is not None:
+                return outcome
         gathering = self._gathering(round_number)
         if gathering.redirect is None:
             gathering.add(peer_id, sealed)
-            await self._hold(round_number, gathering)
+            await self._hold(round_number, gathering, until)
+        return self._outcome(round_number) or ({"leader": gathering.redirect} if gathering.redirect else {})
+
+    def _outcome(self, round_number: int) -> dict[str, Any] | None:
+        """Returns the answer to all who ask for a round that has been closed here or is over."""
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed)}
-        return {"leader": gathering.redirect} if gathering.redirect else {}
+        return {"over": True} if round_number < self.target_round() else None
 
-    async def _hold(self, round_number: int, gathering: Gathering) -> None:
-        """Holds a poll until there is news for the follower, at most for POLL_S; it would pause before its next one."""
-        until = now() + POLL_S
+    async def _hold(self, round_number: int, gathering: Gathering, until: float) -> None:
+        """Holds a poll until there is news for the follower: without any, it would pause before it polls again."""
         while self._gatherings.get(round_number) is gathering and gathering.redirect is None:
             if self._closed_group(round_number) is not None or not await gathering.changed.wait(until - now()):
                 return

@@ -116,8 +116,10 @@ class SyncRounds:
             run.tracks,
             self._result_codec,
         )
-        # As of now: a record that is read during the exchange is of a peer that nobody has waited for.
+        # Nobody has waited for peers whose records or first answers come during the exchange.
         absent = run.roster.absent({member.peer_id for member in group.members})
+        for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
+            run.roster.lose(peer_id)
         try:
             with self.transfer.round_under_way():
                 commit = await self.exchange.run(books)
@@ -125,8 +127,6 @@ class SyncRounds:
             self.rendezvous.spend(group)
             raise
         finally:
-            for peer_id in filter(run.roster.standing.is_member, absent):
-                run.roster.lose(peer_id)
             self.listener.on_round_over()
         self._note_members(group, books, absent)
         run.lineage = common_lineage(group.members).after(group.round, group.id)

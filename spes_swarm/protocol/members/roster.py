@@ -127,8 +127,9 @@ class Roster:
         return [view for view in self.present() if view.progress.state == "training"]
 
     def absent(self, members: Collection[str]) -> set[str]:
-        """Peers in training that are not among the members of a group."""
-        return {view.peer_id for view in self.training()}.difference(members)
+        """Peers in training that are not among the members of a group, although they have answered a call."""
+        answered = filter(self.standing.has_answered, (view.peer_id for view in self.training()))
+        return set(answered).difference(members)
 
     def voices(self) -> list[PeerView]:
         """The other peers in training whose claims count; see standing.py."""
