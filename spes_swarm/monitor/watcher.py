@@ -37,6 +37,7 @@ _READ_TIMEOUT_S: Final = 20.0
 # After a peer has corrected its clock, its records may expire this much later than usual.
 _CLOCK_SLACK_S: Final = 3600.0
 _GREETINGS_AT_A_TIME: Final = 4
+_GREET_AGAIN_S: Final = 10.0  # a peer that has not answered
 _DIALS_AT_A_TIME: Final = 8
 _MAX_MET: Final = 128
 _MAX_REMEMBERED: Final = 16
@@ -76,6 +77,8 @@ class Watcher:
         self._known_peers = KnownPeers(maddrs)
         self._initial_ids = set(map(peer_id_of, maddrs))
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))
+        self._tried_at: dict[str, float] = {}  # present peers that have not answered yet
+        self._greeting: asyncio.Task[None] | None = None
         self._clock_task: asyncio.Task[None] | None = None
         self._dialled_at = -math.inf
         self.live: dict[str, bool] = {}  # peers with a record, and whether they are reachable; set by the owner
@@ -101,8 +104,9 @@ class Watcher:
 
     async def stop(self) -> None:
         """Leaves the DHT and stops the daemon."""
-        if self._clock_task is not None:
-            self._clock_task.cancel()
+        for task in (self._clock_task, self._greeting):
+            if task is not None:
+                task.cancel()
         await self._dht.leave()
         await self._daemon.stop()
 
@@ -156,19 +160,30 @@ class Watcher:
     async def keep_in_touch(self) -> None:
         """Learns the addresses of present peers; while there are none, dials those that it has met."""
         if self.live:
-            await self._greet([peer for peer, reachable in self.live.items() if reachable and peer not in self._met])
+            if self._greeting is None or self._greeting.done():  # silent peers must not hold up the reading of records
+                self._greeting = asyncio.create_task(self._greet())
         elif time.monotonic() - self._dialled_at >= _REDIAL_S:
             self._dialled_at = time.monotonic()
             await self._redial()
 
-    async def _greet(self, peers: Sequence[str]) -> None:
+    async def _greet(self) -> None:
+        """Calls present peers that it has not met, the one that has waited longest first.
+
+        Without their addresses, it would lose them with the last peer through which it found them.
+        """
+
         async def greet(peer_id: str) -> None:
+            self._tried_at[peer_id] = time.monotonic()
             with suppress(OSError, ProtocolError):
                 answer = await self._rpc.call(peer_id, "ping", {}, _CALL_TIMEOUT_S)
                 self._known_peers.note(peer_id, checked_maddrs(answer.get("maddrs"), peer_id))
-            self._met[peer_id] = None
+                self._met[peer_id] = None
 
-        await asyncio.gather(*(greet(peer) for peer in sorted(peers)[:_GREETINGS_AT_A_TIME]))
+        unmet = {peer for peer, reachable in self.live.items() if reachable and peer not in self._met}
+        self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in unmet}
+        tried_at = {peer: self._tried_at.get(peer, -math.inf) for peer in sorted(unmet)}
+        due = [peer for peer, at in tried_at.items() if time.monotonic() - at >= _GREET_AGAIN_S]
+        await asyncio.gather(*(greet(peer) for peer in sorted(due, key=tried_at.__getitem__)[:_GREETINGS_AT_A_TIME]))
         while len(self._met) > _MAX_MET:
             self._met.popitem(last=False)
 

@@ -18,6 +18,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError
+from spes_swarm.monitor import watcher as watcher_module
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
@@ -192,6 +193,35 @@ async def coming_back(directory: Path) -> None:
 
 def test_a_monitor_that_is_started_while_nobody_is_there_finds_who_comes_back(tmp_path: Path) -> None:
     run(coming_back(tmp_path))
+
+
+async def second_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncExitStack() as stack:
+        founder = await stack.enter_async_context(node(0))
+        other = await stack.enter_async_context(node(1, (founder.maddr,)))
+        watcher = await stack.enter_async_context(watching(options(founder.maddr)))
+        await founder.publish()
+        await other.publish()
+        await Collector(watcher, None, 0.2).refresh()
+        called: list[str] = []
+        call = watcher._rpc.call
+
+        async def fail_once(peer_id: str, *arguments: Any) -> dict[str, Any]:
+            called.append(peer_id)
+            if len(called) == 1:
+                raise ConnectionError("routing: not found")
+            return await call(peer_id, *arguments)
+
+        monkeypatch.setattr(watcher._rpc, "call", fail_once)
+        while other.maddr not in watcher.addresses():
+            await watcher.keep_in_touch()
+            await asyncio.sleep(0.05)
+        assert called == [other.identity.peer_id] * 2
+
+
+def test_a_peer_that_could_not_be_reached_at_first_is_greeted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher_module, "_GREET_AGAIN_S", 0.5)
+    run(second_greeting(monkeypatch))
 
 
 async def entry_point() -> None:
