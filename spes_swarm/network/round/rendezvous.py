@@ -350,7 +350,7 @@ class Rendezvous:
         return passed_over - POLL_S - _CALL_TIMEOUT_S
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
-        """Returns True if this peer passes over a leader for a redirect: if it may lead, it goes up in rank only."""
+        """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
