@@ -203,20 +203,21 @@ async def second_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
         await founder.publish()
         await other.publish()
         await Collector(watcher, None, 0.2).refresh()
-        called: list[str] = []
+        greeted: list[str] = []
         call = watcher._rpc.call
 
-        async def fail_once(peer_id: str, *arguments: Any) -> dict[str, Any]:
-            called.append(peer_id)
-            if len(called) == 1:
-                raise ConnectionError("routing: not found")
-            return await call(peer_id, *arguments)
+        async def fail_once(peer_id: str, method: str, *arguments: Any) -> dict[str, Any]:
+            if method == "ping":  # the clock makes calls, too
+                greeted.append(peer_id)
+                if len(greeted) == 1:
+                    raise ConnectionError("routing: not found")
+            return await call(peer_id, method, *arguments)
 
         monkeypatch.setattr(watcher._rpc, "call", fail_once)
         while other.maddr not in watcher.addresses():
             await watcher.keep_in_touch()
             await asyncio.sleep(0.05)
-        assert called == [other.identity.peer_id] * 2
+        assert greeted[:2] == [other.identity.peer_id] * 2  # more on a machine so busy that an answer comes too late
 
 
 def test_a_peer_that_could_not_be_reached_at_first_is_greeted_again(monkeypatch: pytest.MonkeyPatch) -> None:
