@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import RemoteError
@@ -14,10 +14,11 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, seal_statement
 from tests.helpers.rounds import RUN_ID, identities
-from tests.helpers.virtual_time import run_at_once
+from tests.helpers.virtual_time import at, run_at_once
 
 WINDOW_S = 10.0
 EXCHANGE_S = 60.0
+T = TypeVar("T")
 Enter = Callable[[Rendezvous], Awaitable[Group]]
 
 
@@ -49,6 +50,7 @@ class Wire:
     def __init__(self) -> None:
         self.handlers: dict[tuple[str, str], Callable[[str, dict[str, Any]], Any]] = {}
         self.faults: list[tuple[str, str]] = []
+        self.lost: list[tuple[str, str]] = []  # (caller, callee): the next call does not arrive
 
 
 class FakeRpc:
@@ -68,11 +70,21 @@ class FakeRpc:
         handler = self._wire.handlers.get((peer_id, method))
         if handler is None:
             raise ConnectionError(peer_id)
+        if (call := (self._peer_id, peer_id)) in self._wire.lost:
+            self._wire.lost.remove(call)
+            raise ConnectionError(peer_id)
+        loop = asyncio.get_running_loop()
+        answering: asyncio.Task[dict[str, Any]]
+        answering = loop.create_task(handler(self._peer_id, arguments), context=at(peer_id))
         try:
-            answer: dict[str, Any] = await asyncio.wait_for(handler(self._peer_id, arguments), timeout_s)
+            done, _ = await asyncio.wait({answering}, timeout=timeout_s)
+            if not done:  # it may be frozen, so that its task would not even be cancelled
+                raise TimeoutError
+            return answering.result()
         except ProtocolError as exc:
             raise RemoteError(str(exc)) from exc
-        return answer
+        finally:
+            answering.cancel()
 
 
 class Meeting:
@@ -97,12 +109,13 @@ class Meeting:
         defers: Callable[[], bool] = lambda: False,
         on_called: Callable[[int], None] | None = None,
         voices: str | None = None,
+        alone: bool = False,
     ) -> Rendezvous:
-        """`voices`: the names of those whose claims count; None: all."""
+        """`voices`: the names of those whose claims count; None: all. `alone`: it knows no other peer."""
         others = [
             Neighbour(other.peer_id, True, has_voice=voices is None or name in voices)
             for name, other in self.identity.items()
-            if other is not who
+            if other is not who and not alone
         ]
         return Rendezvous(
             FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
@@ -129,6 +142,10 @@ class Meeting:
             return await answer(self.name[caller], arguments.get("statement"))
 
         self.wire.handlers[self.identity[name].peer_id, method] = handle
+
+    def begin(self, who: Rendezvous, attempt: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begins what a peer does, so that the peer can be frozen."""
+        return asyncio.get_running_loop().create_task(attempt, context=at(who.identity.peer_id))
 
     async def keep_trying(self, who: Rendezvous, enter: Enter | None = None, delay_s: float = 0.0) -> Group:
         """Has a peer join the round, by `enter` if that is given, and again whenever this fails."""

@@ -258,14 +258,13 @@ def test_a_stranger_that_polls_early_is_in_the_round_as_soon_as_it_begins(meetin
 
 def test_a_round_that_waits_for_nobody_includes_a_stranger_that_came_early(meeting: Meeting) -> None:
     async def come_early() -> None:
-        me = meeting.peers[0]
-        me.live_peers = lambda: []
+        me = meeting.rendezvous(meeting.honest[0], alone=True)
         await me.start()
         early = poll(meeting, me, identity(50))
         await asyncio.sleep(POLL_S / 2)
         group = await me.join(meeting.statement())
         assert {member.peer_id for member in group.members} == {me.identity.peer_id, identity(50).peer_id}
-        assert await early == {"group": list(group.sealed)}
+        assert await early == {"group": list(group.sealed), "over": False}
 
     run_at_once(come_early(), limit_s=60.0)
 

@@ -15,6 +15,9 @@ POLL_S = 1.0
 # A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
 # many more runnable processes than cores, honest leaders have been seen two seconds late.
 LEADER_GRACE_S = 4 * POLL_S
+# A leader whose event loop has not run for so long (its process was stopped) gathers anew: it has been passed over, or
+# is about to be.
+_SLEPT_S = 2.5
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
@@ -46,6 +49,18 @@ class Gathering:
     elsewhere: set[str] = field(default_factory=set)  # peers that still follow another leader
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
+    _seen: float = field(default_factory=now)  # when `has_slept` was asked last
+
+    def has_slept(self) -> bool:
+        """Returns True if the event loop has not run since the last time. To be asked several times a second."""
+        before, self._seen = self._seen, now()
+        return self._seen - before > _SLEPT_S
+
+    def begin_again(self) -> None:
+        """Forgets who has come, and waits for all of them again."""
+        for known in (self.sealed, self.last_poll, self.lost, self.past, self.elsewhere):
+            known.clear()
+        self.opened = now()
 
     def add(self, peer_id: str, sealed: bytes) -> None:
         """Notes a poll of a peer, with its statement."""
@@ -67,7 +82,7 @@ class Gathering:
             until = max(until, passed_over + self.window_s)
         return now() < until
 
-    def present(self) -> list[bytes]:
+    def present(self) -> dict[str, bytes]:
         """Returns the statements of the peers that still poll."""
         oldest = now() - 3 * POLL_S - 1.0
-        return [sealed for peer, sealed in self.sealed.items() if self.last_poll[peer] >= oldest]
+        return {peer: sealed for peer, sealed in self.sealed.items() if self.last_poll[peer] >= oldest}

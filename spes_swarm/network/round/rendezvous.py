@@ -3,7 +3,8 @@
 The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer leads: it gathers the
 signed statements, calls the peers that are missing, and closes the group when all have come or the window is over (for
 peers that still follow a leader that has failed here, after two windows and a few seconds; each further leader that
-fails adds a window). A peer that gets no answer from a leader turns to the next in rank. A leader that learns of a
+fails adds a window). A peer that gets no answer from a leader turns to the next in rank, and back to it if it hears
+from it again, once per round: a leader that was frozen would otherwise close a second group. A leader that learns of a
 better one sends its followers there. Every peer that has the closed group passes it on, so a leader that dies while it
 announces the group does not split it.
 
@@ -23,14 +24,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now, rank
+from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now
+from spes_swarm.network.round.voices import Voices
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
@@ -56,6 +58,7 @@ class Rendezvous:
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
+    _voices: Voices = field(init=False)
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _begun: Changes = field(default_factory=Changes, init=False)  # this peer leads another round, or follows a leader
@@ -65,6 +68,9 @@ class Rendezvous:
     # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
     _past: set[str] = field(default_factory=set, init=False)
     _returned: set[str] = field(default_factory=set, init=False)
+    # Leaders that did not answer. One that calls or answers is followed again, once per round.
+    _silent: set[str] = field(default_factory=set, init=False)
+    _retried: set[str] = field(default_factory=set, init=False)
     # By live peer: the newest round beyond the next one that it calls for.
     _ahead: dict[str, int] = field(default_factory=dict, init=False)
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
@@ -75,6 +81,9 @@ class Rendezvous:
     _leader: str = field(default="", init=False)  # who led this peer to the newest group
     _giver: str = field(default="", init=False)  # who passed it on
     _spoiled: Counter[str] = field(default_factory=Counter, init=False)  # by these peers: failed groups of this round
+
+    def __post_init__(self) -> None:
+        self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers)
 
     @property
     def gathering(self) -> bool:
@@ -102,7 +111,7 @@ class Rendezvous:
         self._failed = {statement.round: failed}
         try:
             while now() < deadline:
-                leader = self._best_candidate(statement.round, failed | self._past)
+                leader = self._voices.best_leader(statement.round, failed | self._past, self.reachable)
                 if leader is None:
                     failed.clear()
                     self._forgive()
@@ -148,15 +157,6 @@ class Rendezvous:
             self._start_afresh()
             self.spend(group)
 
-    def _best_candidate(self, round_number: int, failed: set[str]) -> str | None:
-        able = [n for n in self.live_peers() if n.reachable and n.peer_id not in failed]
-        candidates = [n.peer_id for n in able if n.has_voice]
-        if self.defers():
-            candidates = candidates or [n.peer_id for n in able]
-        elif self.reachable and self.identity.peer_id not in failed:
-            candidates.append(self.identity.peer_id)
-        return min(candidates, key=lambda peer: rank(self.run_id, round_number, peer), default=None)
-
     # Leading.
 
     def _gathering(self, round_number: int) -> Gathering:
@@ -180,7 +180,7 @@ class Rendezvous:
         gathering = self._gathering(round_number)
         better = gathering.redirect
         if better is not None and (
-            better in failed or not self._better(better, round_number)
+            better in failed or not self._voices.is_better(better, round_number)
         ):  # it failed, or has left
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
@@ -191,7 +191,7 @@ class Rendezvous:
                 return group
             if gathering.redirect is not None:
                 return None
-            if self._is_most(gathering.past):  # alone, this peer would only fork the reference
+            if self._is_over(gathering):  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
             gathering.add(self.identity.peer_id, sealed)
             await gathering.changed.wait(POLL_S)
@@ -203,24 +203,31 @@ class Rendezvous:
         callers: dict[str, asyncio.Task[None]] = {}
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
+                if gathering.has_slept():
+                    gathering.begin_again()
+                    _cancel(callers)
+                present = gathering.present()
                 peers = [Neighbour(me, self.reachable), *self.live_peers()]
-                missing = {n.peer_id: n for n in peers if n.peer_id not in gathering.sealed.keys() | gathering.lost}
+                missing = {n.peer_id: n for n in peers if n.peer_id not in present.keys() | gathering.lost}
                 for peer_id in missing.keys() - {me} - callers.keys():
                     callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self.on_called(round_number)
                     if self._following is not None and self._following[0] == round_number:
                         gathering.elsewhere.add(me)
-                if self._is_most(gathering.past):
+                if self._is_over(gathering):
                     return
                 passed_over = self._followed[1]
-                if gathering.sealed and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
-                    self._close(round_number, gathering)
+                if present and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
+                    self._set_closed(form_group(self.run_id, round_number, [*present.values()], self.num_blocks), me)
                     return
                 await gathering.changed.wait(POLL_S / 4)
         finally:
-            for task in callers.values():
-                task.cancel()
+            _cancel(callers)
+
+    def _is_over(self, gathering: Gathering) -> bool:
+        """Returns True if most of the voices that answer say that the round is over."""
+        return self._voices.are_most(gathering.past, absent=gathering.lost - gathering.past)
 
     async def _call(self, peer_id: str, round_number: int, gathering: Gathering) -> None:
         """Calls one peer to the round until it comes; marks it as lost if it cannot be reached."""
@@ -230,17 +237,19 @@ class Rendezvous:
             try:
                 answer = await self.rpc.call(peer_id, "call", arguments, _CALL_TIMEOUT_S)
                 failures = 0
-                if peer_id in self._voices():
+                if peer_id in self._voices.others():
                     self._adopt_group(answer, round_number, peer_id, absent=gathering.lost)
                 leader = answer.get("leader")
+                if leader == peer_id:
+                    self._try_again(leader, round_number)
                 failed = self._failed.get(round_number, set())
-                if isinstance(leader, str) and self._better(leader, round_number):
+                if isinstance(leader, str) and self._voices.is_better(leader, round_number):
                     if leader not in failed:
                         self._note_return(leader)
                         gathering.redirect = leader
                         gathering.changed.notify()
                         return
-                    if peer_id in self._voices() - failed:
+                    if peer_id in self._voices.others() - failed:
                         gathering.elsewhere.add(peer_id)
                 target = answer.get("target")
                 if isinstance(target, int) and target > round_number:
@@ -255,36 +264,21 @@ class Rendezvous:
         gathering.lost.add(peer_id)
         gathering.changed.notify()
 
-    def _voices(self) -> set[str]:
-        """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
-        defers = self.defers()
-        return {n.peer_id for n in self.live_peers() if n.has_voice or defers}
-
-    def _is_most(self, peers: Iterable[str]) -> bool:
-        """Returns True if these peers are enough to move the median of the records; see the top of this file."""
-        voices = self._voices()
-        return len(voices.intersection(peers)) > len(voices) // 2
-
-    def _is_majority(self, peers: Iterable[str], absent: Collection[str]) -> bool:
-        """Returns True if these are most of the voices not `absent`; this peer is a voice, too, unless it defers."""
-        voices = self._voices().difference(absent) | (set() if self.defers() else {self.identity.peer_id})
-        return 2 * len(voices.intersection(peers)) > len(voices)
+    def _try_again(self, leader: str, round_number: int) -> None:
+        """Ends that a leader is passed over because it did not answer."""
+        if leader in self._silent:
+            self._silent.discard(leader)
+            self._retried.add(leader)
+            self._failed.get(round_number, set()).discard(leader)
+            gathering = self._gatherings.get(round_number)
+            if gathering is not None and self._voices.is_better(leader, round_number):
+                gathering.redirect = leader
+                gathering.changed.notify()
 
     def _note_return(self, leader: str) -> None:
         if leader in self._past:
             self._past.discard(leader)
             self._returned.add(leader)
-
-    def _better(self, leader: str, round_number: int) -> bool:
-        live = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice}
-        me = self.identity.peer_id
-        return leader in live and rank(self.run_id, round_number, leader) < rank(self.run_id, round_number, me)
-
-    def _close(self, round_number: int, gathering: Gathering) -> None:
-        sealed = gathering.present()
-        if sealed:
-            self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks), self.identity.peer_id)
-        gathering.changed.notify()
 
     # Following.
 
@@ -307,6 +301,8 @@ class Rendezvous:
                 return None
             except OSError:
                 failed.add(leader)
+                if leader not in self._retried:
+                    self._silent.add(leader)
                 return None
             if (group := self._closed_group(round_number)) is not None:
                 return group
@@ -329,7 +325,7 @@ class Rendezvous:
                 self.rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
                 failed.add(leader)
                 return None
-            if isinstance(redirect, str) and redirect not in failed and redirect != leader and self._may_lead(redirect):
+            if isinstance(redirect, str) and redirect not in failed | {leader} and self._voices.may_lead(redirect):
                 self._note_return(redirect)
                 redirects += 1
                 patience = self._turn_to(redirect)
@@ -353,11 +349,8 @@ class Rendezvous:
         """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
-        ranks_before = rank(self.run_id, round_number, me) < rank(self.run_id, round_number, redirect)
-        return redirect == me or (leads and self._may_lead(redirect) and ranks_before)
-
-    def _may_lead(self, peer_id: str) -> bool:
-        return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
+        goes_down = self._voices.may_lead(redirect) and self._voices.ranks_before(me, redirect, round_number)
+        return redirect == me or (leads and goes_down)
 
     def _stands_aside(self, round_number: int) -> bool:
         """Returns True if groups that this peer led have failed twice, so that the others turn to the next leader."""
@@ -378,7 +371,7 @@ class Rendezvous:
         if closed is not None and group.index_of(me) is None:
             return
         with_me, from_leader = (closed or group).index_of(me) is not None, self._following == (round_number, giver)
-        if (with_me and from_leader) or self._is_majority((member.peer_id for member in group.members), absent):
+        if (with_me and from_leader) or self._voices.are_majority((member.peer_id for member in group.members), absent):
             self._set_closed(group, giver)
 
     def spend(self, group: Group) -> None:
@@ -403,9 +396,8 @@ class Rendezvous:
         self._stop_leading(max(self._gatherings, default=0))
 
     def _forgive(self) -> None:
-        self._past.clear()
-        self._returned.clear()
-        self._spoiled.clear()
+        for known in (self._past, self._returned, self._silent, self._retried, self._spoiled):
+            known.clear()
 
     def _start_afresh(self) -> None:
         self._left_out_since = None
@@ -430,10 +422,10 @@ class Rendezvous:
 
     def _note_ahead(self, peer_id: str, round_number: int) -> None:
         """Notes a call for the round after the next one; see the top of this file."""
-        voices = self._voices()
+        voices = self._voices.others()
         self._ahead = {peer: claimed for peer, claimed in self._ahead.items() if peer in voices}
         self._ahead[peer_id] = round_number
-        if self._is_most(peer for peer, claimed in self._ahead.items() if claimed >= round_number):
+        if self._voices.are_most(peer for peer, claimed in self._ahead.items() if claimed >= round_number):
             self.on_ahead(round_number)
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -450,7 +442,7 @@ class Rendezvous:
         member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "the statement is another peer's")
-        has_voice = peer_id in self._voices()
+        has_voice = peer_id in self._voices.others()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
         defers, until = self.defers(), now() + POLL_S
@@ -470,9 +462,10 @@ class Rendezvous:
 
     def _outcome(self, round_number: int) -> dict[str, Any] | None:
         """Returns the answer to all who ask for a round that has been closed here or is over."""
-        if (group := self._closed_group(round_number)) is not None:
-            return {"group": list(group.sealed)}
-        return {"over": True} if round_number < self.target_round() else None
+        group, over = self._closed_group(round_number), round_number < self.target_round()
+        if group is not None:
+            return {"group": list(group.sealed), "over": over}
+        return {"over": True} if over else None
 
     async def _hold(self, round_number: int, gathering: Gathering, until: float) -> None:
         """Holds a poll until there is news for the follower: without any, it would pause before it polls again."""
@@ -483,10 +476,10 @@ class Rendezvous:
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a leader that calls this peer to a round."""
         round_number = self._check_request(request)
-        if (group := self._closed_group(round_number)) is not None:
-            return {"group": list(group.sealed)}
         target = self.target_round()
-        if peer_id not in self._voices():  # its record may not be here yet, so this alone is not a fault
+        if (group := self._closed_group(round_number)) is not None:
+            return {"group": list(group.sealed), "target": target}
+        if peer_id not in self._voices.others():  # its record may not be here yet, so this alone is not a fault
             if not 0 <= round_number <= target + 1:
                 raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
             return {"target": target}
@@ -494,7 +487,14 @@ class Rendezvous:
             self._note_ahead(peer_id, round_number)
         if round_number != target:
             return {"target": target}
+        self._try_again(peer_id, round_number)
         self.on_called(round_number)
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
         return {}
+
+
+def _cancel(callers: dict[str, asyncio.Task[None]]) -> None:
+    for task in callers.values():
+        task.cancel()
+    callers.clear()

@@ -1,0 +1,108 @@
+"""Leaders that were frozen, or out of reach for a moment: they close no group beside that of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from spes_swarm.base.errors import RoundError
+from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.rounds.statement import Group
+from tests.helpers.meeting import WINDOW_S, Meeting
+from tests.helpers.virtual_time import freeze, run_at_once
+
+_EXCHANGE_S = 0.2
+
+
+def groups_of(meeting: Meeting, late_s: list[float], freezes: list[tuple[str, float, float]]) -> list[Group]:
+    """Returns the groups of the peers that commit round 1; the others learn that it is over or has begun without them.
+
+    `late_s`: how many seconds late each joins; `freezes`: who is frozen, from when, for how many seconds.
+    """
+
+    async def join(who: Rendezvous, delay_s: float) -> Group | None:
+        await asyncio.sleep(delay_s)
+        try:
+            group = await who.join(meeting.statement())
+        except RoundError as exc:
+            if "is over" in str(exc) or "began without this peer" in str(exc):
+                return None
+            raise
+        await asyncio.sleep(_EXCHANGE_S)
+        who.target_round = lambda: 2
+        return group
+
+    async def freeze_later(name: str, from_s: float, seconds: float) -> None:
+        await asyncio.sleep(from_s)
+        await freeze(meeting.identity[name].peer_id, seconds)
+
+    async def hold() -> list[Group | None]:
+        for who in meeting.peers:
+            await who.start()
+        joining = [meeting.begin(who, join(who, delay_s)) for who, delay_s in zip(meeting.peers, late_s, strict=True)]
+        await asyncio.gather(*(freeze_later(*each) for each in freezes))
+        return await asyncio.gather(*joining)
+
+    return [group for group in run_at_once(hold(), limit_s=6 * WINDOW_S) if group is not None]
+
+
+def check_one(groups: list[Group]) -> None:
+    assert len({group.id for group in groups}) == 1
+    assert len(groups) == len(groups[0].members)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3.0, 6.0])  # how late D joins
+@pytest.mark.parametrize("frozen_s", [2.7, 3.6, 5.0, 7.0, 9.5, 14.0])
+@pytest.mark.parametrize("frozen_from_s", [0.1, 0.9, 2.0])
+def test_a_leader_that_was_frozen_closes_no_group_beside_that_of_the_others(
+    frozen_from_s: float, frozen_s: float, late_s: float
+) -> None:
+    meeting = Meeting("ABCDH")  # H cannot be reached
+    groups = groups_of(meeting, [0.0, 0.0, 2.5, late_s], [("A", frozen_from_s, frozen_s)])
+    check_one(groups)
+    assert len(groups) >= 3
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whoever_is_frozen_there_is_one_group(seed: int) -> None:
+    chance = random.Random(seed)
+    names = "ABCDE"[: chance.randint(2, 5)]
+    meeting = Meeting(names + "H")
+    late_s = [chance.choice([0.0, 0.0, 0.0, chance.uniform(0, 2), chance.uniform(0, 9)]) for _ in names]
+    frozen_s = chance.choice([chance.uniform(1, 5), chance.uniform(2.5, 8), chance.uniform(5, 20)])
+    frozen = chance.choice(["A", "A", *names])
+    check_one(groups_of(meeting, late_s, [(frozen, chance.uniform(0, 6), frozen_s)]))
+
+
+def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_calls() -> None:
+    """It would else wait for another newcomer, which leads nothing, until the round has begun without it."""
+    meeting = Meeting("ABCH")
+    founder = meeting.rendezvous(meeting.identity["C"])
+    newcomers = [meeting.rendezvous(meeting.identity[name], defers=lambda: True, voices="C") for name in "AB"]
+    meeting.wire.lost.append((meeting.identity["A"].peer_id, meeting.identity["C"].peer_id))
+
+    async def meet() -> list[Group]:
+        for who in (founder, *newcomers):
+            await who.start()
+        return await asyncio.gather(*(who.join(meeting.statement()) for who in (founder, *newcomers)))
+
+    groups = run_at_once(meet(), limit_s=0.5 * WINDOW_S)
+    check_one(groups)
+    assert len(groups) == 3
+
+
+def test_a_leader_that_calls_but_does_not_answer_is_tried_twice_only() -> None:
+    meeting = Meeting()
+
+    async def never(caller: str, statement: bytes | None) -> dict[str, object]:
+        await asyncio.sleep(60.0)
+        return {}
+
+    async def lead(caller: str, statement: bytes | None) -> dict[str, object]:
+        return {"leader": meeting.hostile.peer_id}
+
+    meeting.answers("H", "gather", never)
+    meeting.answers("H", "call", lead)
+    meeting.meet(limit_s=2 * WINDOW_S)
