@@ -102,6 +102,7 @@ class RunServices(RunCommands):
             target_round=self._target_round,
             on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
+            find_others=self._find_others_again,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
@@ -423,7 +424,11 @@ class RunServices(RunCommands):
 
         Without this it would hold rounds alone, and fork the reference, until its node has found the others.
         """
-        while not self._state.roster.present() and time.monotonic() < self._look_until:
+        ttl_s = self._state.run.round.progress_ttl_s
+        until, now = self._look_until, time.monotonic()
+        if now - self._refreshed_at > ttl_s / 2:  # nothing has been read since
+            until = now + ttl_s
+        while not self._state.roster.present() and time.monotonic() < max(until, self._look_until):
             await self._refresh_quietly()
             await asyncio.sleep(_FRESH_S)
 

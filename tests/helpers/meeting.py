@@ -99,6 +99,7 @@ class Meeting:
         self.hostile, self.honest = self.identity["H"], [self.identity[name] for name in ranks if name in "ABCDE"]
         self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
         self.called: list[int] = []
+        self.known: dict[str, list[Neighbour]] = {}  # by peer: the live peers that it knows
         self.ahead: list[int] = []
         self.peers = [self.rendezvous(who) for who in self.honest]
 
@@ -112,7 +113,7 @@ class Meeting:
         alone: bool = False,
     ) -> Rendezvous:
         """`voices`: the names of those whose claims count; None: all. `alone`: it knows no other peer."""
-        others = [
+        others = self.known[who.peer_id] = [
             Neighbour(other.peer_id, True, has_voice=voices is None or name in voices)
             for name, other in self.identity.items()
             if other is not who and not alone
@@ -130,6 +131,7 @@ class Meeting:
             target_round=target_round,
             on_called=on_called or self.called.append,
             on_ahead=self.ahead.append,
+            find_others=self.find_others,
         )
 
     def statement(self, tokens: int = 10) -> Statement:
@@ -142,6 +144,9 @@ class Meeting:
             return await answer(self.name[caller], arguments.get("statement"))
 
         self.wire.handlers[self.identity[name].peer_id, method] = handle
+
+    async def find_others(self) -> None:
+        """See Rendezvous; tests of peers that lose sight of the others replace it."""
 
     def begin(self, who: Rendezvous, attempt: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begins what a peer does, so that the peer can be frozen."""

@@ -187,8 +187,7 @@ def test_a_better_leader_that_leaves_before_it_is_followed_is_forgotten() -> Non
     """Another peer came first, and was to be sent to that leader."""
     meeting = Meeting()
     me, other = meeting.peers[:2]
-    live = me.live_peers()
-    assert isinstance(live, list)
+    live = meeting.known[me.identity.peer_id]
 
     async def follow_it(caller: str, statement: bytes | None) -> dict[str, Any]:
         return {"leader": meeting.hostile.peer_id}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -16,7 +17,12 @@ from tests.helpers.virtual_time import freeze, run_at_once
 _EXCHANGE_S = 0.2
 
 
-def groups_of(meeting: Meeting, late_s: list[float], freezes: list[tuple[str, float, float]]) -> list[Group]:
+def groups_of(
+    meeting: Meeting,
+    late_s: list[float],
+    freezes: list[tuple[str, float, float]],
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> list[Group]:
     """Returns the groups of the peers that commit round 1; the others learn that it is over or has begun without them.
 
     `late_s`: how many seconds late each joins; `freezes`: who is frozen, from when, for how many seconds.
@@ -42,7 +48,7 @@ def groups_of(meeting: Meeting, late_s: list[float], freezes: list[tuple[str, fl
         for who in meeting.peers:
             await who.start()
         joining = [meeting.begin(who, join(who, delay_s)) for who, delay_s in zip(meeting.peers, late_s, strict=True)]
-        await asyncio.gather(*(freeze_later(*each) for each in freezes))
+        await asyncio.gather(*(freeze_later(*each) for each in freezes), *([meanwhile()] if meanwhile else []))
         return await asyncio.gather(*joining)
 
     return [group for group in run_at_once(hold(), limit_s=6 * WINDOW_S) if group is not None]
@@ -74,6 +80,27 @@ def test_whoever_is_frozen_there_is_one_group(seed: int) -> None:
     frozen_s = chance.choice([chance.uniform(1, 5), chance.uniform(2.5, 8), chance.uniform(5, 20)])
     frozen = chance.choice(["A", "A", *names])
     check_one(groups_of(meeting, late_s, [(frozen, chance.uniform(0, 6), frozen_s)]))
+
+
+@pytest.mark.parametrize("frozen", ["A", "B"])  # a leader, and a follower
+def test_a_peer_that_slept_until_all_records_had_expired_finds_the_others_before_it_goes_on(frozen: str) -> None:
+    meeting = Meeting("ABCH")
+    sleeper = meeting.peers[meeting.honest.index(meeting.identity[frozen])]
+    live = meeting.known[sleeper.identity.peer_id]
+    known = list(live)
+
+    async def expire() -> None:
+        await asyncio.sleep(1.0)
+        live.clear()
+
+    async def find_others() -> None:
+        await asyncio.sleep(1.5)
+        live[:] = known
+
+    sleeper.find_others = find_others
+    groups = groups_of(meeting, [0.0, 0.0, 2.0], [(frozen, 0.1, 12.0)], meanwhile=expire)
+    check_one(groups)
+    assert len(groups) >= 2
 
 
 def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_calls() -> None:

@@ -49,6 +49,7 @@ class Gathering:
     elsewhere: set[str] = field(default_factory=set)  # peers that still follow another leader
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
+    callers: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by the peer that each calls
     _seen: float = field(default_factory=now)  # when `has_slept` was asked last
 
     def has_slept(self) -> bool:
@@ -60,7 +61,14 @@ class Gathering:
         """Forgets who has come, and waits for all of them again."""
         for known in (self.sealed, self.last_poll, self.lost, self.past, self.elsewhere):
             known.clear()
+        self.stop_calling()
         self.opened = now()
+
+    def stop_calling(self) -> None:
+        """Cancels the calls of missing peers."""
+        for task in self.callers.values():
+            task.cancel()
+        self.callers.clear()
 
     def add(self, peer_id: str, sealed: bytes) -> None:
         """Notes a poll of a peer, with its statement."""

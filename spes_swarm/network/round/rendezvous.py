@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Rendezvous:
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
+    find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
     _voices: Voices = field(init=False)
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -179,9 +180,8 @@ class Rendezvous:
         """Leads the round until its group is closed. Returns None if there is a better leader, or at the deadline."""
         gathering = self._gathering(round_number)
         better = gathering.redirect
-        if better is not None and (
-            better in failed or not self._voices.is_better(better, round_number)
-        ):  # it failed, or has left
+        if better is not None and (better in failed or not self._voices.is_better(better, round_number)):
+            # It failed, or has left.
             self._gatherings.pop(round_number)
             self._leading.pop(round_number).cancel()
             gathering = self._gathering(round_number)
@@ -200,17 +200,15 @@ class Rendezvous:
     async def _gather_round(self, round_number: int, gathering: Gathering) -> None:
         """Calls missing peers, and closes the group when no other peer is awaited any more."""
         me = self.identity.peer_id
-        callers: dict[str, asyncio.Task[None]] = {}
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
                 if gathering.has_slept():
                     gathering.begin_again()
-                    _cancel(callers)
                 present = gathering.present()
                 peers = [Neighbour(me, self.reachable), *self.live_peers()]
                 missing = {n.peer_id: n for n in peers if n.peer_id not in present.keys() | gathering.lost}
-                for peer_id in missing.keys() - {me} - callers.keys():
-                    callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
+                for peer_id in missing.keys() - {me} - gathering.callers.keys():
+                    gathering.callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self.on_called(round_number)
                     if self._following is not None and self._following[0] == round_number:
@@ -219,11 +217,15 @@ class Rendezvous:
                     return
                 passed_over = self._followed[1]
                 if present and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
+                    if not self.live_peers():
+                        await self.find_others()
+                        if self.live_peers():
+                            continue
                     self._set_closed(form_group(self.run_id, round_number, [*present.values()], self.num_blocks), me)
                     return
                 await gathering.changed.wait(POLL_S / 4)
         finally:
-            _cancel(callers)
+            gathering.stop_calling()
 
     def _is_over(self, gathering: Gathering) -> bool:
         """Returns True if most of the voices that answer say that the round is over."""
@@ -492,9 +494,3 @@ class Rendezvous:
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1]}
         return {}
-
-
-def _cancel(callers: dict[str, asyncio.Task[None]]) -> None:
-    for task in callers.values():
-        task.cancel()
-    callers.clear()
