@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.link.clock import steady_clock
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
 from spes_swarm.network.link.greetings import Greetings
@@ -69,8 +70,8 @@ class RunServices(RunCommands):
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
-        self._refreshed_at = -math.inf  # monotonic time when records were read last
-        self._look_until = -math.inf  # monotonic time until which a round waits for others; see `_find_others_again`
+        self._refreshed_at = -math.inf  # by the steady clock, when records were read last
+        self._look_until = -math.inf  # until when a round waits for others; see `_find_others_again`
         self._has_begun = False  # whether a round of this peer has begun
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
@@ -259,7 +260,7 @@ class RunServices(RunCommands):
         )
         new = self._state.roster.update(progress)
         self._state.leases.update(self._heard_of(leases))
-        before, self._refreshed_at = self._refreshed_at, time.monotonic()
+        before, self._refreshed_at = self._refreshed_at, steady_clock()
         ttl_s = self._state.run.round.progress_ttl_s
         if ttl_s / 2 < self._refreshed_at - before < math.inf:  # records are renewed each fifth of their lifetime
             self._look_until = self._refreshed_at + ttl_s
@@ -405,7 +406,7 @@ class RunServices(RunCommands):
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway. All
         # peers begin a round at the same time, so a search by each delays short rounds.
-        if time.monotonic() - self._refreshed_at > _FRESH_S:
+        if steady_clock() - self._refreshed_at > _FRESH_S:
             await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
         await self._find_others_again()
         await self._await_beginners()
@@ -425,10 +426,10 @@ class RunServices(RunCommands):
         Without this it would hold rounds alone, and fork the reference, until its node has found the others.
         """
         ttl_s = self._state.run.round.progress_ttl_s
-        until, now = self._look_until, time.monotonic()
+        until, now = self._look_until, steady_clock()
         if now - self._refreshed_at > ttl_s / 2:  # nothing has been read since
             until = now + ttl_s
-        while not self._state.roster.present() and time.monotonic() < max(until, self._look_until):
+        while not self._state.roster.present() and steady_clock() < max(until, self._look_until):
             await self._refresh_quietly()
             await asyncio.sleep(_FRESH_S)
 

@@ -45,8 +45,25 @@ async def freeze(place: str, seconds: float) -> None:
     held_back = loop.held_back[place] = []
     await asyncio.sleep(seconds)
     del loop.held_back[place]
-    for context, callback, args in held_back:
-        loop.call_soon(callback, *args, context=context)
+    for event, context in held_back:
+        loop.call_soon(event, context=context)
+
+
+class _Event:
+    """A callback, which is held back while its place is frozen."""
+
+    handle: asyncio.Handle
+
+    def __init__(self, loop: _Loop, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.loop = loop
+        self.callback = callback
+        self.args = args
+
+    def __call__(self) -> None:
+        if (held_back := self.loop.held_back.get(_PLACE.get())) is not None:
+            held_back.append((self, copy_context()))
+        elif not self.handle.cancelled():  # while it was held back
+            self.callback(*self.args)
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -55,7 +72,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def __init__(self, clock: _Sleepless) -> None:
         super().__init__(clock)
         self._clock = clock
-        self.held_back: dict[str, list[tuple[Context, Callable[..., object], tuple[Any, ...]]]] = {}
+        self.held_back: dict[str, list[tuple[_Event, Context]]] = {}
 
     def time(self) -> float:
         return self._clock.now_s
@@ -63,18 +80,16 @@ class _Loop(asyncio.SelectorEventLoop):
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        return super().call_soon(self._run_unless_frozen, callback, args, context=context)
+        event = _Event(self, callback, args)
+        event.handle = handle = super().call_soon(event, context=context)
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        return super().call_at(when, self._run_unless_frozen, callback, args, context=context)
-
-    def _run_unless_frozen(self, callback: Callable[..., object], args: tuple[Any, ...]) -> None:
-        if (held_back := self.held_back.get(_PLACE.get())) is not None:
-            held_back.append((copy_context(), callback, args))
-        else:
-            callback(*args)
+        event = _Event(self, callback, args)
+        event.handle = handle = super().call_at(when, event, context=context)
+        return handle
 
 
 def run_at_once(main: Coroutine[Any, Any, T], limit_s: float) -> T:

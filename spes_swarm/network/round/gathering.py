@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from blake3 import blake3
 
 from spes_swarm.base.changes import Changes
+from spes_swarm.network.link.clock import steady_clock
 from spes_swarm.protocol.members.standing import Neighbour
 
 # A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
@@ -15,9 +16,10 @@ POLL_S = 1.0
 # A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
 # many more runnable processes than cores, honest leaders have been seen two seconds late.
 LEADER_GRACE_S = 4 * POLL_S
-# A leader whose event loop has not run for so long (its process was stopped) gathers anew: it has been passed over, or
-# is about to be.
-_SLEPT_S = 2.5
+# A leader whose event loop has not run for so long (its process was stopped, its machine slept) has been passed over,
+# or is about to be. It then waits for the others for at least so long, which LEADER_GRACE_S includes. A machine that is
+# always so slow does not wait for ever.
+_SLEPT_S, _RETURN_S, _MAX_SLEEPS = 2.5, 2 * POLL_S, 2
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
@@ -49,26 +51,17 @@ class Gathering:
     elsewhere: set[str] = field(default_factory=set)  # peers that still follow another leader
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
-    callers: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by the peer that each calls
-    _seen: float = field(default_factory=now)  # when `has_slept` was asked last
+    over: bool = False  # most of the others say that the round is over
+    _seen: tuple[float, float] = field(default_factory=lambda: (now(), steady_clock()))  # when `note_sleep` was called
+    _sleeps: int = 0
 
-    def has_slept(self) -> bool:
-        """Returns True if the event loop has not run since the last time. To be asked several times a second."""
-        before, self._seen = self._seen, now()
-        return self._seen - before > _SLEPT_S
-
-    def begin_again(self) -> None:
-        """Forgets who has come, and waits for all of them again."""
-        for known in (self.sealed, self.last_poll, self.lost, self.past, self.elsewhere):
-            known.clear()
-        self.stop_calling()
-        self.opened = now()
-
-    def stop_calling(self) -> None:
-        """Cancels the calls of missing peers."""
-        for task in self.callers.values():
-            task.cancel()
-        self.callers.clear()
+    def note_sleep(self) -> None:
+        """Waits longer for the others if the event loop has not run; to be called several times a second."""
+        before, self._seen = self._seen, (now(), steady_clock())
+        slept_s = max(after - earlier for after, earlier in zip(self._seen, before, strict=True))
+        if slept_s > _SLEPT_S and self._sleeps < _MAX_SLEEPS:
+            self._sleeps += 1
+            self.opened = max(self.opened, now() - self.window_s + _RETURN_S)
 
     def add(self, peer_id: str, sealed: bytes) -> None:
         """Notes a poll of a peer, with its statement."""

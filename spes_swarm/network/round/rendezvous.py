@@ -3,8 +3,8 @@
 The peers of a round rank each other by a hash of (run, round, peer id). The best-ranked live peer leads: it gathers the
 signed statements, calls the peers that are missing, and closes the group when all have come or the window is over (for
 peers that still follow a leader that has failed here, after two windows and a few seconds; each further leader that
-fails adds a window). A peer that gets no answer from a leader turns to the next in rank, and back to it if it hears
-from it again, once per round: a leader that was frozen would otherwise close a second group. A leader that learns of a
+fails adds a window). A peer that gets no answer from a leader turns to the next in rank. Once per round, it turns back
+to such a leader when that calls: one that was frozen would otherwise close a second group. A leader that learns of a
 better one sends its followers there. Every peer that has the closed group passes it on, so a leader that dies while it
 announces the group does not split it.
 
@@ -69,9 +69,9 @@ class Rendezvous:
     # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
     _past: set[str] = field(default_factory=set, init=False)
     _returned: set[str] = field(default_factory=set, init=False)
-    # Leaders that did not answer. One that calls or answers is followed again, once per round.
+    # Leaders that did not answer. Once per round, one that calls is followed again.
     _silent: set[str] = field(default_factory=set, init=False)
-    _retried: set[str] = field(default_factory=set, init=False)
+    _retried: bool = field(default=False, init=False)
     # By live peer: the newest round beyond the next one that it calls for.
     _ahead: dict[str, int] = field(default_factory=dict, init=False)
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
@@ -172,9 +172,11 @@ class Rendezvous:
 
     def _stop_leading(self, finished_round: int) -> None:
         for round_number in [r for r in self._gatherings if r <= finished_round]:
-            gathering = self._gatherings.pop(round_number)
-            gathering.changed.notify()
-            self._leading.pop(round_number).cancel()
+            self._drop(round_number)
+
+    def _drop(self, round_number: int) -> None:
+        self._gatherings.pop(round_number).changed.notify()
+        self._leading.pop(round_number).cancel()
 
     async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
         """Leads the round until its group is closed. Returns None if there is a better leader, or at the deadline."""
@@ -182,8 +184,7 @@ class Rendezvous:
         better = gathering.redirect
         if better is not None and (better in failed or not self._voices.is_better(better, round_number)):
             # It failed, or has left.
-            self._gatherings.pop(round_number)
-            self._leading.pop(round_number).cancel()
+            self._drop(round_number)
             gathering = self._gathering(round_number)
         self._following = (round_number, self.identity.peer_id)
         while now() < deadline:
@@ -191,7 +192,7 @@ class Rendezvous:
                 return group
             if gathering.redirect is not None:
                 return None
-            if self._is_over(gathering):  # alone, this peer would only fork the reference
+            if gathering.over:  # alone, this peer would only fork the reference
                 raise RoundError(f"round {round_number} is over")
             gathering.add(self.identity.peer_id, sealed)
             await gathering.changed.wait(POLL_S)
@@ -200,39 +201,43 @@ class Rendezvous:
     async def _gather_round(self, round_number: int, gathering: Gathering) -> None:
         """Calls missing peers, and closes the group when no other peer is awaited any more."""
         me = self.identity.peer_id
+        callers: dict[str, asyncio.Task[None]] = {}
+        looked = False
         try:
             while gathering.redirect is None and self._closed_group(round_number) is None:
-                if gathering.has_slept():
-                    gathering.begin_again()
+                gathering.note_sleep()
                 present = gathering.present()
                 peers = [Neighbour(me, self.reachable), *self.live_peers()]
                 missing = {n.peer_id: n for n in peers if n.peer_id not in present.keys() | gathering.lost}
-                for peer_id in missing.keys() - {me} - gathering.callers.keys():
-                    gathering.callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
+                for peer_id in missing.keys() - {me} - callers.keys():
+                    callers[peer_id] = asyncio.create_task(self._call(peer_id, round_number, gathering))
                 if me in missing:
                     self.on_called(round_number)
                     if self._following is not None and self._following[0] == round_number:
                         gathering.elsewhere.add(me)
-                if self._is_over(gathering):
+                if self._is_over(gathering, present):
+                    gathering.over = True
+                    self._drop(round_number)
                     return
                 passed_over = self._followed[1]
                 if present and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
-                    if not self.live_peers():
+                    if not (looked or self.live_peers()):
+                        looked = True
                         await self.find_others()
-                        if self.live_peers():
-                            continue
+                        continue
                     self._set_closed(form_group(self.run_id, round_number, [*present.values()], self.num_blocks), me)
                     return
                 await gathering.changed.wait(POLL_S / 4)
         finally:
-            gathering.stop_calling()
+            for task in callers.values():
+                task.cancel()
 
-    def _is_over(self, gathering: Gathering) -> bool:
-        """Returns True if most of the voices that answer say that the round is over."""
-        return self._voices.are_most(gathering.past, absent=gathering.lost - gathering.past)
+    def _is_over(self, gathering: Gathering, present: Collection[str]) -> bool:
+        """Returns True if most of the voices that come or answer say that the round is over."""
+        return self._voices.are_most(gathering.past, absent=gathering.lost.difference(gathering.past, present))
 
     async def _call(self, peer_id: str, round_number: int, gathering: Gathering) -> None:
-        """Calls one peer to the round until it comes; marks it as lost if it cannot be reached."""
+        """Calls one peer to the round again and again; marks it as lost if it cannot be reached."""
         arguments = {"run": self.run_id, "round": round_number}
         failures = 0
         while failures < 2:
@@ -242,8 +247,6 @@ class Rendezvous:
                 if peer_id in self._voices.others():
                     self._adopt_group(answer, round_number, peer_id, absent=gathering.lost)
                 leader = answer.get("leader")
-                if leader == peer_id:
-                    self._try_again(leader, round_number)
                 failed = self._failed.get(round_number, set())
                 if isinstance(leader, str) and self._voices.is_better(leader, round_number):
                     if leader not in failed:
@@ -267,13 +270,14 @@ class Rendezvous:
         gathering.changed.notify()
 
     def _try_again(self, leader: str, round_number: int) -> None:
-        """Ends that a leader is passed over because it did not answer."""
-        if leader in self._silent:
-            self._silent.discard(leader)
-            self._retried.add(leader)
+        """Stops passing over a leader that did not answer."""
+        if leader in self._silent and not self._retried:
+            self._retried = True
+            before, passed_over = self._followed
+            self._followed = before, max(passed_over, now() + LEADER_GRACE_S + POLL_S + _CALL_TIMEOUT_S)
             self._failed.get(round_number, set()).discard(leader)
             gathering = self._gatherings.get(round_number)
-            if gathering is not None and self._voices.is_better(leader, round_number):
+            if gathering is not None and gathering.redirect is None and self._voices.is_better(leader, round_number):
                 gathering.redirect = leader
                 gathering.changed.notify()
 
@@ -303,8 +307,7 @@ class Rendezvous:
                 return None
             except OSError:
                 failed.add(leader)
-                if leader not in self._retried:
-                    self._silent.add(leader)
+                self._silent.add(leader)
                 return None
             if (group := self._closed_group(round_number)) is not None:
                 return group
@@ -398,8 +401,9 @@ class Rendezvous:
         self._stop_leading(max(self._gatherings, default=0))
 
     def _forgive(self) -> None:
-        for known in (self._past, self._returned, self._silent, self._retried, self._spoiled):
+        for known in (self._past, self._returned, self._silent, self._spoiled):
             known.clear()
+        self._retried = False
 
     def _start_afresh(self) -> None:
         self._left_out_since = None
