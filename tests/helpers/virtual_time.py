@@ -49,6 +49,13 @@ async def freeze(place: str, seconds: float) -> None:
         loop.call_soon(event, context=context)
 
 
+def skip(seconds: float) -> None:
+    """Moves the clock on, as work that takes so long would."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, _Loop)
+    loop.clock.now_s += seconds
+
+
 class _Event:
     """A callback, which is held back while its place is frozen."""
 
@@ -71,11 +78,11 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def __init__(self, clock: _Sleepless) -> None:
         super().__init__(clock)
-        self._clock = clock
+        self.clock = clock
         self.held_back: dict[str, list[tuple[_Event, Context]]] = {}
 
     def time(self) -> float:
-        return self._clock.now_s
+        return self.clock.now_s
 
     def call_soon(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None

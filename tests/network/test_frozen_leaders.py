@@ -12,7 +12,8 @@ from spes_swarm.base.errors import RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.meeting import WINDOW_S, Meeting
-from tests.helpers.virtual_time import freeze, run_at_once
+from tests.helpers.rounds import RUN_ID
+from tests.helpers.virtual_time import freeze, run_at_once, skip
 
 _EXCHANGE_S = 0.2
 
@@ -120,7 +121,7 @@ def test_a_peer_that_slept_until_all_records_had_expired_finds_the_others_before
 
 
 def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_calls() -> None:
-    """It would else wait for another newcomer, which leads nothing, until the round has begun without it."""
+    """Otherwise it would wait for another newcomer, which leads nothing, until the round has begun without it."""
     meeting = Meeting("ABCH")
     founder = meeting.rendezvous(meeting.identity["C"])
     newcomers = [meeting.rendezvous(meeting.identity[name], defers=lambda: True, voices="C") for name in "AB"]
@@ -143,9 +144,81 @@ def test_a_leader_that_calls_but_does_not_answer_is_tried_twice_only() -> None:
         await asyncio.sleep(60.0)
         return {}
 
-    async def lead(caller: str, statement: bytes | None) -> dict[str, object]:
-        return {"leader": meeting.hostile.peer_id}
+    async def call_all() -> None:
+        while True:
+            for who in meeting.honest:
+                await meeting.wire.handlers[who.peer_id, "call"](meeting.hostile.peer_id, {"run": RUN_ID, "round": 1})
+            await asyncio.sleep(0.5)
+
+    async def enter(who: Rendezvous) -> Group:
+        calling = asyncio.create_task(call_all())
+        try:
+            return await meeting.join(who)
+        finally:
+            calling.cancel()
 
     meeting.answers("H", "gather", never)
-    meeting.answers("H", "call", lead)
+    meeting.answers("H", "call", never)
+    meeting.meet(limit_s=1.5 * WINDOW_S, enter=enter)
+
+
+async def claim_that_it_is_over(caller: str, statement: bytes | None) -> dict[str, object]:
+    return {"target": 2} if statement is None else {"over": True}
+
+
+def test_a_round_that_seemed_over_begins_again_with_those_that_come() -> None:
+    """The two that claim so were most of those in reach before this peer joined."""
+    meeting = Meeting("ABCHZ")
+    me, early, late = meeting.peers
+    for name in "HZ":
+        meeting.answers(name, "call", claim_that_it_is_over)
+
+    async def come() -> Group:
+        await asyncio.sleep(2.0)
+        await late.start()
+        return await late.join(meeting.statement())
+
+    async def lead() -> Group:
+        await asyncio.sleep(4.0)
+        return await me.join(meeting.statement())
+
+    async def meet() -> list[Group]:
+        for who in (me, early):
+            await who.start()
+        return list(await asyncio.gather(lead(), early.join(meeting.statement()), come()))
+
+    check_one(run_at_once(meet(), limit_s=WINDOW_S))
+
+
+def test_peers_that_come_outweigh_those_that_say_that_the_round_is_over_even_if_they_cannot_be_called() -> None:
+    meeting = Meeting("ABCHZY")
+    for name in "HZ":
+        for method in ("call", "gather"):
+            meeting.answers(name, method, claim_that_it_is_over)
+
+    async def later(caller: str, statement: bytes | None) -> dict[str, object]:
+        return {}
+
+    async def unreachable(caller: str, statement: bytes | None) -> dict[str, object]:
+        raise ConnectionError
+
+    async def meet() -> list[Group]:
+        for who in meeting.peers:
+            await who.start()
+        for name in "BC":
+            meeting.answers(name, "call", unreachable)
+        return list(await asyncio.gather(*(who.join(meeting.statement()) for who in meeting.peers)))
+
+    meeting.answers("Y", "call", later)
+    check_one(run_at_once(meet(), limit_s=1.1 * WINDOW_S))
+
+
+def test_a_machine_that_is_always_slow_does_not_wait_for_ever() -> None:
+    meeting = Meeting("AH")
+
+    async def slow(caller: str, statement: bytes | None) -> dict[str, object]:
+        skip(2.6)
+        return {}
+
+    meeting.answers("H", "call", slow)
     meeting.meet(limit_s=2 * WINDOW_S)
