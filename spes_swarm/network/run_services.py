@@ -249,7 +249,7 @@ class RunServices(RunCommands):
         return self._state.roster.standing.clock_voices(live | connected, time.monotonic())
 
     async def _refresh_quietly(self) -> None:
-        with suppress(OSError, ProtocolError):
+        with suppress(Exception):  # reported where records are read all the time; see `repeat`
             await self.refresh()
 
     async def refresh(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -137,29 +139,52 @@ def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_
     assert len(groups) == 3
 
 
-def test_a_leader_that_calls_but_does_not_answer_is_tried_twice_only() -> None:
+@pytest.mark.parametrize("frozen_s", [3.6, 5.0, 9.5])
+@pytest.mark.parametrize("frozen_from_s", [0.1, 0.9])
+def test_a_leader_that_was_frozen_waits_even_for_those_for_whom_rounds_hardly_wait(
+    frozen_from_s: float, frozen_s: float
+) -> None:
+    meeting = Meeting("ABCH")
+    for known in meeting.known.values():
+        known[:] = [replace(peer, patience_s=1.0) for peer in known]
+    check_one(groups_of(meeting, [0.0, 0.0, 0.0], [("A", frozen_from_s, frozen_s)]))
+
+
+async def never(caller: str, statement: bytes | None) -> dict[str, object]:
+    await asyncio.sleep(60.0)
+    return {}
+
+
+@pytest.mark.parametrize("called", ["ABC", "A", "BC"])
+@pytest.mark.parametrize("answers_from_s", [3.4, math.inf])
+@pytest.mark.parametrize("call_at_s", [4.0, 13.0])
+def test_a_leader_that_comes_back_but_closes_no_group_divides_nobody(
+    call_at_s: float, answers_from_s: float, called: str
+) -> None:
     meeting = Meeting()
 
-    async def never(caller: str, statement: bytes | None) -> dict[str, object]:
-        await asyncio.sleep(60.0)
+    async def hold(caller: str, statement: bytes | None) -> dict[str, object]:
+        await asyncio.sleep(60.0 if asyncio.get_running_loop().time() < answers_from_s else 3.4)
         return {}
 
-    async def call_all() -> None:
+    async def call() -> None:
+        await asyncio.sleep(call_at_s)
         while True:
-            for who in meeting.honest:
-                await meeting.wire.handlers[who.peer_id, "call"](meeting.hostile.peer_id, {"run": RUN_ID, "round": 1})
+            for name in called:
+                handle = meeting.wire.handlers[meeting.identity[name].peer_id, "call"]
+                await handle(meeting.hostile.peer_id, {"run": RUN_ID, "round": 1})
             await asyncio.sleep(0.5)
 
     async def enter(who: Rendezvous) -> Group:
-        calling = asyncio.create_task(call_all())
+        calling = asyncio.create_task(call())
         try:
             return await meeting.join(who)
         finally:
             calling.cancel()
 
-    meeting.answers("H", "gather", never)
+    meeting.answers("H", "gather", hold)
     meeting.answers("H", "call", never)
-    meeting.meet(limit_s=1.5 * WINDOW_S, enter=enter)
+    meeting.meet(limit_s=3 * WINDOW_S, enter=enter)
 
 
 async def claim_that_it_is_over(caller: str, statement: bytes | None) -> dict[str, object]:

@@ -13,11 +13,13 @@ from spes_swarm.protocol.members.standing import Neighbour
 
 # A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
 POLL_S = 1.0
+CALL_TIMEOUT_S = 2.5
+POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
 # A leader closes the group when the window is over; one that takes this much longer is passed over. On a machine with
 # many more runnable processes than cores, honest leaders have been seen two seconds late.
 LEADER_GRACE_S = 4 * POLL_S
-# A leader whose event loop has not run for so long (its process was stopped, its machine slept) has been passed over,
-# or is about to be. It then waits for the others for at least so long, which LEADER_GRACE_S includes. A machine that is
+# A leader whose event loop has not run for _SLEPT_S (its process was stopped, its machine slept) has been passed over,
+# or is about to be. It waits for the others for another _RETURN_S, which LEADER_GRACE_S includes; but a machine that is
 # always so slow does not wait for ever.
 _SLEPT_S, _RETURN_S, _MAX_SLEEPS = 2.5, 2 * POLL_S, 2
 
@@ -48,12 +50,13 @@ class Gathering:
     opened: float = field(default_factory=now)
     lost: set[str] = field(default_factory=set)  # peers that cannot be reached, or do not come
     past: set[str] = field(default_factory=set)  # peers that report that this round is over
-    elsewhere: set[str] = field(default_factory=set)  # peers that still follow another leader
+    elsewhere: set[str] = field(default_factory=set)  # peers that followed another leader when they were called
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
     over: bool = False  # most of the others say that the round is over
     _seen: tuple[float, float] = field(default_factory=lambda: (now(), steady_clock()))  # when `note_sleep` was called
     _sleeps: int = 0
+    _awaits_all_until: float = 0.0
 
     def note_sleep(self) -> None:
         """Waits longer for the others if the event loop has not run; to be called several times a second."""
@@ -61,7 +64,7 @@ class Gathering:
         slept_s = max(after - earlier for after, earlier in zip(self._seen, before, strict=True))
         if slept_s > _SLEPT_S and self._sleeps < _MAX_SLEEPS:
             self._sleeps += 1
-            self.opened = max(self.opened, now() - self.window_s + _RETURN_S)
+            self._awaits_all_until = now() + _RETURN_S
 
     def add(self, peer_id: str, sealed: bytes) -> None:
         """Notes a poll of a peer, with its statement."""
@@ -78,7 +81,7 @@ class Gathering:
         a window. Otherwise a hostile leader could fail one peer only, and that peer would commit the round alone.
         """
         limit_s = min(peer.patience_s, self.window_s)
-        until = self.opened + limit_s
+        until = max(self._awaits_all_until, self.opened + limit_s)
         if peer.peer_id in self.elsewhere and limit_s >= self.window_s:
             until = max(until, passed_over + self.window_s)
         return now() < until

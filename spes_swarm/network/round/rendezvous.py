@@ -4,7 +4,7 @@ The peers of a round rank each other by a hash of (run, round, peer id). The bes
 signed statements, calls the peers that are missing, and closes the group when all have come or the window is over (for
 peers that still follow a leader that has failed here, after two windows and a few seconds; each further leader that
 fails adds a window). A peer that gets no answer from a leader turns to the next in rank. Once per round, it turns back
-to such a leader when that calls: one that was frozen would otherwise close a second group. A leader that learns of a
+to such a leader when it calls: one that was frozen would otherwise close a second group. A leader that learns of a
 better one sends its followers there. Every peer that has the closed group passes it on, so a leader that dies while it
 announces the group does not split it.
 
@@ -31,13 +31,13 @@ from typing import Any
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.round.gathering import LEADER_GRACE_S, POLL_S, Gathering, hold_poll, now
+from spes_swarm.network.round.gathering import CALL_TIMEOUT_S, POLL_S, POLL_TIMEOUT_S, Gathering, hold_poll, now
+from spes_swarm.network.round.patience import Patience
 from spes_swarm.network.round.voices import Voices
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
 
-_CALL_TIMEOUT_S = 2.5
 _MAX_REDIRECTS, _MAX_ROUND_GATHERINGS = 3, 4
 
 
@@ -60,6 +60,7 @@ class Rendezvous:
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
     find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
     _voices: Voices = field(init=False)
+    _patience: Patience = field(init=False)
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
     _leading: dict[int, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _begun: Changes = field(default_factory=Changes, init=False)  # this peer leads another round, or follows a leader
@@ -77,13 +78,12 @@ class Rendezvous:
     _closed: Group | None = field(default=None, init=False)  # the newest closed group known here
     _spent: set[bytes] = field(default_factory=set, init=False)  # ids of this round's groups whose exchange failed
     _left_out_since: float | None = field(default=None, init=False)  # by groups of this round
-    # The leader followed last, and when all who follow it have passed it over if it does not close the group.
-    _followed: tuple[str, float] = field(default=("", 0.0), init=False)
     _leader: str = field(default="", init=False)  # who led this peer to the newest group
     _giver: str = field(default="", init=False)  # who passed it on
     _spoiled: Counter[str] = field(default_factory=Counter, init=False)  # by these peers: failed groups of this round
 
     def __post_init__(self) -> None:
+        self._patience = Patience(self.window_s)
         self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers)
 
     @property
@@ -219,7 +219,7 @@ class Rendezvous:
                     gathering.over = True
                     self._drop(round_number)
                     return
-                passed_over = self._followed[1]
+                passed_over = self._patience.passed_over
                 if present and not any(gathering.awaits(peer, passed_over) for peer in missing.values()):
                     if not (looked or self.live_peers()):
                         looked = True
@@ -242,7 +242,7 @@ class Rendezvous:
         failures = 0
         while failures < 2:
             try:
-                answer = await self.rpc.call(peer_id, "call", arguments, _CALL_TIMEOUT_S)
+                answer = await self.rpc.call(peer_id, "call", arguments, CALL_TIMEOUT_S)
                 failures = 0
                 if peer_id in self._voices.others():
                     self._adopt_group(answer, round_number, peer_id, absent=gathering.lost)
@@ -273,8 +273,7 @@ class Rendezvous:
         """Stops passing over a leader that did not answer."""
         if leader in self._silent and not self._retried:
             self._retried = True
-            before, passed_over = self._followed
-            self._followed = before, max(passed_over, now() + LEADER_GRACE_S + POLL_S + _CALL_TIMEOUT_S)
+            self._patience.return_to(leader)
             self._failed.get(round_number, set()).discard(leader)
             gathering = self._gatherings.get(round_number)
             if gathering is not None and gathering.redirect is None and self._voices.is_better(leader, round_number):
@@ -299,7 +298,7 @@ class Rendezvous:
             self._following = (round_number, leader)
             asked = now()
             try:
-                answer = await self.rpc.call(leader, "gather", arguments, POLL_S + _CALL_TIMEOUT_S)
+                answer = await self.rpc.call(leader, "gather", arguments, POLL_TIMEOUT_S)
                 self._adopt_group(answer, round_number, leader)
             except ProtocolError as exc:
                 self.rpc.on_fault(leader, exc)
@@ -342,13 +341,8 @@ class Rendezvous:
         return None
 
     def _turn_to(self, leader: str) -> float:
-        """Returns until when to follow a leader. It may wait for those who still follow the one before it."""
         self._begun.notify()
-        before, passed_over = self._followed
-        if leader != before:
-            passed_over = max(now(), passed_over) + self.window_s + LEADER_GRACE_S + POLL_S + _CALL_TIMEOUT_S
-            self._followed = leader, passed_over
-        return passed_over - POLL_S - _CALL_TIMEOUT_S
+        return self._patience.turn_to(leader)
 
     def _refuses(self, redirect: str, round_number: int) -> bool:
         """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
@@ -407,7 +401,7 @@ class Rendezvous:
 
     def _start_afresh(self) -> None:
         self._left_out_since = None
-        self._followed = ("", 0.0)
+        self._patience.clear()
 
     def _set_closed(self, group: Group, giver: str) -> None:
         if group.id not in self._spent and (self._closed is None or group.round >= self._closed.round):

@@ -50,7 +50,7 @@ class Voices:
         return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
 
     def are_most(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
-        """Returns True if these are enough of the voices not `absent` to move the median; see rendezvous.py."""
+        """Returns True if these are enough of the voices not `absent` to move the median of their claims."""
         voices = self.others().difference(absent)
         return len(voices.intersection(peers)) > len(voices) // 2
 
