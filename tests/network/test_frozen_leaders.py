@@ -139,31 +139,6 @@ def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_
     assert len(groups) == 3
 
 
-def test_a_newcomer_that_its_leader_would_follow_waits_until_that_knows_better() -> None:
-    """It polls the founder just when the founder polls it, and has nobody else to turn to."""
-    meeting = Meeting("ACH")
-    founder = meeting.rendezvous(meeting.identity["C"])
-    newcomer = meeting.rendezvous(meeting.identity["A"], defers=lambda: True, voices="C")
-
-    async def meet() -> list[Group]:
-        for who in (founder, newcomer):
-            await who.start()
-        serve = meeting.wire.handlers[meeting.identity["A"].peer_id, "gather"]
-
-        async def slowly(caller: str, request: dict[str, object]) -> object:
-            await asyncio.sleep(0.1)
-            return await serve(caller, request)
-
-        meeting.wire.handlers[meeting.identity["A"].peer_id, "gather"] = slowly
-        begun = asyncio.create_task(founder.join(meeting.statement()))
-        await asyncio.sleep(0.05)
-        return [await newcomer.join(meeting.statement()), await begun]
-
-    groups = run_at_once(meet(), limit_s=0.2 * WINDOW_S)
-    check_one(groups)
-    assert len(groups) == 2
-
-
 @pytest.mark.parametrize("frozen_s", [3.6, 5.0, 9.5])
 @pytest.mark.parametrize("frozen_from_s", [0.1, 0.9])
 def test_a_leader_that_was_frozen_waits_even_for_those_for_whom_rounds_hardly_wait(

@@ -349,8 +349,7 @@ class Rendezvous:
         me = self.identity.peer_id
         leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         goes_down = self._voices.may_lead(redirect) and self._voices.ranks_before(me, redirect, round_number)
-        # A leader may not know yet that this peer defers, and learns so from the answer to its own poll.
-        return (redirect == me and not self.defers()) or (leads and goes_down)
+        return redirect == me or (leads and goes_down)
 
     def _stands_aside(self, round_number: int) -> bool:
         """Returns True if groups that this peer led have failed twice, so that the others turn to the next leader."""
