@@ -122,7 +122,7 @@ def test_a_peer_that_slept_until_all_records_had_expired_finds_the_others_before
     assert len(groups) >= 2
 
 
-def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_that_calls() -> None:
+def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_it_is_called() -> None:
     """Otherwise it would wait for another newcomer, which leads nothing, until the round has begun without it."""
     meeting = Meeting("ABCH")
     founder = meeting.rendezvous(meeting.identity["C"])
