@@ -4,7 +4,9 @@
 
 A fifth member contributes noise from the first round on (see tests/helpers/noise_peer.py), or claims all experts
 (`claimant`, otherwise honest); `fifth` is honest, and shows the cost of a fifth process on the same cores. Strangers
-that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all four. The
+that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all four;
+intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before
+it. The
 attacker is killed after round --rounds, and the honest peers train for two more rounds. The baseline of each seed is a
 run without an attacker. All peers are real processes on this machine. Prints a line for each run and the means over
 the seeds, and writes JSON.
@@ -36,8 +38,9 @@ RECOVERY_ROUNDS = 2
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
 NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
+INTRUDERS = ("silent", "absent", "lying", "owing")
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"}
-KINDS = (*NOISE, *EXPERTS, *STRANGERS)
+KINDS = (*NOISE, *EXPERTS, *STRANGERS, *INTRUDERS)
 PATIENCE_S = 600.0
 
 
@@ -130,6 +133,8 @@ def start_attacker(directory: Path, kind: str, addresses: list[str], size: float
         ]
     elif kind in STRANGERS:
         command = [*module, "tests.helpers.strangers", *addresses, "--kind", kind]
+    elif kind in INTRUDERS:
+        command = [*module, "tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
     else:
         joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
         command = [*module, "spes_swarm.join", *LOOPBACK, *joining]

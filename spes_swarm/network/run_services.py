@@ -103,6 +103,7 @@ class RunServices(RunCommands):
             target_round=self._target_round,
             on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
+            leaves_out=state.roster.standing.leaves_out,
             find_others=self._find_others_again,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)

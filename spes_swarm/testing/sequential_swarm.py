@@ -151,7 +151,7 @@ class SequentialPeer:
             routed=[int(self.routed_E[expert]) for expert in held],
             rms=difference_rms(self.reference, self.contribution_N, held),
             usual_rms=list(self.tracks.usual_rms),
-            vouched=self.tracks.to_vouchers(),
+            vouched=self.tracks.to_vouchers(number),
             bandwidth_mbps=100.0,
             reachable=True,
             versions=list(self.reference.versions),

@@ -131,6 +131,7 @@ class Meeting:
             target_round=target_round,
             on_called=on_called or self.called.append,
             on_ahead=self.ahead.append,
+            leaves_out=lambda peer_id: False,
             find_others=self.find_others,
         )
 

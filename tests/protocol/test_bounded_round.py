@@ -318,7 +318,7 @@ def test_what_most_members_vouch_for_weighs_more() -> None:
     for number in range(16):
         tracks.committed(number, [(fast, 100.0)], {fast})
     for who in peers[1:4]:
-        who.vouched = tracks.to_vouchers()
+        who.vouched = tracks.to_vouchers(16)
     vouched, _ = states_of(peers)
     assert vouched.blocks[0].contributions[0].weight == 4 * 1000
     peers[3].vouched = b""

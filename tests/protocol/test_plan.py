@@ -22,6 +22,7 @@ from spes_swarm.protocol.rounds.plan import (
     make_plan,
 )
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement
+from spes_swarm.protocol.rounds.vouchers import vouchers
 from tests.helpers.rounds import small_layout
 from tests.helpers.unsigned_groups import MAX_PART, ROUND, group, member
 
@@ -201,10 +202,59 @@ def reduced(plan: Plan, block: int | None = None) -> dict[int, int]:
 
 def test_shares_of_the_reducing_follow_the_bandwidth() -> None:
     layout = small_layout(1, shared=200_000)
-    speeds = (10.0, 20.0, 70.0)
+    speeds = (10.0, 25.0, 65.0)
     plan = plan_of(layout, *(member(f"p{i}", layout, bandwidth_mbps=s) for i, s in enumerate(speeds)), max_part=500)
     shares = reduced(plan, SHARED_BLOCK)
-    assert [shares[i] / 200_000 for i in range(3)] == pytest.approx([0.1, 0.2, 0.7], abs=0.01)
+    assert [shares[i] / 200_000 for i in range(3)] == pytest.approx([0.1, 0.25, 0.65], abs=0.01)
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=3, max_size=9), st.data())
+def test_no_declared_bandwidth_attracts_more_than_two_equal_shares(speeds: list[float], data: st.DataObject) -> None:
+    num_experts = 4
+    layout = small_layout(num_experts, shared=20_000, expert=300)
+    held = [sorted(data.draw(st.sets(st.integers(0, num_experts - 1), max_size=1))) for _ in speeds]
+    members = [member(f"p{i}", layout, bandwidth_mbps=s, held=held[i]) for i, s in enumerate(speeds)]
+    plan = plan_of(layout, *members, max_part=500)
+    total = sum(part.size for part in plan.parts)
+    for elements in reduced(plan).values():
+        assert elements <= 2 * total / len(speeds)
+
+
+# Of these, a and b have delivered in recent rounds.
+TRUSTED = ("a", "b")
+
+
+def vouching(name: str, layout: Layout, **fields: Any) -> Member:
+    return member(name, layout, vouched=vouchers({}, set(TRUSTED) - {name}), **fields)
+
+
+def test_a_stranger_reduces_nothing_whatever_bandwidth_it_declares() -> None:
+    layout = small_layout(2, shared=20_000)
+    honest = [vouching("a", layout, held=[0]), vouching("b", layout, held=[1])]
+    strangers = [member(f"s{i}", layout, tokens=0, bandwidth_mbps=1e6) for i in range(5)]
+    plan = plan_of(layout, *honest, *strangers)
+    assert {part.reducer for part in plan.parts} == {0, 1}
+
+
+def test_the_expert_of_a_newcomer_is_reduced_by_a_peer_that_has_delivered() -> None:
+    layout = small_layout(2)
+    plan = plan_of(layout, vouching("a", layout), vouching("b", layout), member("c", layout, held=[0]))
+    assert contributors(plan, 1).keys() == {2}
+    assert {part.reducer for part in plan.parts if part.block == 1} <= {0, 1}
+
+
+def test_while_nobody_has_delivered_all_reduce() -> None:
+    layout = small_layout(1, shared=20_000)
+    plan = plan_of(layout, *(member(name, layout) for name in "abc"))
+    assert reduced(plan, SHARED_BLOCK).keys() == {0, 1, 2}
+
+
+def test_a_block_whose_base_no_trusted_member_holds_is_reduced_by_those_that_hold_it() -> None:
+    layout = small_layout(1)
+    plan = plan_of(
+        layout, vouching("a", layout, **at(layout, 4)), *(member(name, layout, **at(layout, 5)) for name in "cde")
+    )
+    assert {part.reducer for part in plan.parts} <= {1, 2, 3}
 
 
 def test_shared_parts_make_up_for_uneven_experts() -> None:

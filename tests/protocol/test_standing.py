@@ -261,3 +261,38 @@ def test_identities_without_work_cost_rounds_less_than_a_fifth(absent: list[list
         now += round_s  # what a round takes without them: a longer one would only be a larger base
     # A grace in each round, and a newcomer's wait in every ninth, once more than that in a short time.
     assert waited <= round_s * (GRACE_SHARE * len(absent) + NEWCOMER_SHARE * (len(absent) / 9 + 1))
+
+
+# Peers that only owe.
+
+
+def test_a_stranger_that_delivers_nothing_twice_is_left_out_of_eight_rounds_and_then_of_twice_as_many() -> None:
+    standing = Standing()
+    left_out = []
+    for _ in range(60):
+        left_out.append(standing.leaves_out("stranger"))
+        standing.exchanged((), () if left_out[-1] else {"stranger"})
+    assert [index for index, out in enumerate(left_out) if not out] == [0, 1, 10, 27]
+
+
+def test_one_delivery_clears_a_peer() -> None:
+    standing = Standing()
+    for delivered, idle in ((set(), {"a"}), ({"a"}, set()), (set(), {"a"})):
+        standing.exchanged(delivered, idle)
+        assert not standing.leaves_out("a")
+
+
+def test_no_round_waits_for_a_peer_that_it_leaves_out() -> None:
+    standing = Standing()
+    standing.note_answer("stranger")
+    assert standing.patience({"stranger"}, 5.0)["stranger"] > 0
+    for _ in range(2):
+        standing.exchanged((), {"stranger"})
+    assert standing.patience({"stranger"}, 5.0) == {"stranger": 0.0}
+
+
+def test_idle_strangers_are_remembered_within_bounds() -> None:
+    standing = Standing()
+    for number in range(MAX_PEERS + 10):
+        standing.exchanged((), {f"stranger{number}"})
+    assert len(standing._idle) == MAX_PEERS

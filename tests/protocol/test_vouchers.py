@@ -1,4 +1,4 @@
-"""Who may weigh more than twice the median: what commits bear out, what members say of it, and what that grants."""
+"""Which peers may reduce or weigh more than twice the median: what commits show, and what members confirm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, SPAN, TrackRecords
-from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, vouchers
+from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, RECENT_ROUNDS, SPAN, TrackRecords
+from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, may_reduce, vouchers
 
 IDS = [f"peer{i}" for i in range(6)]
 
@@ -50,7 +50,7 @@ def test_one_round_of_disagreement_says_little_and_several_in_a_row_say_it_all()
 def test_months_of_commits_are_no_number_that_overflows() -> None:
     months = after(*[10.0] * (1100 * SPAN))
     assert months.earned("fast") == 10
-    assert months.to_vouchers()
+    assert months.to_vouchers(1100 * SPAN)
 
 
 def test_who_has_been_away_for_hundreds_of_rounds_is_unknown() -> None:
@@ -59,7 +59,7 @@ def test_who_has_been_away_for_hundreds_of_rounds_is_unknown() -> None:
         tracks.committed(number, [("other", 1.0)], {"other"})
     assert tracks.is_new("fast")
     assert tracks.rounds_since("fast", SPAN + 300) is None
-    assert tracks.to_vouchers() == TrackRecords().to_vouchers()
+    assert tracks.to_vouchers(SPAN + 300) == TrackRecords().to_vouchers(SPAN + 300)
 
 
 def test_a_peer_that_leaves_out_rounds_keeps_what_it_has_earned() -> None:
@@ -114,3 +114,84 @@ def test_what_rounds_usually_come_to_fades() -> None:
     tracks.committed(1, [], set(), (0.01, 0.02))
     tracks.committed(2, [], set(), (0.001, 0.03))
     assert tracks.usual_rms == pytest.approx((0.008, 0.03))
+
+
+# Who may reduce.
+
+
+def test_a_peer_reduces_while_its_work_is_in_recent_rounds() -> None:
+    tracks = TrackRecords()
+    assert not tracks.may_reduce("a", 5)
+    tracks.committed(5, [("a", 1.0)], [], delivered={"a"})
+    assert tracks.may_reduce("a", 6)
+    assert tracks.may_reduce("a", 5 + RECENT_ROUNDS)
+    assert not tracks.may_reduce("a", 6 + RECENT_ROUNDS)
+
+
+def test_a_reducer_whose_parts_were_missing_reduces_nothing_in_the_next_rounds() -> None:
+    tracks = TrackRecords()
+    for number in range(1, 2 * RECENT_ROUNDS):
+        tracks.committed(number, [("a", 1.0)], [], delivered={"a"}, failed={"a"} if number == 3 else ())
+        assert tracks.may_reduce("a", number + 1) == (number < 3 or number >= 3 + RECENT_ROUNDS)
+    tracks.reducers_failed(2 * RECENT_ROUNDS, {"a"})
+    assert not tracks.may_reduce("a", 2 * RECENT_ROUNDS)
+
+
+def test_peers_that_only_ever_failed_are_not_remembered_for_long() -> None:
+    tracks = TrackRecords()
+    for number in range(3 * RECENT_ROUNDS):
+        tracks.reducers_failed(number, {f"stranger{number}"})
+    assert len(tracks._failed) <= RECENT_ROUNDS + 1
+
+
+def test_missing_parts_of_the_shared_layers_are_counted_in_a_row() -> None:
+    tracks = TrackRecords()
+    counts = []
+    for number, stalled in enumerate((True, True, True, False, True)):
+        tracks.committed(number, [], [], stalled=stalled)
+        counts.append(tracks.stalled_rounds)
+    assert counts == [1, 2, 3, 0, 1]
+
+
+def honest(num_honest: int) -> list[bytes]:
+    """What honest peers say that have all delivered to each other."""
+    ids = [f"honest{i}" for i in range(num_honest)]
+    return [vouchers({}, set(ids) - {own}) for own in ids]
+
+
+@given(st.integers(2, 12), st.integers(0, 12))
+def test_strangers_never_reduce_among_peers_that_have_delivered(num_honest: int, num_strangers: int) -> None:
+    ids = [f"honest{i}" for i in range(num_honest)] + [f"stranger{i}" for i in range(num_strangers)]
+    expected = [True] * num_honest + [False] * num_strangers
+    assert may_reduce(ids, honest(num_honest) + [b""] * num_strangers) == expected
+
+
+@given(st.integers(3, 16), st.data())
+def test_a_third_of_liars_that_vouch_for_each_other_changes_nothing(num_honest: int, data: st.DataObject) -> None:
+    num_liars = data.draw(st.integers(0, num_honest // 2))
+    ids = [f"honest{i}" for i in range(num_honest)] + [f"liar{i}" for i in range(num_liars)]
+    said = honest(num_honest)
+    for i in range(num_liars):  # each vouches for all other liars, and for one honest peer alone
+        said.append(vouchers({}, {*ids[num_honest:], ids[0]} - {f"liar{i}"}))
+    assert may_reduce(ids, said)[1:] == [True] * (num_honest - 1) + [False] * num_liars
+
+
+def test_while_nobody_has_delivered_all_may_reduce() -> None:
+    assert may_reduce(IDS, [b""] * len(IDS)) == [True] * len(IDS)
+    assert may_reduce(["a"], [b""]) == [True]
+    assert may_reduce(["a", "b"], [vouchers({}, {"a"}), b""]) == [True, True]  # nobody vouches for itself
+
+
+def test_a_ratio_and_the_right_to_reduce_are_independent() -> None:
+    said = [b"", vouchers({IDS[0]: 8.0}), vouchers({IDS[0]: 8.0}, {IDS[1]})]
+    assert granted_ratios(IDS[:3], said) == [8.0, 2.0, 2.0]
+    assert may_reduce(IDS[:3], said) == [False, True, False]
+
+
+def test_too_many_peers_are_selected_alike_by_all_and_anew_in_every_round() -> None:
+    peers = {f"peer{i}" for i in range(3 * MAX_VOUCHED)}
+    first = vouchers({}, peers, 1)
+    assert len(first) == MAX_VOUCHED * VOUCHER_BYTES
+    assert vouchers({}, sorted(peers), 1) == first
+    assert vouchers({"peer7": 4.0}, peers, 1) != first
+    assert vouchers({}, peers, 2) != first

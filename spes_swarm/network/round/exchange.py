@@ -58,7 +58,7 @@ class Exchange:
         self._p2p = p2p
         self._rpc = rpc
         self._limits = limits
-        self._on_fault = on_fault
+        self.on_fault = on_fault
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
         self._round: RoundState | None = None
@@ -70,8 +70,8 @@ class Exchange:
     async def start(self) -> None:
         """Registers the handlers."""
         limits = self._limits
-        await serve_channel(self._p2p, self._push_name, self._serve_push, limits.stall_timeout_s, self._on_fault)
-        await serve_channel(self._p2p, self._pull_name, self._serve_pull, limits.stall_timeout_s, self._on_fault)
+        await serve_channel(self._p2p, self._push_name, self._serve_push, limits.stall_timeout_s, self.on_fault)
+        await serve_channel(self._p2p, self._pull_name, self._serve_pull, limits.stall_timeout_s, self.on_fault)
         await self._rpc.serve("have", self._serve_have)
 
     async def run(self, state: RoundState) -> CommitReport:
@@ -82,7 +82,7 @@ class Exchange:
         """
         self._begin(state)
         if state.own_faults:
-            self._on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
+            self.on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
         in_time = True
         try:
             async with asyncio.timeout(self._limits.timeout_s):
@@ -107,7 +107,7 @@ class Exchange:
 
     def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
         for member, error in faults:
-            self._on_fault(state.group.members[member].peer_id, error)
+            self.on_fault(state.group.members[member].peer_id, error)
 
     async def traffic(self) -> tuple[int, int]:
         """Payload bytes (sent, received) of the last round, once the others have pulled their results from here."""
@@ -162,9 +162,9 @@ class Exchange:
                     state.payload_bytes_sent += len(frame.payload)
                 await channel.end()
         except ProtocolError as exc:
-            self._on_fault(peer_id, exc)
+            self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
-            self._on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
+            self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
 
     async def _pull(
         self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
@@ -196,9 +196,9 @@ class Exchange:
                         remaining.discard(frame.part)
                         state.store_result(frame)
         except ProtocolError as exc:
-            self._on_fault(peer_id, exc)
+            self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
-            self._on_fault(peer_id, ProtocolError("pull", f"could not pull results: {_reason(exc)}"))
+            self.on_fault(peer_id, ProtocolError("pull", f"could not pull results: {_reason(exc)}"))
         finally:
             if remaining:
                 state.unreliable.add(source)
@@ -246,7 +246,7 @@ class Exchange:
         num_parts = state.give_up(member)
         if num_parts:
             error = ProtocolError("lost", f"{why}; {plural(num_parts, 'part')} averaged without it")
-            self._on_fault(state.group.members[member].peer_id, error)
+            self.on_fault(state.group.members[member].peer_id, error)
 
     async def _repair(self, state: RoundState, deadline: float) -> None:
         """Fetches missing results from members that hold them.
@@ -296,7 +296,7 @@ class Exchange:
                 raise ProtocolError("malformed", "an answer to `have` lacks its fields")
             return answer["finished"], set(members_of(answer["held"], len(state.plan.parts)))
         except ProtocolError as exc:
-            self._on_fault(peer_id, exc)
+            self.on_fault(peer_id, exc)
         except STREAM_ERRORS:
             pass  # no answer: `_repair` does not wait for this member
         return None
@@ -339,7 +339,7 @@ class Exchange:
                 try:
                     state.accept(member, frame)
                 except ProtocolError as exc:
-                    self._on_fault(channel.peer_id, exc)
+                    self.on_fault(channel.peer_id, exc)
                 num_frames += 1
                 if num_frames > len(owed):
                     raise ProtocolError("oversized", f"more than the {plural(len(owed), 'part')} that the sender owes")

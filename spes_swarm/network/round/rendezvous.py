@@ -58,6 +58,7 @@ class Rendezvous:
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
+    leaves_out: Callable[[str], bool]  # a peer that only owes: a group that is closed here does not include it
     find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
     _voices: Voices = field(init=False)
     _patience: Patience = field(init=False)
@@ -225,7 +226,8 @@ class Rendezvous:
                         looked = True
                         await self.find_others()
                         continue
-                    self._set_closed(form_group(self.run_id, round_number, [*present.values()], self.num_blocks), me)
+                    sealed = [present[peer_id] for peer_id in present if not self.leaves_out(peer_id)]
+                    self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks), me)
                     return
                 await gathering.changed.wait(POLL_S / 4)
         finally:

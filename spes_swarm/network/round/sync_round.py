@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
@@ -27,6 +27,9 @@ from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
+
+# After so many rounds in a row with missing parts of the shared layers, training is in danger: an alarm is raised.
+STALLED_ROUNDS = 3
 
 
 @dataclass(eq=False)
@@ -125,6 +128,7 @@ class SyncRounds:
                 commit = await self.exchange.run(books)
         except RoundError:
             self.rendezvous.spend(group)
+            self._note_failure(group, books)
             raise
         finally:
             self.listener.on_round_over()
@@ -132,13 +136,34 @@ class SyncRounds:
         run.lineage = common_lineage(group.members).after(group.round, group.id)
         return commit
 
+    def _note_failure(self, group: Group, books: RoundState) -> None:
+        """Records who delivered nothing in an exchange that failed.
+
+        Among three or more peers, this peer may just be cut off from the others; but strangers prove nothing. A peer
+        whose work is in earlier rounds is left out only if it is alone with this one, which could never commit again.
+        """
+        run, standing = self.run_state, self.run_state.roster.standing
+        others = {member.peer_id for member in group.members} - {run.identity.peer_id}
+        failed = books.failed_reducers()
+        run.tracks.reducers_failed(group.round, failed)
+        standing.exchanged((), {peer for peer in failed if len(others) == 1 or not standing.is_member(peer)})
+
     def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
         """Records which members have delivered: this decides whose claims count later."""
         run = self.run_state
         delivered = {group.members[i].peer_id for result in books.results.values() for i in result.included}
         idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
+        standing = run.roster.standing
+        owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
+        standing.exchanged(delivered, owing - {run.identity.peer_id})
         run.roster.committed(delivered, absent | idle)
         books.record_commit(run.tracks)
+        stalled = run.tracks.stalled_rounds
+        if stalled and stalled % STALLED_ROUNDS == 0:
+            error = f"parts of the shared layers have not been averaged for {stalled} rounds in a row"
+            self.exchange.on_fault(
+                run.identity.peer_id, ProtocolError("stalled", f"{error}; `missing` faults name who failed")
+            )
         staying = [member.peer_id for member in group.members if not member.statement.leaving]
         run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
 

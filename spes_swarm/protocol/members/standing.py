@@ -12,6 +12,10 @@ rounds for a tenth of a round's length, but at least for a quarter of a second, 
 with short rounds. A peer that has never taken part is waited for once, if it answers calls, and only if no recent round
 has waited for a newcomer in vain: otherwise an attacker with a new identity for each round could double the length of
 all rounds.
+
+A peer that has never taken part and delivers nothing of what it owes in two groups in a row is left out of the next
+eight, twice as many after each further one: otherwise it could stop a founder that is still alone, whose rounds then
+all depend on it.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ GRACE_SHARE = 0.1
 NEWCOMER_SHARE = 0.5
 MEMBER_GRACE_S = 0.25  # at least, for members only: new identities cost nothing
 MAX_NEWCOMERS = 16  # waited for at a time
+# Groups in which a peer may deliver nothing before it is left out, and groups that it is then left out of, at most.
+_TOLERATED_IDLE, _MAX_LEFT_OUT = 1, 1024
 CLOCK_MEMORY_S = 3600.0  # how long a member's clock counts after its last round
 
 
@@ -63,6 +69,9 @@ class Standing:
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._awaited: OrderedDict[str, None] = OrderedDict()  # newcomers that a round has waited for in vain
         self._rounds_since_vain = _REMEMBERED_ROUNDS
+        self._num_groups = 0
+        # Peer -> number of groups in which it delivered nothing, and until which group it is left out.
+        self._idle: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._committed_at: float | None = None
         self._round_s = math.inf  # between the last two commits
 
@@ -131,6 +140,23 @@ class Standing:
         while len(self._members) > MAX_PEERS:
             self._members.popitem(last=False)
 
+    def exchanged(self, delivered: Collection[str], idle: Collection[str]) -> None:
+        """Notes the end of an exchange: which other members delivered work, and which nothing of what they owed."""
+        self._num_groups += 1
+        for peer_id in delivered:
+            self._idle.pop(peer_id, None)
+        for peer_id in set(idle).difference(delivered):
+            count = self._idle.pop(peer_id, (0, 0))[0] + 1
+            excess = count - _TOLERATED_IDLE
+            left_out = min(_REMEMBERED_ROUNDS << (excess - 1), _MAX_LEFT_OUT) if excess > 0 else 0
+            self._idle[peer_id] = min(count, _REMEMBERED_ROUNDS), self._num_groups + left_out
+        while len(self._idle) > MAX_PEERS:
+            self._idle.popitem(last=False)
+
+    def leaves_out(self, peer_id: str) -> bool:
+        """Returns True if a round that this peer leads is held without a peer, since it only owes."""
+        return self._num_groups < self._idle.get(peer_id, (0, 0))[1]
+
     def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
         """How long a round waits for each of these live peers, in seconds; at most `window_s`."""
         peers = set(peers)
@@ -152,6 +178,8 @@ class Standing:
 
     def _share(self, peer_id: str, newcomers: Collection[str]) -> float:
         """How long a round waits for a peer, as a share of a round's length."""
+        if self.leaves_out(peer_id):
+            return 0.0
         member = self._members.get(peer_id)
         if member is not None:
             return math.inf if sum(member.missed) <= _TOLERATED_MISSES else GRACE_SHARE

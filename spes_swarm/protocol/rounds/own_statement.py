@@ -52,7 +52,7 @@ def make_statement(
         routed=list(work.routed),
         rms=work.rms,
         usual_rms=list(tracks.usual_rms),
-        vouched=tracks.to_vouchers(),
+        vouched=tracks.to_vouchers(work.round),
         bandwidth_mbps=bandwidth_mbps,
         reachable=reachable,
         versions=list(reference.versions),

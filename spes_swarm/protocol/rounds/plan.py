@@ -31,14 +31,14 @@ from spes_swarm.protocol.rounds.clipping import (
     usual_rms,
 )
 from spes_swarm.protocol.rounds.statement import Group, Member
-from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, granted_ratios
+from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, granted_ratios, may_reduce
 
 # Blocks are not cut into smaller parts than this, or headers would outweigh the payload.
 MIN_PART_ELEMENTS = 1024
 # With fewer parts than this per possible reducer of a block, the shares of the reducing would be uneven.
 PARTS_PER_MEMBER = 16
-# A member's bandwidth counts up to this many times the median: one claim must not attract all the reducing.
-MAX_BANDWIDTH_RATIO = 8.0
+# No member reduces more than this many times an equal share, whatever bandwidth it declares, if another one can.
+MAX_REDUCING_SHARE = 2.0
 # A claim above this many times the median tokens is absurd; honest ones reach it at most in a round called early.
 _ABSURD_RATIO = 1e4
 
@@ -188,23 +188,20 @@ def make_plan(
         _plan_block(members, lineages, block.index, bounds, None if experts or block.expert is None else deferred)
         for block in layout.blocks
     ]
-    load = [0.0] * len(members)  # elements that each member reduces, over its bandwidth
-    stated = [member.statement.bandwidth_mbps for member in members]
-    bandwidth = [min(mbps, MAX_BANDWIDTH_RATIO * median_low(stated)) for mbps in stated]
     # Experts first: their reducers are fixed (their holders); the shared parts then level the loads.
     pieces: dict[int, list[tuple[int, int, int]]] = {}
-    for block_plan in sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK):
+    planned = sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK)
+    reducers = _Reducers(members, sum(layout.blocks[block_plan.block].size for block_plan in planned))
+    for block_plan in planned:
         block = layout.blocks[block_plan.block]
-        candidates = _reducers(members, block_plan, prefer_contributors=block.expert is not None)
+        candidates = reducers.candidates(block_plan, prefer_contributors=block.expert is not None)
         if not candidates:
             continue
         pieces[block.index] = []
         part_elements = _part_elements(block.size, len(candidates), max_part_elements)
         for start in range(block.start, block.stop, part_elements):
             size = min(part_elements, block.stop - start)
-            reducer = min(candidates, key=lambda m: (load[m] + size / bandwidth[m], members[m].peer_id))
-            load[reducer] += size / bandwidth[reducer]
-            pieces[block.index].append((start, size, reducer))
+            pieces[block.index].append((start, size, reducers.choose(candidates, size)))
     parts: list[Part] = []
     for block_index in sorted(pieces):
         for start, size, reducer in pieces[block_index]:
@@ -356,10 +353,35 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tup
     return [(i, min(float(count), bounds.ratios[i] * median)) for i, count in raw.items() if count > 0]
 
 
-def _reducers(members: Sequence[Member], block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
-    """Members that may reduce a block: reachable and holding the base; for an expert its contributors, if any can."""
-    able = [i for i in sorted(block_plan.in_base) if members[i].statement.reachable]
-    if prefer_contributors:
-        contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
-        return [i for i in able if i in contributors] or able
-    return able
+class _Reducers:
+    """Chooses the reducers of parts, so that loads follow the declared bandwidths within MAX_REDUCING_SHARE."""
+
+    def __init__(self, members: Sequence[Member], num_elements: int) -> None:
+        """`num_elements`: of all parts."""
+        self._members = members
+        self._trusted = may_reduce([m.peer_id for m in members], [m.statement.vouched for m in members])
+        self._bandwidth = [member.statement.bandwidth_mbps for member in members]
+        self._elements = [0] * len(members)  # that each member reduces
+        num_able = sum(
+            member.statement.reachable and trusted for member, trusted in zip(members, self._trusted, strict=True)
+        )
+        self._most = MAX_REDUCING_SHARE * num_elements / max(num_able, 1)
+
+    def candidates(self, block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
+        """Members that may reduce a block: reachable, trusted and holding the base; for an expert its contributors, if
+        any can. If no trusted member holds the base, all that hold it may.
+        """
+        able = [i for i in sorted(block_plan.in_base) if self._members[i].statement.reachable]
+        able = [i for i in able if self._trusted[i]] or able
+        if prefer_contributors:
+            contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
+            return [i for i in able if i in contributors] or able
+        return able
+
+    def choose(self, candidates: Sequence[int], size: int) -> int:
+        """The candidate that would be done first with a part of so many elements."""
+        open_to = [m for m in candidates if self._elements[m] + size <= self._most] or candidates
+        done = {m: (self._elements[m] + size) / self._bandwidth[m] for m in open_to}
+        reducer = min(open_to, key=lambda m: (done[m], self._members[m].peer_id))
+        self._elements[reducer] += size
+        return reducer

@@ -52,7 +52,26 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
 
 
 def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> list[tuple[int, ProtocolError]]:
-    """One fault (`missing`) for each member that is responsible for missing parts.
+    """One fault (`missing`) for each member that is responsible for missing parts."""
+    does = {True: "trains", False: "reduces"}
+    return [
+        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not arrive"))
+        for (member, trains), count in sorted(responsible(plan, me, parts, finished).items())
+        if member != me
+    ]
+
+
+def failed_reducers(
+    plan: Plan, me: int, parts: Collection[Part], finished: Collection[int], refused: Collection[int]
+) -> set[int]:
+    """The members responsible for missing parts that they reduce, or for `refused` results (indices of parts)."""
+    lacking = [part for part in parts if part.index not in refused]
+    failed = {member for member, trains in responsible(plan, me, lacking, finished) if not trains}
+    return (failed | {plan.parts[index].reducer for index in refused}) - {me}
+
+
+def responsible(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> Counter[tuple[int, bool]]:
+    """Counts the missing parts that each member is responsible for: (member, True if it trains them).
 
     This is the reducer of a part. But a reducer that has ended its stream in order had nothing to average: then it is
     the contributor, if there is only one.
@@ -64,12 +83,7 @@ def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[i
             counts[next(iter(contributors)), True] += 1
         else:
             counts[part.reducer, False] += 1
-    does = {True: "trains", False: "reduces"}
-    return [
-        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not arrive"))
-        for (member, trains), count in sorted(counts.items())
-        if member != me
-    ]
+    return counts
 
 
 def _name(block: int) -> str:

@@ -19,6 +19,7 @@ from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
@@ -344,7 +345,15 @@ class RoundState:
             if not tracks.is_new(ids[i]):
                 tracks.note_agreement(ids[i], left)
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
-        tracks.committed(self.plan.round, ratios, in_order, self.plan.median_rms)
+        deliveries = {"delivered": {ids[i] for i in seen - {self.me}}, "failed": self.failed_reducers()}
+        stalled = any(self.wanted[index].block == SHARED_BLOCK for index in self.missing())
+        tracks.committed(self.plan.round, ratios, in_order, self.plan.median_rms, stalled=stalled, **deliveries)
+
+    def failed_reducers(self) -> set[str]:
+        """The members that have not delivered parts that they reduce, or whose results were refused."""
+        lacking = [self.wanted[index] for index in self.missing()]
+        failed = round_faults.failed_reducers(self.plan, self.me, lacking, self.ended, self.dropped)
+        return {self.group.members[i].peer_id for i in failed}
 
     # Results.
 

@@ -19,7 +19,8 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 
-KIND = "statement"
+# The number changes whenever members of two versions would make different plans from the same statements.
+KIND = "statement/2"
 DIGEST_BYTES = 32
 MAX_ROUND = 1 << 40
 MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow
@@ -44,7 +45,7 @@ class Statement(SignedModel):
     rms: list[_Length]
     # Usual RMS of differences in the rounds that it remembers, of the shared block and of experts; 0 if none.
     usual_rms: Annotated[list[_Length], Field(min_length=2, max_length=2)]
-    # Ratios of tokens that other members have earned in earlier commits; see vouchers.py.
+    # What other members have delivered and earned in earlier commits; see vouchers.py.
     vouched: Annotated[bytes, Field(max_length=MAX_VOUCHED * VOUCHER_BYTES)]
     # Upload speed; determines its share of the reducing.
     bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]

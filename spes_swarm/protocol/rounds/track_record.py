@@ -16,6 +16,8 @@ SPAN = 16
 # one 2.2 times.
 NUM_FIRST_COMMITS = 5
 _MAX_DOUBLINGS = 3  # to MAX_EARNED_RATIO
+# A peer may reduce if its work is in one of the last rounds, and none of the parts that it reduced in them was missing.
+RECENT_ROUNDS = 8
 _FORGET_ROUNDS = 256  # a peer that took part in none of so many rounds is forgotten
 # The remembered RMS decays by at most this factor per round: a round that is called early says little about it.
 _FADING = 0.8
@@ -28,6 +30,9 @@ class TrackRecords:
         self.usual_rms = (0.0, 0.0)  # usual RMS of differences of the shared block and of experts
         self._commits: dict[str, int] = {}  # shared with each peer
         self._last_commit: dict[str, int] = {}
+        self._delivered: dict[str, int] = {}  # the last round with a peer's work in it
+        self._failed: dict[str, int] = {}  # the last round in which parts that a peer reduces were missing
+        self.stalled_rounds = 0  # consecutive commits in which parts of the shared block were missing
         self._claimed: dict[str, list[float]] = {}  # ratios above the cap, in consecutive commits
         self._borne_out: dict[str, int] = {}  # number of these commits
         self._agreement: dict[str, float] = {}  # share of its deviations left, newer rounds weighing more
@@ -38,6 +43,10 @@ class TrackRecords:
         ratios: Iterable[tuple[str, float]],
         in_order: Collection[str],
         median_rms: tuple[float, float | None] = (0.0, 0.0),
+        *,
+        delivered: Collection[str] = (),
+        failed: Collection[str] = (),
+        stalled: bool = False,
     ) -> None:
         """Records a commit.
 
@@ -47,7 +56,13 @@ class TrackRecords:
             in_order: the members whose contributions are in the results and bear out their claims.
             median_rms: lower medians of the stated RMS, of the shared block and of experts; None if the experts did
                 not take part, so that what is remembered is the length of a whole difference.
+            delivered: the members whose contributions are in the results.
+            failed: the members that did not deliver parts that they reduce.
+            stalled: parts of the shared block were missing.
         """
+        self.stalled_rounds = self.stalled_rounds + 1 if stalled else 0
+        self._delivered.update(dict.fromkeys(delivered, round_number))
+        self.reducers_failed(round_number, failed)
         shared, expert = (
             usual if now is None else max(_FADING * usual, now)
             for usual, now in zip(self.usual_rms, median_rms, strict=True)
@@ -67,6 +82,18 @@ class TrackRecords:
             self._borne_out.pop(peer_id, None)
             self._claimed.pop(peer_id, None)
             self._agreement.pop(peer_id, None)
+            self._delivered.pop(peer_id, None)
+
+    def reducers_failed(self, round_number: int, peers: Iterable[str]) -> None:
+        """Records which members did not deliver parts that they reduce, maybe in a round that was not committed."""
+        recent = {peer: last for peer, last in self._failed.items() if round_number - last <= RECENT_ROUNDS}
+        self._failed = recent | dict.fromkeys(peers, round_number)
+
+    def may_reduce(self, peer_id: str, round_number: int) -> bool:
+        """Returns True if a peer has delivered in recent rounds; see RECENT_ROUNDS."""
+        delivered, failed = self._delivered.get(peer_id), self._failed.get(peer_id)
+        oldest = round_number - RECENT_ROUNDS
+        return delivered is not None and delivered >= oldest and (failed is None or failed < oldest)
 
     def agreement(self, peer_id: str, left: float) -> float:
         """The usual share of a peer's deviations that clipping leaves: half this round's `left`, half so far.
@@ -95,6 +122,7 @@ class TrackRecords:
             return MAX_WEIGHT_RATIO
         return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *self._claimed[peer_id])
 
-    def to_vouchers(self) -> bytes:
-        """The vouchers for this peer's next statement."""
-        return vouchers({peer_id: self.earned(peer_id) for peer_id in self._borne_out})
+    def to_vouchers(self, round_number: int) -> bytes:
+        """The vouchers for this peer's statement of a round."""
+        reducers = {peer_id for peer_id in self._delivered if self.may_reduce(peer_id, round_number)}
+        return vouchers({peer_id: self.earned(peer_id) for peer_id in self._borne_out}, reducers, round_number)

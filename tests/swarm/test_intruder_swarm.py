@@ -1,0 +1,93 @@
+"""A stranger that submits statements with the largest bandwidth, and does nothing else, among four real peers.
+
+`scripts/attack.py --kinds silent lying --rounds 30` measures the loss beside that of an honest run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from spes_swarm.testing.forked_peer import ForkServer
+from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers import intruder
+from tests.helpers.swarm import equal_digests, swarm
+
+pytestmark = pytest.mark.swarm
+
+NUM_HONEST = 4
+ROUNDS = 30
+# Of text in bytes that nothing is known of.
+UNTRAINED_LOSS = 5.6
+
+
+@contextmanager
+def intruding(directory: Path, peers: list[LocalPeer], kind: str) -> Iterator[None]:
+    """A stranger in every group of these peers."""
+    arguments = [*(peer.address() for peer in peers), "--directory", str(directory), "--kind", kind]
+    directory.mkdir()
+    process = ForkServer(main=intruder.main)(arguments, directory / "console.log")
+    try:
+        yield
+        assert process.poll() is None, (directory / "console.log").read_text()
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+def groups(directory: Path) -> dict[int, int]:
+    """The rounds that the stranger was in, ascending, with the number of parts that it should have reduced."""
+    journal = directory / "groups.jsonl"
+    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+    return {entry["round"]: entry["parts"] for entry in (json.loads(line) for line in lines if line.endswith("\n"))}
+
+
+def wait_for_groups(directory: Path, peer: LocalPeer, count: int) -> list[int]:
+    """Lets rounds be held until the stranger was in so many; returns these."""
+    while len(present := groups(directory)) < count:
+        peer.wait_for_round(max(peer.rounds(), default=0) + 1)
+    return list(present)
+
+
+@pytest.mark.parametrize("kind", ["silent", "lying"])
+def test_a_stranger_neither_stops_nor_steers_the_shared_layers(tmp_path: Path, kind: str) -> None:
+    stranger = tmp_path / "stranger"
+    with swarm(tmp_path) as running:
+        peers = running.start_all(NUM_HONEST, "--experts", 2)
+        with intruding(stranger, peers, kind):
+            first = wait_for_groups(stranger, peers[0], ROUNDS // 2)[0]
+            last = max(max(peer.rounds()) for peer in peers)
+            last = max(last, first + ROUNDS)
+            for peer in peers:
+                peer.wait_for_round(last)
+        assert not any(parts for number, parts in groups(stranger).items() if number > first + 1)
+        for number in range(first + 2, last + 1):
+            equal_digests(peers, number)
+            assert [peer.rounds()[number]["parts_missing"] for peer in peers] == [0] * NUM_HONEST
+        losses = {number: event["eval_loss"] for number, event in peers[0].rounds().items()}
+        assert losses[last] < losses[first + 2] < UNTRAINED_LOSS
+        assert not [fault for peer in peers for fault in peer.events("fault") if fault["kind"] == "stalled"]
+
+
+def test_a_stranger_that_claims_work_is_waited_for_twice_and_then_left_out(tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    with swarm(tmp_path) as running:
+        peers = running.start_all(NUM_HONEST, "--experts", 2)
+        with intruding(stranger, peers, "owing"):
+            second = wait_for_groups(stranger, peers[0], 2)[1]
+            for peer in peers:
+                peer.wait_for_round(second + 8)
+        for number in range(second + 1, second + 9):
+            assert peers[0].rounds()[number]["peers"] == NUM_HONEST
+
+
+def test_a_founder_that_is_still_alone_is_not_stopped_by_a_stranger(tmp_path: Path) -> None:
+    with swarm(tmp_path) as running:
+        founder = running.found("--experts", 8)
+        with intruding(tmp_path / "stranger", [founder], "silent"):
+            founder.wait_for("fault", lambda fault: fault["kind"] == "pull")
+            founder.wait_for_round(max(founder.rounds(), default=0) + 4)
