@@ -8,6 +8,7 @@ Shape: E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import numpy as np
@@ -67,3 +68,8 @@ class LocalWork:
         self.steps = self.tokens = 0
         self.routed_E[:] = 0
         self._losses, self._taken = [], None
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Returns the value, or None if it is not finite: records hold finite numbers only."""
+    return value if value is not None and math.isfinite(value) else None

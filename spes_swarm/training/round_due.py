@@ -28,6 +28,22 @@ _MAX_PREDICTED_STEPS = 1.0  # of each other peer, from one answer: it may have b
 _MIN_MEDIAN_SHARE, _MAX_MEDIAN_SHARE = 0.125, 1.25  # of its inner steps, done by the median peer
 
 
+def others_train(network: Port, until: float) -> bool:
+    """Returns True if another peer is known to train; until that monotonic time, records are read again for it.
+
+    Ends early if no other peer is ready to train.
+    """
+    view = network.view
+    while view is None or view.num_training == 0:
+        try:
+            view = network.submit(Commands.view).result(max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            return False
+        if not view.ready and view.num_training == 0:
+            return False
+    return True
+
+
 class Pace:
     """Counts the swarm's tokens since the last commit."""
 

@@ -33,12 +33,12 @@ from spes_swarm.training.gradients import Gradients, GradientSource, autocast, l
 from spes_swarm.training.handover import Handover
 from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
-from spes_swarm.training.local_work import LocalWork
+from spes_swarm.training.local_work import LocalWork, finite_or_none
 from spes_swarm.training.optimiser.registry import make_optimiser
 from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
-from spes_swarm.training.round_due import Pace
+from spes_swarm.training.round_due import Pace, others_train
 from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.routing_health import RoutingHealth
 from spes_swarm.training.saving import CheckpointSaver
@@ -47,6 +47,7 @@ from spes_swarm.training.throughput import Throughput, peak_flops
 
 _RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2
+_FIRST_CONTACT_S = 5.0  # how long a peer that leaves before its first commit looks for others that train
 _FINISH_PUBLISHING_S = 600.0  # when `max_rounds` are done or the run is over; otherwise publishing stops at once
 
 
@@ -226,17 +227,20 @@ class Trainer:
 
     def _run_last_round(self) -> None:
         """Runs a last round, so that the work since the last commit is not lost and others take over the experts."""
-        view = self._network.view
-        if self._leaving or view is None or view.num_training == 0:
+        has_work, before = self._has_work, self._rounds_done
+        if self._leaving or not (before or has_work):  # it may have just joined, and have no work to lose
             return
-        if self._rounds_done == 0 and not self._has_work:
-            return  # it has just joined: there is no work to lose
-        self._leaving, before = True, self._rounds_done
-        if not self._begin_round():
-            self._restart_from_reference()  # the others must still learn that it leaves
-            self._begin_round()
-        has_work, stall_s = self._has_work, self._round_config.stall_timeout_s
-        self._await_round(self._round_config.window_s + 2 * stall_s)
+        # A peer that has hardly begun may not know yet which others train, and its first attempt may fail for that.
+        soon = time.monotonic() + (0.0 if before else _FIRST_CONTACT_S)
+        self._leaving = others_train(self._network, soon)
+        while self._leaving:
+            if not self._begin_round():
+                self._restart_from_reference()  # the others must still learn that it leaves
+                self._begin_round()
+            self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
+            if self._rounds_done > before or time.monotonic() + _POLL_S > soon:
+                break
+            time.sleep(_POLL_S)
         if has_work and self._rounds_done == before:
             self._warn("goodbye", "this peer did not commit the last round: its newest work may exist only here")
         elif has_work and self._setup.status.peers == 1:
@@ -398,9 +402,9 @@ class Trainer:
         held_out = self._evaluate()
         self._losses = RoundLosses(
             round=self.round,
-            train_loss=_finite(train_loss),
-            eval_loss=_finite(held_out.mean if held_out else None),
-            eval_loss_stderr=_finite(held_out.stderr if held_out else None),
+            train_loss=finite_or_none(train_loss),
+            eval_loss=finite_or_none(held_out.mean if held_out else None),
+            eval_loss_stderr=finite_or_none(held_out.stderr if held_out else None),
             **self._routing.commit(self.round, evaluated=held_out is not None),
         )
         times = {"apply_seconds": applied - started, "evaluate_seconds": time.monotonic() - applied}
@@ -485,7 +489,7 @@ class Trainer:
                 tokens=self._work.tokens,
                 tokens_per_step=self._tokens_per_step,
                 tokens_per_second=self._throughput.tokens_per_second,
-                loss=_finite(self._loss),
+                loss=finite_or_none(self._loss),
                 experts=self._model.held,
                 total_tokens=self._total_tokens,
                 losses=self._losses,
@@ -493,8 +497,3 @@ class Trainer:
                 data=self._setup.sampler.positions(),
             ),
         )
-
-
-def _finite(value: float | None) -> float | None:
-    """Returns the value, or None if it is not finite: records hold finite numbers only."""
-    return value if value is not None and math.isfinite(value) else None

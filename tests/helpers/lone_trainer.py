@@ -64,6 +64,7 @@ class StubNetwork:
 
     Attributes:
         others: how many other peers take part.
+        ready: those that are ready to train, as the trainer is told.
         answers: in place of the next rounds, one after the other.
         presences: states that the trainer has announced, in order.
         routing_reports, dead_votes: what the others say of their experts.
@@ -74,6 +75,7 @@ class StubNetwork:
     held: tuple[int, ...]
     clock: RoundClock
     others: int = 0
+    ready: tuple[str, ...] = ()
     called_round: int = 0
     answers: list[Callable[[StubNetwork], RoundReport | CaughtUp]] = field(default_factory=list)
     presences: list[str] = field(default_factory=list)
@@ -88,6 +90,7 @@ class StubNetwork:
     async def view(self) -> SwarmView:
         return SwarmView(
             *(self.others, self.others, self.others, 0, 0.0, 0.0, 0.0, self.reference.round, 8),
+            ready=self.ready,
             routing_reports=self.routing_reports,
             dead_votes=self.dead_votes,
         )

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from spes_swarm.port.messages import CaughtUp
+from spes_swarm.base.errors import RoundError
+from spes_swarm.port.messages import CaughtUp, RoundReport, SwarmView
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, read_events, run_config
 from tests.helpers.memory_swarm import memory_swarm
@@ -42,6 +44,48 @@ def test_a_peer_that_leaves_just_after_a_commit_writes_that_round_too(make: Make
     peer.network.on_traffic = lambda: peer.stop.set() if peer.network.reference.round == 3 else None
     peer.trainer.run()
     assert [event["round"] for event in peer.events("round")] == [1, 2, 3, 4]
+
+
+def test_a_peer_that_leaves_right_after_its_first_contact_leaves_its_work_in_a_round(make: Make) -> None:
+    """It learns only then that the founder trains, and its first attempt comes before the founder can lead."""
+    peer = make({"round": {"inner_steps": 100}})
+    peer.network.ready = ("founder",)
+    views = iter(range(1000))
+    see, next_batch = peer.network.view, peer.setup.sampler.next_batch
+
+    async def view() -> SwarmView:
+        if peer.stop.is_set() and next(views) == 3:
+            peer.network.others = 1
+        return await see()
+
+    def next_batch_and_stop(batch_size: int) -> NDArray[np.int64]:
+        if peer.trainer.step == 2:
+            peer.stop.set()
+        return next_batch(batch_size)
+
+    def refuse(network: StubNetwork) -> RoundReport:
+        raise RoundError("no peer that could lead the round is reachable")
+
+    peer.network.view = view  # type: ignore[method-assign]
+    peer.setup.sampler.next_batch = next_batch_and_stop  # type: ignore[method-assign]
+    peer.network.answers = [refuse, refuse]
+    peer.trainer.run()
+    assert len(peer.events("step")) == 3
+    assert [event["round"] for event in peer.events("round")] == [1]
+    assert [event["kind"] for event in peer.events("fault")] == ["round", "round"]
+
+
+def test_a_peer_without_others_leaves_at_once(make: Make) -> None:
+    peer = make({"round": {"inner_steps": 100}})
+    next_batch = peer.setup.sampler.next_batch
+
+    def next_batch_and_stop(batch_size: int) -> NDArray[np.int64]:
+        peer.stop.set()
+        return next_batch(batch_size)
+
+    peer.setup.sampler.next_batch = next_batch_and_stop  # type: ignore[method-assign]
+    peer.trainer.run()
+    assert not peer.events("round")
 
 
 def test_a_merge_that_falls_due_while_catching_up_is_applied(make: Make) -> None:
