@@ -63,7 +63,7 @@ class Collector:
         """
         look = await self._watcher.read_records()
         ledger = self._ledger
-        ledger.take(look.now, look.at, look.progress, look.leases)
+        ledger.take(look.now, look.at, look.progress, look.leases, look.rounds)
         self._watcher.live = ledger.live_peers()
         state = ledger.state(look.now, look.at, self._watcher.verifier.refused, self._watcher.join_command())
         self.source.update(state, ledger.points())

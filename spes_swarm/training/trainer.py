@@ -398,6 +398,9 @@ class Trainer:
         held_out = self._evaluate()
         self._losses = RoundLosses(
             round=self.round,
+            peers=len(report.commit.members),
+            experts_covered=report.commit.experts_covered,
+            swarm_tokens=report.swarm_tokens,
             train_loss=_finite(train_loss),
             eval_loss=_finite(held_out.mean if held_out else None),
             eval_loss_stderr=_finite(held_out.stderr if held_out else None),
@@ -457,11 +460,9 @@ class Trainer:
                 "parts_total": commit.parts_total,
                 "parts_missing": commit.parts_missing,
                 "digest": report.digest,
-                "experts_covered": commit.experts_covered,
                 "experts_held": list(self._model.held),
                 "merge_alpha": alpha,
                 **dataclasses.asdict(losses),
-                "swarm_tokens": report.swarm_tokens,
             }
         )
         status.round = self.round

@@ -17,7 +17,7 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.records import Lease, Progress, Rounds
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
@@ -87,9 +87,14 @@ class Watched:
     def wait(self, seconds: float) -> None:
         self.passed_s += seconds
 
-    def look(self, records: Mapping[str, Progress] = {}, leases: Mapping[str, Lease] = {}) -> SwarmState:
+    def look(
+        self,
+        records: Mapping[str, Progress] = {},
+        leases: Mapping[str, Lease] = {},
+        rounds: Mapping[str, Rounds] = {},
+    ) -> SwarmState:
         """One look that brings these records, by peer id."""
-        self.ledger.take(self.now, 500.0 + self.passed_s, records, leases)
+        self.ledger.take(self.now, 500.0 + self.passed_s, records, leases, rounds)
         return self.state()
 
     def state(self) -> SwarmState:

@@ -127,7 +127,7 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
                 peer.process.send_signal(signal.SIGTERM)
             seen = monitor.wait_for("no peers", lambda s: s["status"] == "no_peers", seen)
             alone = monitor.states()[seen - 1]
-            assert alone["peers"] == []
+            assert {peer["state"] for peer in alone["peers"]} <= {"left"}
             assert alone["silent_s"] > 0
             assert alone["tokens_total"] > 0
             assert alone["round"] >= state["round"]
