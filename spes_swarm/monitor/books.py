@@ -78,6 +78,7 @@ class RoundBook:
     def __init__(self, number: int, now: float) -> None:
         self.number = number
         self.first_seen = now
+        self.is_written = False  # to the history
         self.tokens: int | None = None  # what all peers had trained on by then; None: not recorded yet
         self._digests: dict[str, bytes] = {}
         self._experts: dict[str, frozenset[int]] = {}

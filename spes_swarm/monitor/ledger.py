@@ -92,6 +92,7 @@ class Ledger:
         self._leases: dict[str, Lease] = {}
         self._reports: dict[str, tuple[Rounds, list[RoundFigures]]] = {}
         self._began_in: int | None = None  # the round of the first read
+        self._evaluated: dict[str, Any] = {"eval_round": 0}  # the last evaluation before that
         self._tokens = dict(self.known.tokens)
         self._names = dict(self.known.names)
         self._points = {point.round: point for point in self.known.points}
@@ -135,6 +136,7 @@ class Ledger:
             if self._began_in is None:
                 self._began_in = self.round
         self._keep_books(now, at)
+        self._note_evaluation()
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
         known = self._peers.get(peer_id)
@@ -175,8 +177,9 @@ class Ledger:
         return [s for s in self._peers.values() if s.is_active and s.age_s(at) <= self.progress_ttl_s / 2]
 
     def _keep_books(self, now: float, at: float) -> None:
-        for number in [n for n in self._books if abs(n - self.round) > _WINDOW]:
-            del self._books[number]
+        for number in [n for n, book in self._books.items() if abs(n - self.round) > _WINDOW]:
+            if number > self.round or self._books[number].is_written or number < (self._began_in or 0):
+                del self._books[number]
         for peer_id, sighting in self._peers.items():
             progress = sighting.progress
             if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
@@ -189,7 +192,7 @@ class Ledger:
                         self._trained_in[expert] = max(self._trained_in.get(expert, 0), progress.round)
         for peer_id, (_, reports) in self._reports.items():
             for figures in reports:
-                if abs(figures.round - self.round) <= _WINDOW:
+                if abs(figures.round - self.round) <= _WINDOW or figures.round in self._books:
                     self._books.setdefault(figures.round, RoundBook(figures.round, now)).report(peer_id, figures)
         for number in sorted(self._books):
             book = self._books[number]
@@ -198,12 +201,25 @@ class Ledger:
                     book.tokens = self.tokens_total
                 if self._is_final(book, now, at):
                     self._write(book.point(self.run.num_experts, now))
+                    book.is_written = True
                 elif self._began_in is not None and number >= self._began_in:
                     break  # rounds appear in their order
         if len(self._points) > MAX_POINTS:
             for number in superfluous(self._points):
                 del self._points[number]
                 self._changed.add(number)
+
+    def _note_evaluation(self) -> None:
+        """Remembers the last evaluation that most peers report from before the first read."""
+        last = [next((r for r in reversed(of) if r.eval_loss is not None), None) for _, of in self._reports.values()]
+        known = [report for report in last if report is not None and report.round < (self._began_in or 0)]
+        number = median_high([report.round for report in known]) if known else 0
+        if number > self._evaluated["eval_round"]:
+            same = [report for report in known if report.round == number]
+            for name in ("eval_loss", "eval_loss_stderr"):
+                values = [value for report in same if (value := getattr(report, name)) is not None]
+                self._evaluated[name] = clamped(known_median(values))
+            self._evaluated["eval_round"] = number
 
     def _is_final(self, book: RoundBook, now: float, at: float) -> bool:
         """Returns True if no more reports of a round are to be expected.
@@ -309,18 +325,8 @@ class Ledger:
         )
 
     def _newest_metrics(self) -> dict[str, Any]:
-        """As `newest_metrics`, and the last evaluation of most peers if that is from before the first read."""
         newest = newest_metrics(self.points())
-        last = [next((r for r in reversed(of) if r.eval_loss is not None), None) for _, of in self._reports.values()]
-        known = [report for report in last if report is not None]
-        number = median_high([report.round for report in known]) if known else 0
-        if (newest["eval_round"] or 0) < number < (self._began_in or 0):
-            same = [report for report in known if report.round == number]
-            for name in ("eval_loss", "eval_loss_stderr"):
-                values = [value for report in same if (value := getattr(report, name)) is not None]
-                newest[name] = clamped(known_median(values))
-            newest["eval_round"] = number
-        return newest
+        return newest | (self._evaluated if (newest["eval_round"] or 0) < self._evaluated["eval_round"] else {})
 
     def _peer_state(self, peer_id: str, seen: _Sighting, at: float, votes: Mapping[int, str | None]) -> PeerState:
         progress = seen.progress

@@ -453,7 +453,6 @@ class Trainer:
         self._round_events.committed(
             {
                 "round": commit.round,
-                "peers": len(commit.members),
                 "group_seconds": report.group_seconds,
                 "exchange_seconds": report.exchange_seconds,
                 **times,

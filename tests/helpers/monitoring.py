@@ -18,6 +18,7 @@ from spes_swarm.monitor.state import (
     short_id,
 )
 from spes_swarm.protocol.members.records import Lease, Progress, Rounds
+from spes_swarm.protocol.members.round_metrics import RoundFigures
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
@@ -213,3 +214,23 @@ def points(count: int, first: int = 1) -> list[HistoryPoint]:
         )
         for n in range(first, first + count)
     ]
+
+
+def figures(number: int, **changes: Any) -> RoundFigures:
+    """What a peer reports of a round."""
+    fields: dict[str, Any] = {
+        "time": START + number,
+        "peers": 2,
+        "experts_covered": 4,
+        "swarm_tokens": 2560 * number,
+        "tokens_per_second": 100.0,
+        "round_seconds": 1.5,
+        "bytes_sent": 1000,
+        "train_loss": 5.5,
+    }
+    return RoundFigures(**{**fields, **changes}, round=number)
+
+
+def report(written: float, *rounds: RoundFigures) -> Rounds:
+    """A record of rounds written at swarm time `written`."""
+    return Rounds.of(written + 2 * TTL_S, rounds)
