@@ -13,10 +13,21 @@ from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
-from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, RecentRounds, Record, Volunteer
+from spes_swarm.protocol.members.records import (
+    MAX_ROUNDS,
+    Lease,
+    Progress,
+    RecentFaults,
+    RecentRounds,
+    Record,
+    Volunteer,
+)
 from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
 
-_ROUNDS_PAUSE_S = 1.0  # between two records of rounds, of which each has the last ones
+# A record of rounds is written this long after the last one, or sooner when rounds are so short that it would soon pass
+# over some.
+_ROUNDS_PAUSE_S = 1.0
+_MANY_ROUNDS = MAX_ROUNDS // 4
 
 
 @dataclass(eq=False)
@@ -166,10 +177,11 @@ class Announcer:
             await self._store("publishers", Volunteer(expires=expires, target=target, publishing=publishing))
 
     async def _publish_rounds(self, pause_s: float) -> None:
-        """Writes the record of the last rounds if they have changed and the last one is older than `pause_s`."""
+        """Writes the record of the last rounds, if they have changed and are many or the last record is `pause_s` old."""
         lifetime_s = self._config.lease_s  # a peer that is killed leaves its report behind
         age_s = self.now() + lifetime_s - self._expires.get("rounds", 0.0)
-        if age_s >= (pause_s if self._rounds.changed else 2 * lifetime_s / 3):
+        due_s = pause_s if self._rounds.changed else 2 * lifetime_s / 3
+        if age_s >= due_s or self._rounds.num_new >= _MANY_ROUNDS:
             record = self._rounds.record(self._next_expiration("rounds", lifetime_s))
             if record is not None:
                 await self._store("rounds", record)

@@ -229,6 +229,7 @@ class RecentRounds:
         self._evaluated: RoundFigures | None = None
         self._sent = (0, 0)  # a round, and the bytes sent in it, which can be known before and after its figures
         self.changed = False  # since the last record
+        self.num_new = 0  # rounds since the last record
 
     def note(self, figures: RoundFigures) -> None:
         """Adds a round; one that is not newer than the last one begins anew."""
@@ -236,6 +237,7 @@ class RecentRounds:
             self._rounds.clear()
             self._evaluated = None
         self._rounds.append(figures)
+        self.num_new += 1
         self.note_traffic(*self._sent)
 
     def note_traffic(self, number: int, sent: int) -> None:
@@ -247,7 +249,7 @@ class RecentRounds:
 
     def record(self, expires: float) -> Rounds | None:
         """The record to publish; None before the first round."""
-        self.changed = False
+        self.changed, self.num_new = False, 0
         if not self._rounds:
             return None
         newest = self._rounds[-1]
