@@ -177,7 +177,7 @@ class Announcer:
             await self._store("publishers", Volunteer(expires=expires, target=target, publishing=publishing))
 
     async def _publish_rounds(self, pause_s: float) -> None:
-        """Writes the record of the last rounds, if they have changed and are many or the last record is `pause_s` old."""
+        """Writes the record of the last rounds if many are new, or any and the last record is `pause_s` old."""
         lifetime_s = self._config.lease_s  # a peer that is killed leaves its report behind
         age_s = self.now() + lifetime_s - self._expires.get("rounds", 0.0)
         due_s = pause_s if self._rounds.changed else 2 * lifetime_s / 3

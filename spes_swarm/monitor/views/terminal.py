@@ -88,15 +88,12 @@ def _losses(state: SwarmState, history: Sequence[HistoryPoint], room: int) -> Re
 
 def _evaluated(state: SwarmState, history: Sequence[HistoryPoint], number: int) -> str:
     """The last loss on held-out text up to a round, with its round if that is another one."""
-    for point in reversed(history):
-        if point.round <= number and point.eval_loss is not None:
-            value, stderr, measured = point.eval_loss, point.eval_loss_stderr, point.round
-            break
-    else:  # measured before the history begins
-        value, stderr, measured = state.eval_loss, state.eval_loss_stderr, state.eval_round or number
-    if value is None or measured > number:
+    last = next((p for p in reversed(history) if p.round <= number and p.eval_loss is not None), None)
+    measured = last.round if last is not None else state.eval_round or number
+    of = last or state  # which may have one from before the history begins
+    if of.eval_loss is None or measured > number:
         return "-"
-    return with_error(value, stderr) + (f" (round {measured})" if measured < number else "")
+    return with_error(of.eval_loss, of.eval_loss_stderr) + (f" (round {measured})" if measured < number else "")
 
 
 def _speed(speed: float) -> str:
