@@ -213,7 +213,7 @@ async def measure(directory: Path, keys: Path, count: int, looks: int) -> Row:
         "json_s": seconds_of(lambda: to_text(state)),
         "json_bytes": len(to_text(state)),
         "prometheus_s": seconds_of(lambda: metrics_text(state)),
-        "screen_s": seconds_of(lambda: drawing.print(screen(state, points, max_peers=20))),
+        "screen_s": seconds_of(lambda: drawing.print(screen(state, points, width=80, max_peers=20))),
         "memory_mb": psutil.Process().memory_info().rss / 1e6,
         "memory_growth_mb": (psutil.Process().memory_info().rss - before) / 1e6,
     }

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import median_high, median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
-from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
 
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress
@@ -66,58 +67,79 @@ class Known:
     faults: tuple[Fault, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A peer's latest report of a round."""
-
-    progress: Progress
-    metrics: dict[str, float | None]  # digests come first, losses a little later
-    experts: frozenset[int]  # a leaving peer reports none, but has trained those that it reported before
-
-    def figure(self, name: str) -> float | None:
-        return self.metrics[name] if name in self.metrics else clamped(getattr(self.progress, name))
-
-
 class RoundBook:
-    """The peers' reports of one round."""
+    """The peers' reports of one round.
+
+    A peer's progress record may pass over a round, and come before its losses: which figures a monitor finds there
+    depends on when it reads. Its record of rounds has all of them, and they do not change, so once each member's are
+    there, all monitors show the same values. Progress counts only for older peers, which write no such record.
+    """
 
     def __init__(self, number: int, now: float) -> None:
         self.number = number
+        self.first_seen = now
+        self.is_written = False  # to the history
         self.tokens: int | None = None  # what all peers had trained on by then; None: not recorded yet
-        self._first_seen = now
-        self._entries: dict[str, _Entry] = {}
+        self._digests: dict[str, bytes] = {}
+        self._experts: dict[str, frozenset[int]] = {}
+        self._figures: dict[str, Mapping[str, float | None]] = {}  # by peer
+        self._reports: dict[str, RoundFigures] = {}  # the final ones, by peer
 
-    def enter(self, peer_id: str, progress: Progress) -> None:
-        """Records a peer's newest report of this round."""
-        before = self._entries.get(peer_id)
-        if before is not None and before.progress is progress:
-            return
-        metrics = metrics_of_record(progress, before.metrics if before is not None else {}, same_round=True)
-        experts = frozenset(progress.experts) or (before.experts if before is not None else frozenset())
-        self._entries[peer_id] = _Entry(progress, metrics, experts)
+    def enter(self, peer_id: str, progress: Progress, *, reports: bool) -> None:
+        """Records a peer's newest progress in this round; `reports` says whether it writes a record of rounds."""
+        self._digests[peer_id] = progress.digest
+        # A leaving peer reports no experts, but has trained those that it reported before.
+        self._experts[peer_id] = frozenset(progress.experts) or self._experts.get(peer_id, frozenset())
+        if not reports:
+            metrics = metrics_of_record(progress, self._figures.get(peer_id, {}), same_round=True)
+            others = {name: clamped(getattr(progress, name)) for name in _REPORTED - metrics.keys()}
+            self._figures[peer_id] = {**metrics, **others}
+
+    def report(self, peer_id: str, figures: RoundFigures) -> None:
+        """Records a peer's final report."""
+        self._reports[peer_id] = figures
+        self._figures[peer_id] = {name: clamped(getattr(figures, name)) for name in _REPORTED}
 
     @property
     def consensus(self) -> str | None:
         """The most common digest (hex), the smaller one on a tie; None without reports."""
-        votes = Counter(entry.progress.digest for entry in self._entries.values())
+        votes = Counter(self._digests.values())
         if not votes:
             return None
         return min(votes, key=lambda digest: (-votes[digest], digest)).hex()
 
-    def point(self, num_experts: int) -> HistoryPoint:
+    def has_losses_of(self, peer_id: str) -> bool:
+        """Returns True if a peer has reported its losses."""
+        return peer_id in self._reports or self._figures.get(peer_id, {}).get("train_loss") is not None
+
+    def is_complete(self, num_present: int) -> bool:
+        """Returns True if all members of the commit have reported it, among them most of the present peers."""
+        members = [report.peers for report in self._reports.values() if report.peers]
+        return bool(members) and len(self._reports) >= max(median_high(members), num_present // 2 + 1)
+
+    def point(self, num_experts: int, now: float) -> HistoryPoint:
         """The round as a point of the history."""
-        entries = list(self._entries.values())
+        figures, reports = list(self._figures.values()), list(self._reports.values())
         combined: dict[str, Any] = {}
         for name, metric in metrics_of(HistoryPoint).items():
             if metric.over_peers is not None:
-                figures = [entry.figure(metric.reported_as or name) for entry in entries]
-                combined[name] = clamped(metric.over_peers([value for value in figures if value is not None]))
-        covered = {expert for e in entries for expert in e.experts if expert < num_experts}
+                values = [known for of in figures if (known := of.get(metric.reported_as or name)) is not None]
+                combined[name] = clamped(metric.over_peers(values))
+        covered = {expert for experts in self._experts.values() for expert in experts if expert < num_experts}
+        times = [report.time for report in reports if report.time]
+        tokens = [report.swarm_tokens for report in reports if report.swarm_tokens]
+        experts = [report.experts_covered for report in reports if report.experts_covered]
         return HistoryPoint(
             round=self.number,
-            time=self._first_seen,
-            tokens=self.tokens or 0,
-            peers=len(entries),
-            experts_covered=len(covered),
+            time=min(median_low(times), now) if times else self.first_seen,
+            tokens=count(median_low(tokens)) if tokens else self.tokens or 0,
+            peers=len(figures),
+            experts_covered=min(median_low(experts), num_experts) if experts else len(covered),
             **combined,
         )
+
+
+# What a point takes from each peer.
+_REPORTED: Final = {
+    metric.reported_as or name for name, metric in metrics_of(HistoryPoint).items() if metric.over_peers is not None
+}

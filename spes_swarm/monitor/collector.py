@@ -13,9 +13,11 @@ from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.state import RunInfo
+from spes_swarm.monitor.state import RunInfo, SwarmState
 from spes_swarm.monitor.watcher import Watcher
+from spes_swarm.protocol.members.records import MAX_ROUNDS
 
+_FEW_ROUNDS = MAX_ROUNDS // 4
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -63,7 +65,7 @@ class Collector:
         """
         look = await self._watcher.read_records()
         ledger = self._ledger
-        ledger.take(look.now, look.at, look.progress, look.leases)
+        ledger.take(look.now, look.at, look.progress, look.leases, look.rounds)
         self._watcher.live = ledger.live_peers()
         state = ledger.state(look.now, look.at, self._watcher.verifier.refused, self._watcher.join_command())
         self.source.update(state, ledger.points())
@@ -77,7 +79,7 @@ class Collector:
             NetworkProcessError: the P2P daemon has ended.
         """
         while True:
-            started = time.monotonic()
+            started, before = time.monotonic(), self.source.state()
             try:
                 await self.refresh()
                 await self._watcher.keep_in_touch()
@@ -85,7 +87,15 @@ class Collector:
                 raise
             except Exception as exc:  # no input from other nodes may end the monitor
                 self._complain(f"reading the swarm's records failed: {exc!r}")
-            await asyncio.sleep(max(0.1, self._refresh_s - (time.monotonic() - started)))
+            await asyncio.sleep(max(0.1, self._period_s(before) - (time.monotonic() - started)))
+
+    def _period_s(self, before: SwarmState) -> float:
+        """The time between two reads: shorter than asked for if peers' records would pass over rounds meanwhile."""
+        state = self.source.state()
+        rounds = state.round - before.round if before.round else 0
+        return (
+            min(self._refresh_s, _FEW_ROUNDS * (state.time - before.time) / rounds) if rounds > 0 else self._refresh_s
+        )
 
     def _write(self, history: History) -> None:
         ledger = self._ledger

@@ -40,16 +40,19 @@ def _resampled(values: Sequence[float], width: int) -> list[float]:
 
 def peer_words(state: SwarmState) -> str:
     """The number of peers and whether they agree, or how long ago the last one was seen."""
-    count = len(state.peers)
     if state.status == "no_peers":
         if state.silent_s is None:
             return "no peers"
         return f"no peers: the last one was seen {seconds(state.silent_s)} ago"
-    words = plural(count, "peer")
-    if state.consensus.differ:
-        differ = len(state.consensus.differ)
-        return f"{words}, {differ} differ{'s' if differ == 1 else ''}"
-    return f"{words}, all agree" if state.consensus.agree > 1 else words
+    return plural(state.num_peers, "peer") + agreement(state)
+
+
+def agreement(state: SwarmState) -> str:
+    """Whether the peers' references agree, as the end of a sentence; empty if there is nothing to compare."""
+    differ = len(state.consensus.differ)
+    if differ:
+        return f", {differ} differ{'s' if differ == 1 else ''}"
+    return ", all agree" if state.consensus.agree > 1 else ""
 
 
 def name_of(state: SwarmState, peer_id: str) -> str:
@@ -72,15 +75,15 @@ def routing_words(state: SwarmState) -> str:
         f"{word} {value:.0%}"
         for word, value in (
             ("balance", state.load_entropy),
-            ("router entropy", state.router_entropy),
-            ("to held", state.held_share),
+            ("entropy", state.router_entropy),
+            ("to held experts", state.held_share),
         )
         if value is not None
     ]
     if state.expert_similarity is not None:
         most = "" if state.expert_similarity_max is None else f"-{state.expert_similarity_max:.2f}"
         words.append(f"similarity {state.expert_similarity:.2f}{most}")
-    return "  ".join(words)
+    return ", ".join(words)
 
 
 def refusals(state: SwarmState) -> str:

@@ -25,6 +25,7 @@ from spes_swarm.monitor.history_file import (
     BUSY_TIMEOUT_S,
     COLUMNS,
     SCHEMA_VERSION,
+    check_kind,
     check_version,
     missing_columns,
     read_meta,
@@ -53,6 +54,8 @@ class History:
         """
         self.path = path
         self._peers: dict[str, tuple[str, int]] = {}
+        if path.exists() and (path.is_dir() or path.stat().st_size > 0):
+            check_kind(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -21,6 +21,17 @@ from spes_swarm.monitor.state import HistoryPoint, SwarmState
 # Columns are added without a new version, since readers take those that they know.
 SCHEMA_VERSION: Final = 2
 _READABLE: Final = (1, SCHEMA_VERSION)
+_EXPECTED: Final = "expected the SQLite file that `python -m spes_swarm.monitor --history FILE` writes"
+_STARTS: Final = (  # of files that people have beside a history
+    (b"\x1f\x8b", "is compressed with gzip: decompress it first"),
+    (b"\x28\xb5\x2f\xfd", "is compressed with zstd: decompress it first"),
+    (b"\xfd7zXZ\0", "is compressed with xz: decompress it first"),
+    (b"BZh", "is compressed with bzip2: decompress it first"),
+    (b"PK\x03\x04", "is a zip archive: unpack it first"),
+    (b'{"event"', "holds the events of one peer (a metrics.jsonl)"),
+    (b"{", "holds JSON"),
+    (b"", "is not an SQLite file"),
+)
 APPLICATION_ID: Final = 0x53504553  # "SPES", in the file's header
 BUSY_TIMEOUT_S: Final = 5.0
 
@@ -43,8 +54,7 @@ def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
     Raises:
         DataError: the file does not exist, or no monitor has written to it.
     """
-    if not path.is_file():
-        raise DataError(f"history {path}: no such file")
+    check_kind(path)
     with translate_sqlite_errors(path):
         # Even reading a WAL database creates files beside it, except as immutable, which is safe while no process has
         # it open (no -wal file).
@@ -62,6 +72,29 @@ def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
     return dataclasses.replace(state, status="replay", next_round_s=None, join_command=None), points
 
 
+def check_kind(path: Path) -> None:
+    """Checks, before SQLite opens it, that a path leads to a readable SQLite file.
+
+    Raises:
+        DataError: it does not; the message says what is there instead.
+    """
+    try:
+        if path.is_dir():
+            raise DataError(f"history {path} is a directory; {_EXPECTED}")
+        if path.exists() and not path.is_file():
+            raise DataError(f"history {path} is not a regular file; {_EXPECTED}")
+        with path.open("rb") as file:
+            start = file.read(16)
+    except FileNotFoundError as exc:
+        raise DataError(f"history {path}: no such file; {_EXPECTED}") from exc
+    except OSError as exc:
+        raise DataError(f"history {path}: {exc.strerror}") from exc
+    if start == b"SQLite format 3\0":
+        return
+    kind = next(words for known, words in _STARTS if start.startswith(known)) if start else "is empty"
+    raise DataError(f"history {path} {kind}; {_EXPECTED}")
+
+
 def check_version(db: sqlite3.Connection, path: Path) -> None:
     """Checks the application id and the version in the file's header.
 
@@ -71,10 +104,11 @@ def check_version(db: sqlite3.Connection, path: Path) -> None:
     application = db.execute("PRAGMA application_id").fetchone()[0]
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if application != APPLICATION_ID:
-        raise DataError(f"{path} is not a spes_swarm history file")
+        raise DataError(f"history {path} is the SQLite file of another program; {_EXPECTED}")
     if version not in _READABLE:
         raise DataError(
-            f"history {path} has version {version}; this version of spes_swarm supports up to {SCHEMA_VERSION}"
+            f"history {path} has version {version}; this version of spes_swarm supports up to {SCHEMA_VERSION}: "
+            "use a newer one"
         )
 
 

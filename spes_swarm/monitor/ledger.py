@@ -41,12 +41,12 @@ from spes_swarm.monitor.state import (
     newest_metrics,
     short_id,
 )
-from spes_swarm.protocol.members.records import Lease, Progress
-from spes_swarm.protocol.members.round_metrics import metrics_of
+from spes_swarm.protocol.members.records import MAX_ROUNDS, Lease, Progress, Rounds
+from spes_swarm.protocol.members.round_metrics import RoundFigures, known_median, metrics_of
 from spes_swarm.protocol.members.routing_report import count_claims, dead_by_majority, unpacked_load
 
 # Reports count for rounds at most this far from the swarm's.
-_WINDOW: Final = 8
+_WINDOW: Final = MAX_ROUNDS
 # A peer this many rounds behind is late; one round can be a delayed report.
 _LATE_ROUNDS: Final = 2
 _MAX_FAULTS: Final = 50
@@ -90,6 +90,9 @@ class Ledger:
         self._peers: dict[str, _Sighting] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()  # peer -> expiration of its last record
         self._leases: dict[str, Lease] = {}
+        self._reports: dict[str, tuple[Rounds, list[RoundFigures]]] = {}
+        self._began_in: int | None = None  # the round of the first read
+        self._evaluated: dict[str, Any] = {"eval_round": 0}  # the last evaluation before that
         self._tokens = dict(self.known.tokens)
         self._names = dict(self.known.names)
         self._points = {point.round: point for point in self.known.points}
@@ -102,7 +105,14 @@ class Ledger:
 
     # Input.
 
-    def take(self, now: float, at: float, progress: Mapping[str, Progress], leases: Mapping[str, Lease]) -> None:
+    def take(
+        self,
+        now: float,
+        at: float,
+        progress: Mapping[str, Progress],
+        leases: Mapping[str, Lease],
+        rounds: Mapping[str, Rounds],
+    ) -> None:
         """Takes in the records of one read of the DHT; a record missing from it is kept until it expires."""
         for peer_id, record in progress.items():
             self._see(peer_id, record, now, at)
@@ -112,13 +122,21 @@ class Ledger:
         self._leases = {
             peer: lease for peer, lease in {**self._leases, **leases}.items() if lease.expires > now and lease.experts
         }
+        for peer_id, reported in rounds.items():
+            known = self._reports.get(peer_id)
+            if known is None or reported.expires > known[0].expires:
+                self._reports[peer_id] = reported, reported.reports()
+        self._reports = {peer: known for peer, known in self._reports.items() if known[0].expires > now}
         self._taken_at = at
         if self._peers:
             self._alive_at = now - min(sighting.age_s(at) for sighting in self._peers.values())
-        rounds = [s.progress.round for s in self._participants(at)]
-        if rounds:
-            self.round = median_high(rounds)  # as peers compute it: Roster.median_round
-        self._keep_books(now)
+        committed = [s.progress.round for s in self._participants(at)]
+        if committed:
+            self.round = median_high(committed)  # as peers compute it: Roster.median_round
+            if self._began_in is None:
+                self._began_in = self.round
+        self._keep_books(now, at)
+        self._note_evaluation()
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
         known = self._peers.get(peer_id)
@@ -158,28 +176,73 @@ class Ledger:
         """Peers that take part in rounds or wait for others to begin, and are not late."""
         return [s for s in self._peers.values() if s.is_active and s.age_s(at) <= self.progress_ttl_s / 2]
 
-    def _keep_books(self, now: float) -> None:
-        for number in [n for n in self._books if abs(n - self.round) > _WINDOW]:
-            del self._books[number]
+    def _keep_books(self, now: float, at: float) -> None:
+        for number in [n for n, book in self._books.items() if abs(n - self.round) > _WINDOW]:
+            if number > self.round or self._books[number].is_written or number < (self._began_in or 0):
+                del self._books[number]
         for peer_id, sighting in self._peers.items():
             progress = sighting.progress
             if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
             book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
-            book.enter(peer_id, progress)
+            book.enter(peer_id, progress, reports=peer_id in self._reports)
             if progress.round <= self.round:
                 for expert in progress.experts:
                     if expert < self.run.num_experts:
                         self._trained_in[expert] = max(self._trained_in.get(expert, 0), progress.round)
-        for book in self._books.values():
-            if 0 < book.number <= self.round:
-                if book.number == self.round or book.tokens is None:
+        for peer_id, (_, reports) in self._reports.items():
+            for figures in reports:
+                if abs(figures.round - self.round) <= _WINDOW or figures.round in self._books:
+                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).report(peer_id, figures)
+        for number in sorted(self._books):
+            book = self._books[number]
+            if 0 < number <= self.round:
+                if number == self.round or book.tokens is None:
                     book.tokens = self.tokens_total
-                self._write(book.point(self.run.num_experts))
+                if self._is_final(book, now, at):
+                    self._write(book.point(self.run.num_experts, now))
+                    book.is_written = True
+                elif self._began_in is not None and number >= self._began_in:
+                    break  # rounds appear in their order
         if len(self._points) > MAX_POINTS:
             for number in superfluous(self._points):
                 del self._points[number]
                 self._changed.add(number)
+
+    def _note_evaluation(self) -> None:
+        """Remembers the last evaluation that most peers report from before the first read."""
+        last = [next((r for r in reversed(of) if r.eval_loss is not None), None) for _, of in self._reports.values()]
+        known = [report for report in last if report is not None and report.round < (self._began_in or 0)]
+        number = median_high([report.round for report in known]) if known else 0
+        if number > self._evaluated["eval_round"]:
+            same = [report for report in known if report.round == number]
+            for name in ("eval_loss", "eval_loss_stderr"):
+                values = [value for report in same if (value := getattr(report, name)) is not None]
+                self._evaluated[name] = clamped(known_median(values))
+            self._evaluated["eval_round"] = number
+
+    def _is_final(self, book: RoundBook, now: float, at: float) -> bool:
+        """Returns True if no more reports of a round are to be expected.
+
+        If some never come, what is there counts, unless the round is from before the first read: a monitor that was
+        there may have seen more.
+        """
+        if book.is_complete(len(self._participants(at))):
+            return True
+        if self._began_in is None or book.number < self._began_in:
+            return False
+        is_old = now - book.first_seen > self.progress_ttl_s
+        return not any(self._may_report(book, peer_id, seen, at, is_old) for peer_id, seen in self._peers.items())
+
+    def _may_report(self, book: RoundBook, peer_id: str, seen: _Sighting, at: float, is_old: bool) -> bool:
+        """Returns True if a present peer may still report a round: it has not got that far, or still evaluates."""
+        behind = is_old and self.round - seen.progress.round >= _LATE_ROUNDS
+        if book.has_losses_of(peer_id) or behind or seen.age_s(at) > self.progress_ttl_s / 2:
+            return False
+        if not seen.is_active and (seen.progress.state != "leaving" or seen.progress.round < book.number):
+            return False
+        last = self._reports[peer_id][1][-1].round if peer_id in self._reports else seen.progress.round - 1
+        return last < book.number
 
     def _write(self, point: HistoryPoint) -> None:
         before = self._points.get(point.round)
@@ -220,8 +283,8 @@ class Ledger:
         self._changed.update([point.round for point in points], removed)
 
     def live_peers(self) -> dict[str, bool]:
-        """The present peers, and whether others can open connections to them."""
-        return {peer_id: sighting.progress.reachable for peer_id, sighting in self._peers.items()}
+        """The present peers that have not left, and whether others can open connections to them."""
+        return {p: seen.progress.reachable for p, seen in self._peers.items() if seen.progress.state != "leaving"}
 
     def state(self, now: float, at: float, refused: Mapping[RefusalKind, int], join_command: str | None) -> SwarmState:
         """The state of the run."""
@@ -229,13 +292,14 @@ class Ledger:
         peers = tuple(self._peer_state(p, self._peers[p], at, votes) for p in sorted(self._peers))
         next_s, progress = self._next_round(at)
         experts = self._experts()
-        status: Status = "live" if peers else "no_peers"  # not `replay`, which is for files
+        here = any(peer.state != "left" for peer in peers)
+        status: Status = "live" if here else "no_peers"  # not `replay`, which is for files
         members = [p for p in peers if self._peers[p.peer_id].is_active]
         active = self._participants(at)
         return SwarmState(
             time=now,
             status=status,
-            silent_s=None if peers or self._alive_at is None else max(0.0, now - self._alive_at),
+            silent_s=None if here or self._alive_at is None else max(0.0, now - self._alive_at),
             run=self.run,
             round=count(self.round),
             next_round_s=next_s,
@@ -257,8 +321,12 @@ class Ledger:
             join_command=join_command,
             steps=count(self._clock.step_of(self.round)),
             inner_steps=self._clock.inner_steps_after(self.round),
-            **newest_metrics(self.points()),
+            **self._newest_metrics(),
         )
+
+    def _newest_metrics(self) -> dict[str, Any]:
+        newest = newest_metrics(self.points())
+        return newest | (self._evaluated if (newest["eval_round"] or 0) < self._evaluated["eval_round"] else {})
 
     def _peer_state(self, peer_id: str, seen: _Sighting, at: float, votes: Mapping[int, str | None]) -> PeerState:
         progress = seen.progress
@@ -283,7 +351,7 @@ class Ledger:
 
     def _activity(self, progress: Progress, age_s: float) -> PeerActivity:
         if progress.state == "leaving":
-            return "leaving"
+            return "left" if not progress.experts or age_s > self.progress_ttl_s / 2 else "leaving"
         if age_s > self.progress_ttl_s / 2:  # it has missed two renewals
             return "late"
         if progress.state == "training" and progress.in_round:

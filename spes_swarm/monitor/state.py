@@ -26,7 +26,7 @@ SCHEMA_VERSION: Final = 1
 MAX_COUNT = (1 << 53) - 1
 SHORT_ID_CHARS = 8
 
-PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "late"]
+PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "left", "late"]
 Status = Literal["live", "no_peers", "replay"]
 RefusalKind = Literal["far_future", "forged", "malformed", "oversized", "replayed"]
 
@@ -62,7 +62,7 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerState(RoundMetrics):
-    """One peer with an unexpired record."""
+    """One peer with an unexpired record; `left` for those that have announced that they are gone."""
 
     peer_id: _PeerId
     short_id: Annotated[str, Field(min_length=1, max_length=SHORT_ID_CHARS)]  # last characters of the peer id
@@ -143,7 +143,8 @@ class SwarmState(RoundMetrics):
 
     time: NotNegative
     status: Annotated[
-        Status, Field(description="live: at least one peer is present; no_peers: none is; replay: read from a file")
+        Status,
+        Field(description="live: at least one peer is present; no_peers: none is, or all left; replay: from a file"),
     ]
     silent_s: Annotated[
         NotNegative | None,
@@ -170,6 +171,13 @@ class SwarmState(RoundMetrics):
     # Null in states that an older version has stored.
     steps: Annotated[Count | None, Metric("inner steps of the run that are done with this round", gauge="steps")] = None
     inner_steps: Annotated[_Positive | None, Field(description="local steps of each peer in the next round")] = None
+    loss_round: Annotated[Count | None, Field(description="the round of train_loss; null: unknown")] = None
+    eval_round: Annotated[Count | None, Field(description="the round of eval_loss; null: unknown")] = None
+
+    @property
+    def num_peers(self) -> int:
+        """The number of peers that have not left."""
+        return sum(peer.state != "left" for peer in self.peers)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values that follow the schema."""
@@ -196,7 +204,7 @@ def _adapter() -> TypeAdapter[SwarmState]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistoryPoint(RoundMetrics):
-    """A committed round. While peers still report it, a more complete point may replace this one."""
+    """A committed round that all its members have reported, as far as they were there to do so."""
 
     # These are the columns of the history file. A new one needs None as its default, its value in older files.
     round: Count
@@ -214,12 +222,17 @@ class HistoryPoint(RoundMetrics):
 
 
 def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, Any]:
-    """Each round metric as of the newest round that has it; an error is of the same round as its loss."""
+    """Each round metric as of the newest round that has it, and the rounds of the losses.
 
-    def newest(name: str, given: str) -> float | None:
+    An error is of the same round as its loss.
+    """
+
+    def newest(name: str, given: str) -> Any:
         return next((getattr(point, name) for point in reversed(history) if getattr(point, given) is not None), None)
 
-    return {name: newest(name, metric.measured_with or name) for name, metric in metrics_of(RoundMetrics).items()}
+    metrics = metrics_of(RoundMetrics)
+    rounds = {"loss_round": newest("round", "train_loss"), "eval_round": newest("round", "eval_loss")}
+    return {name: newest(name, metric.measured_with or name) for name, metric in metrics.items()} | rounds
 
 
 class StateSource(Protocol):

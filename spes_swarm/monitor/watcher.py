@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hivemind.p2p import PeerID
 
@@ -30,7 +30,7 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
-from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.records import Lease, Progress, Rounds
 
 _CALL_TIMEOUT_S: Final = 5.0
 _READ_TIMEOUT_S: Final = 20.0
@@ -42,6 +42,7 @@ _DIALS_AT_A_TIME: Final = 8
 _MAX_MET: Final = 128
 _MAX_REMEMBERED: Final = 16
 _REDIAL_S: Final = 5.0  # while no peer is present
+_Record = TypeVar("_Record", Progress, Lease, Rounds)
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Reading:
     at: float  # monotonic clock
     progress: dict[str, Progress]
     leases: dict[str, Lease]
+    rounds: dict[str, Rounds]
 
 
 class Watcher:
@@ -72,6 +74,7 @@ class Watcher:
             {
                 "progress": round_config.progress_ttl_s + _CLOCK_SLACK_S,
                 "leases": round_config.lease_s + _CLOCK_SLACK_S,
+                "rounds": round_config.lease_s + _CLOCK_SLACK_S,
             },
         )
         self._known_peers = KnownPeers(maddrs)
@@ -133,25 +136,22 @@ class Watcher:
         """
         if not self._daemon.is_alive:
             raise NetworkProcessError("the P2P daemon (p2pd) has ended")
-        progress, leases = await asyncio.gather(self._read("progress"), self._read("leases"))
-        self.verifier.forget()
-        return Reading(
-            self.now(),
-            time.monotonic(),
-            {peer: record for peer, record in progress.items() if isinstance(record, Progress)},
-            {peer: record for peer, record in leases.items() if isinstance(record, Lease)},
+        progress, leases, rounds = await asyncio.gather(
+            self._read("progress", Progress), self._read("leases", Lease), self._read("rounds", Rounds)
         )
+        self.verifier.forget()
+        return Reading(self.now(), time.monotonic(), progress, leases, rounds)
 
-    async def _read(self, kind: str) -> dict[str, Any]:
+    async def _read(self, kind: str, schema: type[_Record]) -> dict[str, _Record]:
         key = record_key(self.manifest.run_id, kind)
         try:
             entries = await asyncio.wait_for(search(self._dht.node, key), _READ_TIMEOUT_S)
         except TimeoutError:
             return {}
-        records: dict[str, Any] = {}
+        records: dict[str, _Record] = {}
         for owner, entry in entries.items():
             message = self.verifier.open(kind, owner, entry.value, entry.expiration_time)
-            if message is not None and entry.expiration_time > self.now():
+            if isinstance(message, schema) and entry.expiration_time > self.now():
                 records[str(owner)] = message
         return records
 

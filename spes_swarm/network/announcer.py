@@ -6,15 +6,28 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
-from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
-from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from spes_swarm.protocol.members.records import (
+    MAX_ROUNDS,
+    Lease,
+    Progress,
+    RecentFaults,
+    RecentRounds,
+    Record,
+    Volunteer,
+)
+from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+
+# A record of rounds is written this long after the last one, or sooner when rounds are so short that it would soon pass
+# over some.
+_ROUNDS_PAUSE_S = 1.0
+_MANY_ROUNDS = MAX_ROUNDS // 4
 
 
 @dataclass(eq=False)
@@ -32,6 +45,7 @@ class Announcer:
     in_round: bool = False
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
+    _rounds: RecentRounds = field(default_factory=RecentRounds, init=False)
     _records: Records | None = field(default=None, init=False)
     _expires: dict[str, float] = field(default_factory=dict, init=False)
     _lease_expires: float = field(default=0.0, init=False)
@@ -70,8 +84,24 @@ class Announcer:
     def set_presence(self, presence: Presence) -> None:
         """Takes the trainer's report. A change of state or of the round's losses is announced at once."""
         known, self.presence, self.presence_at = self.presence, presence, time.monotonic()
-        if known is None or known.state != presence.state or known.losses != presence.losses:
+        losses = presence.losses
+        if losses is not None and (known is None or known.losses != losses):
+            self._rounds.note(
+                RoundFigures(
+                    **asdict(losses),
+                    time=self.now(),
+                    tokens_per_second=presence.tokens_per_second,
+                    round_seconds=self.round_seconds,
+                )
+            )
+        if known is None or known.state != presence.state or known.losses != losses:
             self._wanted.set()
+
+    def set_traffic(self, sent: int, received: int) -> None:
+        """Sets the payload bytes of the last round, and announces them."""
+        self.traffic = sent, received
+        self._rounds.note_traffic(self._reference.round, sent)
+        self._wanted.set()
 
     def learn_swarm_tokens(self) -> None:
         """Adopts the token count that others report for the reference's round, if this peer has missed commits.
@@ -99,6 +129,7 @@ class Announcer:
             return  # the trainer is stopped (Ctrl-Z): other peers must not wait for this one in every round
         await self.publish_progress()
         await self._volunteer()
+        await self._publish_rounds(_ROUNDS_PAUSE_S)
         if self._leases.held and self.now() > self._lease_expires - 2 * self._config.lease_s / 3:
             await self.publish_lease()
 
@@ -145,6 +176,16 @@ class Announcer:
             expires = self._next_expiration("publishers", self._config.progress_ttl_s)
             await self._store("publishers", Volunteer(expires=expires, target=target, publishing=publishing))
 
+    async def _publish_rounds(self, pause_s: float) -> None:
+        """Writes the record of the last rounds if many are new, or any and the last record is `pause_s` old."""
+        lifetime_s = self._config.lease_s  # a peer that is killed leaves its report behind
+        age_s = self.now() + lifetime_s - self._expires.get("rounds", 0.0)
+        due_s = pause_s if self._rounds.changed else 2 * lifetime_s / 3
+        if age_s >= due_s or self._rounds.num_new >= _MANY_ROUNDS:
+            record = self._rounds.record(self._next_expiration("rounds", lifetime_s))
+            if record is not None:
+                await self._store("rounds", record)
+
     async def publish_lease(self) -> None:
         """Writes the lease on the experts held now."""
         async with self._storing:
@@ -163,6 +204,8 @@ class Announcer:
         if self.presence is not None:
             self.presence = replace(self.presence, state="leaving", experts=())
             await self.publish_progress()
+        if self._rounds.changed:
+            await self._publish_rounds(0.0)
 
     def _next_expiration(self, kind: str, lifetime_s: float) -> float:
         # The DHT keeps the record that expires last, so a newer one must always expire later.
@@ -178,5 +221,5 @@ class Announcer:
             stored, reason = False, str(exc)
         else:
             reason = "no DHT node accepted the record"
-        if not stored:
+        if not stored and kind != "rounds":  # which older peers refuse
             self.on_fault(self.run_state.identity.peer_id, ProtocolError("dht", reason))

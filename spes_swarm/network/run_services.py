@@ -452,8 +452,7 @@ class RunServices(RunCommands):
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""
         with self._transfer.round_under_way():  # other members still fetch their results from here
-            self._announcer.traffic = await self._exchange.traffic()
-        self._announcer.announce_soon()
+            self._announcer.set_traffic(*await self._exchange.traffic())
         return self._announcer.traffic
 
     async def leave(self) -> None:

@@ -22,9 +22,12 @@ from spes_swarm.protocol.rounds.round_state import CommitReport
 
 @dataclass(frozen=True, kw_only=True)
 class RoundLosses(RoundMetrics):
-    """What this peer has measured of a committed round."""
+    """What this peer knows of a committed round."""
 
     round: int
+    peers: int = 0  # members of the commit
+    experts_covered: int = 0
+    swarm_tokens: int = 0  # of all peers, in all commits up to this one
 
 
 @dataclass(frozen=True, kw_only=True)

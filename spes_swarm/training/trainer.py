@@ -402,6 +402,9 @@ class Trainer:
         held_out = self._evaluate()
         self._losses = RoundLosses(
             round=self.round,
+            peers=len(report.commit.members),
+            experts_covered=report.commit.experts_covered,
+            swarm_tokens=report.swarm_tokens,
             train_loss=finite_or_none(train_loss),
             eval_loss=finite_or_none(held_out.mean if held_out else None),
             eval_loss_stderr=finite_or_none(held_out.stderr if held_out else None),
@@ -454,18 +457,15 @@ class Trainer:
         self._round_events.committed(
             {
                 "round": commit.round,
-                "peers": len(commit.members),
                 "group_seconds": report.group_seconds,
                 "exchange_seconds": report.exchange_seconds,
                 **times,
                 "parts_total": commit.parts_total,
                 "parts_missing": commit.parts_missing,
                 "digest": report.digest,
-                "experts_covered": commit.experts_covered,
                 "experts_held": list(self._model.held),
                 "merge_alpha": alpha,
                 **dataclasses.asdict(losses),
-                "swarm_tokens": report.swarm_tokens,
             }
         )
         status.round = self.round

@@ -17,7 +17,8 @@ from spes_swarm.monitor.state import (
     SwarmState,
     short_id,
 )
-from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.records import Lease, Progress, Rounds
+from spes_swarm.protocol.members.round_metrics import RoundFigures
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
@@ -87,9 +88,14 @@ class Watched:
     def wait(self, seconds: float) -> None:
         self.passed_s += seconds
 
-    def look(self, records: Mapping[str, Progress] = {}, leases: Mapping[str, Lease] = {}) -> SwarmState:
+    def look(
+        self,
+        records: Mapping[str, Progress] = {},
+        leases: Mapping[str, Lease] = {},
+        rounds: Mapping[str, Rounds] = {},
+    ) -> SwarmState:
         """One look that brings these records, by peer id."""
-        self.ledger.take(self.now, 500.0 + self.passed_s, records, leases)
+        self.ledger.take(self.now, 500.0 + self.passed_s, records, leases, rounds)
         return self.state()
 
     def state(self) -> SwarmState:
@@ -208,3 +214,23 @@ def points(count: int, first: int = 1) -> list[HistoryPoint]:
         )
         for n in range(first, first + count)
     ]
+
+
+def figures(number: int, **changes: Any) -> RoundFigures:
+    """What a peer reports of a round."""
+    fields: dict[str, Any] = {
+        "time": START + number,
+        "peers": 2,
+        "experts_covered": 4,
+        "swarm_tokens": 2560 * number,
+        "tokens_per_second": 100.0,
+        "round_seconds": 1.5,
+        "bytes_sent": 1000,
+        "train_loss": 5.5,
+    }
+    return RoundFigures(**{**fields, **changes}, round=number)
+
+
+def report(written: float, *rounds: RoundFigures) -> Rounds:
+    """A record of rounds written at swarm time `written`."""
+    return Rounds.of(written + 2 * TTL_S, rounds)

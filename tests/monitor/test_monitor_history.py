@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import os
 import sqlite3
 import subprocess
@@ -144,10 +145,13 @@ def test_a_file_is_of_one_run_and_of_one_monitor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.write_bytes(b"not a database, but long enough to look like a file" * 30), "cannot be used"),
+        (
+            lambda path: path.write_bytes(b"not a database, but long enough to look like a file" * 30),
+            "is not an SQLite file; expected",
+        ),
         (lambda path: path.write_bytes(path.read_bytes()[:5000]), "cannot be used|corrupt"),
-        (lambda path: execute(path, "PRAGMA user_version = 9"), "this version of spes_swarm supports up to 2"),
-        (lambda path: execute(path, "PRAGMA application_id = 5"), "not a spes_swarm history file"),
+        (lambda path: execute(path, "PRAGMA user_version = 9"), "supports up to 2: use a newer one"),
+        (lambda path: execute(path, "PRAGMA application_id = 5"), "file of another program; expected"),
         (lambda path: execute(path, "UPDATE meta SET value = x'00'"), "corrupt"),
         (lambda path: execute(path, "DROP TABLE rounds"), "cannot be used"),
     ],
@@ -186,15 +190,54 @@ def execute(path: Path, statement: str) -> None:
 
 
 def test_what_is_not_there_or_cannot_be_written_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file"):
-        read_history(tmp_path / "nothing.sqlite")
     History(tmp_path / "new.sqlite").close()
     with pytest.raises(DataError, match="is empty"):
         read_history(tmp_path / "new.sqlite")
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"Not a directory|File exists"):
         History(tmp_path / "file" / "run.sqlite")
-    with pytest.raises(DataError, match="Is a directory"):
+
+
+FILES = {
+    "metrics.jsonl": (b'{"event": "step", "round": 1}\n', "holds the events of one peer (a metrics.jsonl)"),
+    "state.json": (b'{"schema": 1}', "holds JSON"),
+    "run.sqlite.gz": (gzip.compress(b"SQLite format 3\0"), "is compressed with gzip: decompress it first"),
+    "run.sqlite.zst": (b"\x28\xb5\x2f\xfd\0", "is compressed with zstd: decompress it first"),
+    "run.zip": (b"PK\x03\x04", "is a zip archive: unpack it first"),
+    "picture.png": (b"\x89PNG\r\n", "is not an SQLite file"),
+    "empty.sqlite": (b"", "is empty"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_another_file_is_named_for_what_it_is_and_stays_as_it_is(tmp_path: Path, name: str) -> None:
+    path, (data, words) = tmp_path / name, FILES[name]
+    path.write_bytes(data)
+    writer = "python -m spes_swarm.monitor --history FILE"
+    expected = f"history {path} {words}; expected the SQLite file that `{writer}` writes"
+    with pytest.raises(DataError) as caught:
+        read_history(path)
+    assert str(caught.value) == expected
+    assert path.read_bytes() == data
+    if data:  # a monitor begins its history in an empty file, but in no other
+        with pytest.raises(DataError) as caught:
+            History(path)
+        assert str(caught.value) == expected
+        assert path.read_bytes() == data
+
+
+def test_what_is_no_file_is_named_for_what_it_is(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    for name, words in (
+        ("nothing", "no such file"),
+        ("dangling", "no such file"),
+        (".", "is a directory"),
+        ("pipe", "is not a regular file"),
+    ):
+        with pytest.raises(DataError, match=f"{words}; expected the SQLite file"):
+            read_history(tmp_path / name)
+    with pytest.raises(DataError, match="is a directory; expected"):
         History(tmp_path)
 
 

@@ -73,15 +73,38 @@ def test_all_leave_and_the_monitor_says_since_when_and_sees_them_come_back() -> 
     assert states(watched.look({A: progress(watched.now, round=4)})) == {A: "training"}
 
 
-def test_a_goodbye_is_shown_until_the_record_runs_out() -> None:
+def test_a_goodbye_is_shown_until_the_record_runs_out_but_not_counted() -> None:
+    watched = Watched()
+    watched.look({A: progress(), B: progress()})
+    watched.wait(1)
+    leaving = watched.look({A: progress(watched.now, state="leaving"), B: progress(watched.now)})
+    assert (states(leaving), leaving.num_peers) == ({A: "leaving", B: "training"}, 2)
+    left = watched.look({A: progress(watched.now + 1, state="leaving", experts=[]), B: progress(watched.now + 1)})
+    assert (states(left), left.num_peers, left.status) == ({A: "left", B: "training"}, 1, "live")
+    assert watched.ledger.live_peers() == {B: True}
+    watched.wait(25)
+    left = watched.look({B: progress(watched.now)})
+    assert (states(left), left.num_peers) == ({A: "left", B: "training"}, 1)
+    watched.wait(6)
+    assert states(watched.look()) == {B: "training"}
+
+
+def test_when_all_have_left_nobody_is_present() -> None:
     watched = Watched()
     watched.look({A: progress()})
     watched.wait(1)
-    assert states(watched.look({A: progress(watched.now, state="leaving", experts=[])})) == {A: "leaving"}
-    watched.wait(25)
-    assert states(watched.state()) == {A: "leaving"}
-    watched.wait(6)
-    assert watched.look().status == "no_peers"
+    state = watched.look({A: progress(watched.now, state="leaving", experts=[])})
+    assert (state.status, states(state), state.num_peers) == ("no_peers", {A: "left"}, 0)
+    watched.wait(20)
+    assert watched.look().silent_s == 20.0
+
+
+def test_a_peer_that_said_that_it_leaves_and_falls_silent_has_left() -> None:
+    """Its last record of all may have reached no node that is still there."""
+    watched = Watched()
+    watched.look({A: progress(state="leaving"), B: progress()})
+    watched.wait(16)
+    assert states(watched.look({B: progress(watched.now)}))[A] == "left"
 
 
 def test_an_old_record_that_is_repeated_brings_nobody_back() -> None:
@@ -238,15 +261,17 @@ def test_experts_that_the_model_does_not_have_are_left_out() -> None:
 # History.
 
 
-def test_a_point_for_each_round_grows_while_its_peers_report() -> None:
+def test_a_round_is_a_point_once_the_peers_that_are_there_have_reported_it() -> None:
+    """As older peers report it, whose progress is all there is."""
     watched = Watched()
-    watched.look({A: progress(train_loss=None, eval_loss=None, bytes_sent=0), B: progress(round=2)})
-    assert [(point.round, point.peers) for point in watched.ledger.points()] == [(2, 1), (3, 1)]
+    assert watched.look({A: progress(train_loss=None, eval_loss=None, bytes_sent=0), B: progress(round=2)}).round == 3
+    assert watched.ledger.points() == []
     watched.wait(1)
     watched.look({B: progress(watched.now, train_loss=5.0, eval_loss=None, bytes_sent=500)})
+    assert watched.ledger.points() == []
     watched.wait(1)
     watched.look({A: progress(watched.now, train_loss=6.0, eval_loss=7.0, bytes_sent=700, round_seconds=2.5)})
-    _, point = watched.ledger.points()
+    (point,) = watched.ledger.points()
     assert (point.round, point.peers, point.train_loss, point.eval_loss) == (3, 2, 5.5, 7.0)
     assert (point.bytes, point.round_seconds, point.tokens, point.tokens_per_second) == (1200, 2.0, 10240, 200.0)
     assert (point.experts_covered, point.time) == (2, START)

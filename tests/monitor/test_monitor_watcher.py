@@ -28,7 +28,7 @@ from spes_swarm.network.link.dht_records import Records, RunRecordValidator, rec
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.histories import manifest
-from tests.helpers.monitoring import lease, progress
+from tests.helpers.monitoring import figures, lease, progress, report
 from tests.helpers.rounds import identity
 
 pytestmark = pytest.mark.slow
@@ -55,6 +55,9 @@ class Node:
         """Tells that it is there."""
         assert await self.records.publish("progress", progress(time.time(), **changes))
         assert await self.records.publish("leases", lease(time.time() + 60, changes.get("experts", [0])))
+        number = changes.get("round", 3)
+        rounds = (figures(number - 1, peers=1), figures(number, peers=1, train_loss=4.5))
+        assert await self.records.publish("rounds", report(time.time(), *rounds))
 
     def lie(self, kind: str, owner: object, value: bytes, expires: float) -> None:
         """Has in its own storage what no honest node would take."""
@@ -154,6 +157,7 @@ async def hostile_answers() -> None:
         state = collector.source.state()
         assert [peer.name for peer in state.peers] == ["(2J‹b›"]
         assert state.experts_covered == 2
+        assert [(point.round, point.train_loss) for point in collector.source.history()] == [(2, 5.5), (3, 4.5)]
         assert [expert.reserved for expert in state.experts] == [()] * len(state.experts)
         assert state.refused == {"far_future": 1, "forged": 1}
 

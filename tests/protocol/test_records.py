@@ -9,8 +9,10 @@ import msgpack
 import pytest
 from pydantic import ValidationError
 
+from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
-from spes_swarm.protocol.members.records import MAX_EXPERTS, RecentFaults
+from spes_swarm.protocol.members.records import MAX_EXPERTS, MAX_ROUNDS, RecentFaults, RecentRounds, Rounds
+from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, packed_loads, unpacked_load
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.records import lease, progress
@@ -151,3 +153,105 @@ def test_the_memory_for_verified_records_is_bounded() -> None:
     assert open_all(b"40", b"41") == []
     assert open_all(b"101", b"40", b"41") == [b"101", b"40", b"41"]  # too large to stay, it pushes out the others
     assert open_all(b"101") == [b"101"]
+
+
+# Rounds.
+
+
+def noted(*rounds: RoundFigures) -> RecentRounds:
+    recent = RecentRounds()
+    for one in rounds:
+        recent.note(one)
+    return recent
+
+
+def published(recent: RecentRounds) -> list[RoundFigures]:
+    record = recent.record(1e9)
+    assert record is not None
+    return Rounds.model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))).reports()
+
+
+def test_the_last_rounds_travel_with_their_figures() -> None:
+    first = RoundFigures(round=3, time=1e9, peers=4, train_loss=5.25, eval_loss=5.5, eval_loss_stderr=0.25)
+    second = RoundFigures(round=4, time=1e9 + 1, peers=5, train_loss=None, dead_experts=2, tokens_per_second=80.5)
+    assert published(noted(first, second)) == [first, second]
+    assert RecentRounds().record(1e9) is None
+
+
+def test_the_record_of_many_rounds_is_small_and_has_the_last_evaluation() -> None:
+    full: dict[str, Any] = dict.fromkeys(metrics_of(RoundMetrics), 0.123456789) | {"dead_experts": 65_536}
+    rounds = [
+        RoundFigures(
+            round=10**9 + n,
+            time=1.7e9 + n,
+            peers=1000,
+            experts_covered=4096,
+            swarm_tokens=10**15,
+            tokens_per_second=123456.789,
+            round_seconds=1.23456789,
+            bytes_sent=10**12,
+            **(full if n == 0 else {**full, "eval_loss": None}),
+        )
+        for n in range(40)
+    ]
+    recent = RecentRounds()
+    for one in rounds:
+        recent.note(one)
+        record = recent.record(1e9)  # as often as a round ends
+    assert record is not None
+    assert len(seal(identity(0), "rounds", RUN, record)) < MAX_RECORD_BYTES
+    assert len(record.rounds) == MAX_ROUNDS
+    assert published(recent) == [rounds[0], *rounds[-(MAX_ROUNDS - 1) :]]
+
+
+def test_rounds_of_more_than_a_minute_ago_are_left_out() -> None:
+    long = [RoundFigures(round=n, time=1e9 + 50 * n) for n in range(1, 6)]
+    assert [one.round for one in published(noted(*long))] == [4, 5]
+
+
+def test_the_traffic_of_a_round_can_be_known_before_and_after_its_figures() -> None:
+    recent = RecentRounds()
+    recent.note_traffic(3, 700)
+    recent.note(RoundFigures(round=3, time=1e9))
+    recent.note(RoundFigures(round=4, time=1e9))
+    assert [one.bytes_sent for one in published(recent)] == [700, 0]
+    recent.note_traffic(4, 800)
+    assert [one.bytes_sent for one in published(recent)] == [700, 800]
+
+
+def test_a_peer_that_went_back_to_a_checkpoint_begins_anew() -> None:
+    rounds = [RoundFigures(round=n, time=1e9, eval_loss=2.0) for n in (7, 8, 6)]
+    assert [one.round for one in published(noted(*rounds))] == [6]
+
+
+def test_figures_that_a_reader_does_not_know_are_skipped() -> None:
+    record = Rounds.model_validate({"expires": 1e9, "rounds": [3], "figures": {"train_loss": [5.5], "newer": [1.0]}})
+    assert record.reports() == [RoundFigures(round=3, train_loss=5.5)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rounds": []},
+        {"rounds": [4, 3]},
+        {"rounds": [3, 3]},
+        {"rounds": [-1, 3]},
+        {"rounds": list(range(MAX_ROUNDS + 1))},
+        {"figures": {}},
+        {"figures": {"train_loss": [1.0]}},
+        {"figures": {"train_loss": [1.0, float("nan")]}},
+        {"figures": {"train_loss": [1.0, -1.0]}},
+        {"figures": {"train_loss": [1.0, "2"]}},
+        {"figures": {"load_entropy": [0.5, 1.5]}},
+        {"figures": {"dead_experts": [1, 1.5]}},
+        {"figures": {"dead_experts": [1, 65_537]}},
+        {"figures": {"bytes_sent": [1, None]}},
+        {"figures": {"bytes_sent": [1, 1 << 63]}},
+        {"figures": {f"figure-{n}": [0.0, 0.0] for n in range(33)}},
+        {"figures": {"x" * 41: [0.0, 0.0]}},
+        {"else": 1},
+    ],
+)
+def test_a_record_of_rounds_that_is_wrong_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Rounds.model_validate({"expires": 1e9, "rounds": [3, 4], "figures": {"train_loss": [1.0, 2.0]}, **changes})

@@ -1,10 +1,11 @@
 """The run's records in the DHT: what each peer trains, and how far it is.
 
-Three keys, each a dictionary with one entry per peer, keyed by its peer id:
+Four keys, each a dictionary with one entry per peer, keyed by its peer id:
 
 `RUN.progress`    short-lived, renewed every few seconds: what a monitor shows and what decides that a round is due
 `RUN.leases`      long-lived: which experts a peer holds
 `RUN.publishers`  short-lived: which peers are ready to publish the run's model
+`RUN.rounds`      long-lived: what each peer has measured of its last rounds, for monitors
 
 Every DHT node of the run checks every record. Only these keys exist. An entry must lie under its writer's own peer id,
 be signed by it, have the right schema, and expire at the signed time (so no record can be replayed to live longer). A

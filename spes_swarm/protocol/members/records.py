@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -14,17 +16,23 @@ from pydantic import (
     Field,
     PlainSerializer,
     SerializerFunctionWrapHandler,
+    TypeAdapter,
     model_serializer,
+    model_validator,
 )
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
+from spes_swarm.protocol.members.round_metrics import RoundFigures
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
+MAX_ROUNDS = 16  # in a report of rounds
+MAX_FIGURES = 32  # of a round in such a report
+_RECENT_S = 60.0
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -47,7 +55,7 @@ def _unpack_experts(value: object) -> object:
 
 def _check_ascending(experts: list[int]) -> list[int]:
     if any(a >= b for a, b in pairwise(experts)):
-        raise ValueError("experts are not in ascending order")
+        raise ValueError("not in ascending order")
     return experts
 
 
@@ -118,8 +126,8 @@ class Progress(Record):
 
     @model_serializer(mode="wrap")
     def _without_unknown(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = serialise(self)
-        return {name: value for name, value in fields.items() if name not in _OPTIONAL or value not in (None, b"", [])}
+        known: dict[str, Any] = serialise(self)
+        return {name: value for name, value in known.items() if name not in _OPTIONAL or value not in (None, b"", [])}
 
 
 # Fields of Progress that older peers do not know.
@@ -146,6 +154,44 @@ class Lease(Record):
     since_round: _Count
 
 
+class Rounds(Record):
+    """What a peer has measured of its last rounds, for monitors, which may look less often than rounds end.
+
+    A record of its own, because older peers refuse a `progress` with fields that they do not know.
+    """
+
+    rounds: Annotated[list[_Count], Field(min_length=1, max_length=MAX_ROUNDS), AfterValidator(_check_ascending)]
+    # The fields of RoundFigures, one value per round. Readers skip names that they do not know.
+    figures: Annotated[
+        dict[Annotated[str, Field(max_length=40)], list[_Count | _NonNegative | None]], Field(max_length=MAX_FIGURES)
+    ]
+
+    @classmethod
+    def of(cls, expires: float, rounds: Sequence[RoundFigures]) -> Self:
+        """The record of rounds in ascending order. Figures that are unknown in all of them are left out."""
+        columns = {name: [getattr(one, name) for one in rounds] for name in _FIGURES}
+        figures = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        return cls(expires=expires, rounds=[one.round for one in rounds], figures=figures)
+
+    def reports(self) -> list[RoundFigures]:
+        """The figures of each round, in order."""
+        rows = [dict(zip(self.figures, row, strict=True)) for row in zip(*self.figures.values(), strict=True)]
+        return [_report().validate_python({**row, "round": n}) for n, row in zip(self.rounds, rows, strict=True)]
+
+    @model_validator(mode="after")
+    def _check_reports(self) -> Self:
+        self.reports()
+        return self
+
+
+_FIGURES = tuple(field.name for field in fields(RoundFigures) if field.name != "round")
+
+
+@cache
+def _report() -> TypeAdapter[RoundFigures]:
+    return TypeAdapter(RoundFigures)
+
+
 class Volunteer(Record):
     """Announces that a peer is ready to publish the run's model to one target."""
 
@@ -153,7 +199,7 @@ class Volunteer(Record):
     publishing: bool  # it is publishing now
 
 
-SCHEMAS: dict[str, type[Record]] = {"progress": Progress, "leases": Lease, "publishers": Volunteer}
+SCHEMAS: dict[str, type[Record]] = {"progress": Progress, "leases": Lease, "publishers": Volunteer, "rounds": Rounds}
 
 
 class RecentFaults:
@@ -173,3 +219,41 @@ class RecentFaults:
     def notes(self) -> list[FaultNote]:
         """The recent faults, oldest first."""
         return list(self._notes)
+
+
+class RecentRounds:
+    """This peer's last rounds, for the record of its rounds: those of the last minute, and the last evaluated one."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[RoundFigures] = deque(maxlen=MAX_ROUNDS - 1)
+        self._evaluated: RoundFigures | None = None
+        self._sent = (0, 0)  # a round, and the bytes sent in it, which can be known before and after its figures
+        self.changed = False  # since the last record
+        self.num_new = 0  # rounds since the last record
+
+    def note(self, figures: RoundFigures) -> None:
+        """Adds a round; one that is not newer than the last one begins anew."""
+        if self._rounds and figures.round <= self._rounds[-1].round:  # the peer went back to a checkpoint
+            self._rounds.clear()
+            self._evaluated = None
+        self._rounds.append(figures)
+        self.num_new += 1
+        self.note_traffic(*self._sent)
+
+    def note_traffic(self, number: int, sent: int) -> None:
+        """Sets the bytes that this peer sent in a round."""
+        self._sent = number, sent
+        if self._rounds and self._rounds[-1].round == number:
+            self._rounds[-1] = replace(self._rounds[-1], bytes_sent=sent)
+        self.changed = True
+
+    def record(self, expires: float) -> Rounds | None:
+        """The record to publish; None before the first round."""
+        self.changed, self.num_new = False, 0
+        if not self._rounds:
+            return None
+        newest = self._rounds[-1]
+        recent = [one for one in self._rounds if one.time > newest.time - _RECENT_S or one is newest]
+        self._evaluated = next((one for one in reversed(recent) if one.eval_loss is not None), self._evaluated)
+        old = [self._evaluated] if self._evaluated is not None and self._evaluated.round < recent[0].round else []
+        return Rounds.of(expires, [*old, *recent])

@@ -18,6 +18,7 @@ from spes_swarm.protocol.members.routing_report import MAX_PAIRS
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 OverPeers = Callable[[Sequence[float]], float | None]
 
 
@@ -146,3 +147,17 @@ class RoundMetrics:
             kept=True,
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundFigures(RoundMetrics):
+    """What a peer reports of a round that it has committed."""
+
+    round: Count
+    time: NotNegative = 0.0  # of the commit, swarm time
+    peers: Count = 0  # members of the commit; 0: unknown, as below
+    experts_covered: Count = 0
+    swarm_tokens: Count = 0  # of all peers, in the commits up to this one
+    tokens_per_second: NotNegative = 0.0  # of this peer
+    round_seconds: NotNegative = 0.0
+    bytes_sent: Count = 0  # payload that this peer sent

@@ -58,7 +58,7 @@ def build_app(source: StateSource, feed: Feed, *, loopback_only: bool) -> Guard:
     async def healthz(request: Request) -> Response:
         # This is the health of the monitor, not of the swarm: an empty swarm is no reason to restart the monitor.
         now = source.state()
-        return _json({"status": "ok", "round": now.round, "peers": len(now.peers)})
+        return _json({"status": "ok", "round": now.round, "peers": now.num_peers})
 
     app = Starlette(
         routes=[

@@ -32,7 +32,7 @@ export class Headline {
     setText(byId("eval-loss"), format.loss(head.eval_loss));
     setText(byId("rate"), format.count(head.tokens_per_second));
     setText(byId("tokens"), format.count(head.tokens_total));
-    setText(byId("peer-count"), format.whole(peers.size));
+    setText(byId("peer-count"), format.whole([...peers.values()].filter((peer) => peer.state !== "left").length));
     this._drawNotes(head, points, peers);
     this.tick();
     this._drawLink();
@@ -58,11 +58,12 @@ export class Headline {
 
   _drawNotes(head, points, peers) {
     setText(byId("train-note"), _trend(points, "train_loss"));
-    setText(byId("eval-note"), [_error(head.eval_loss_stderr), _trend(points, "eval_loss")].filter(Boolean).join(" · "));
+    const measured = (head.eval_round ?? head.round) === head.round ? "" : `round ${format.whole(head.eval_round)}`;
+    setText(byId("eval-note"), [_error(head.eval_loss_stderr), measured || _trend(points, "eval_loss")].filter(Boolean).join(" · "));
     const states = new Map();
     for (const peer of peers.values()) states.set(peer.state, (states.get(peer.state) ?? 0) + 1);
     setText(byId("peer-note"), [...states].sort((a, b) => b[1] - a[1]).map(([state, n]) => `${format.whole(n)} ${state}`).join(", "));
-    const busy = states.get("training") ?? 0;
+    const busy = (states.get("training") ?? 0) + (states.get("syncing") ?? 0);
     setText(byId("rate-note"), busy ? `${format.count(head.tokens_per_second / busy)} per training peer` : "");
     const steps = head.steps ?? head.round * head.run.inner_steps;
     const total = head.run.total_steps;

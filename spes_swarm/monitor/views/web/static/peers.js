@@ -4,7 +4,7 @@ import { byId, make, setAttribute, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
 
 const SPARE_ROWS = 6; // above and below the visible ones, so that scrolling does not flicker
-const STATE_ORDER = ["late", "leaving", "joining", "syncing", "waiting", "training"]; // those that need attention come first
+const STATE_ORDER = ["late", "leaving", "joining", "syncing", "waiting", "training", "left"]; // those that need attention come first
 const byNumber = (field) => (peer) => peer[field] ?? null;
 
 // `key`: what sorting compares; null comes last in both directions. `down`: the first click sorts descending. `brief`:
@@ -86,7 +86,9 @@ export class PeerTable extends EventTarget {
     });
     this._rows = keyed.map(([, peer]) => peer);
     const filtered = this._expert !== null || this._words !== "";
-    const shown = filtered ? `${format.whole(this._rows.length)} of ${format.plural(all.length, "peer")}` : format.plural(all.length, "peer");
+    const left = all.filter((peer) => peer.state === "left").length;
+    const total = format.plural(all.length - left, "peer") + (left ? ` and ${format.whole(left)} that left` : "");
+    const shown = filtered ? `${format.whole(this._rows.length)} of ${total}` : total;
     setText(byId("peers-shown"), all.length || filtered ? shown : "");
     setAttribute(byId("peers-table"), "aria-rowcount", this._rows.length + 1);
     const empty = byId("peers-empty");
