@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -20,6 +21,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, read_section, show
 from spes_swarm.base.wording import one_to, plural
 from spes_swarm.config.constraints import (
+    DATE,
     BatchSize,
     Beta,
     Count,
@@ -172,6 +174,14 @@ class TokenizerConfig(Section):
     # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
     name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
+    # What chat templates take for today: their clock stands still, so that all peers get the same tokens on any day.
+    date: Annotated[str, Pattern(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "a day, YYYY-MM-DD")] = DATE
+
+    def _check(self) -> None:
+        try:
+            date.fromisoformat(self.date)
+        except ValueError as exc:
+            raise ConfigError(f"date: found {show(self.date)}, expected a day, YYYY-MM-DD") from exc
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.config.constraints import DATE
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
@@ -52,6 +53,7 @@ class Tokenizer(Protocol):
     digest: str  # hex BLAKE3 that identifies the mapping from text to ids; equal on peers that may share a run
     vocab_size: int  # one more than the largest id
     end_of_text: int  # the id that ends every document
+    date: str  # YYYY-MM-DD: what chat templates take for today
 
     def produces(self, token_id: int) -> bool:
         """Returns True if the id can occur in tokenised documents, as text or as the end of one."""
@@ -78,11 +80,13 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Pickles without `transformers`, so worker processes start fast. It owns `backend`, and disables its truncation and
-    padding. `save` writes `files` (name -> content), or two default files.
+    padding. `save` writes `files` (name -> content), or two default files. Chat templates take `date` for today.
 
     Raises:
         DataError: `end_of_text` is not in the vocabulary.
     """
+
+    date = DATE  # YYYY-MM-DD; not part of the digest
 
     def __init__(
         self, name: str, backend: tokenizers.Tokenizer, end_of_text: str, files: Mapping[str, bytes] | None = None

@@ -60,6 +60,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
         tokenizer=TokenizerConfig(
             name=draw(st.sampled_from(["bytes", "bpe", "Qwen/Qwen2.5-0.5B"])),
             digest=draw(st.none() | st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
+            date=draw(st.dates().map(str)),
         ),
         training=TrainingConfig(
             sequence_length=draw(st.integers(2, 4096)),
