@@ -35,7 +35,7 @@ from spes_swarm.config.constraints import (
     Text,
 )
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture
+from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture, repeatable
 from spes_swarm.config.model_size import (
     EXPERTS_PER_TOKEN,
     NUM_EXPERTS,
@@ -63,12 +63,20 @@ class ModelConfig(Section):
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
     initial_weights: Hex64 | None = None  # digest of the initial weights, filled in by the founder; None = random
+    # What else the initial model's config.json and generation_config.json say. The founder fills it in, no peer
+    # interprets it, and exports repeat it.
+    extra_settings: dict[str, Setting] = field(default_factory=dict)
+    generation: dict[str, Setting] = field(default_factory=dict)
     # Standard deviations beyond which a random initial weight is drawn again (the paper's runs: 3); None = never.
     init_cutoff: Annotated[float, Range(1, 100)] | None = None
 
     def _check(self) -> None:
         check_mixture(self.type)
         config = transformers_config(self)
+        for name in ("extra_settings", "generation"):
+            refused = getattr(self, name).keys() - repeatable(self.type, name, getattr(self, name)).keys()
+            if refused:
+                raise ConfigError(f"{name}.{min(refused)}: not allowed in a swarm's configuration, or too long")
         if first_of(config, NUM_EXPERTS) is None or first_of(config, EXPERTS_PER_TOKEN) is None:
             raise no_mixture(self.type)
         for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN):

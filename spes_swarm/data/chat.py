@@ -177,6 +177,14 @@ class ChatTemplate:
         return np.where(is_target_N, ids_N, ~ids_N)
 
 
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
+    """Returns the id of the token that ends an answer in a tokenizer's chat template; None if there is none."""
+    try:
+        return ChatTemplate(tokenizer).end_of_turn
+    except DataError:
+        return None
+
+
 def is_chat(file: Path) -> bool | None:
     """Returns True if most of a file's first records are conversations; None if it has neither those nor other text.
 

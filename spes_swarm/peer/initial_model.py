@@ -23,6 +23,7 @@ from spes_swarm.config.run import ModelConfig, RunConfig
 from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
+    GENERATION_FILE,
     INDEX_FILE,
     SINGLE_FILE,
     check_has_weights,
@@ -42,6 +43,7 @@ _DESCRIPTION_FILES = frozenset(
         *_TOKENIZER_FILES,
         "added_tokens.json",
         "chat_template.jinja",
+        GENERATION_FILE,
         "merges.txt",
         "special_tokens_map.json",
         "vocab.json",
