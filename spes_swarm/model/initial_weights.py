@@ -179,8 +179,8 @@ def model_section(directory: Path) -> dict[str, Any]:
     return {"type": model_type, "settings": settings}
 
 
-def repeated_in_exports(directory: Path, model: ModelConfig) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Returns the fields of `run.model` for what exports repeat of this directory, and the keys that they leave out.
+def with_repeated(model: ModelConfig, directory: Path) -> tuple[ModelConfig, list[str]]:
+    """Adds what exports repeat of a directory's configuration files; also returns the keys that they do not repeat.
 
     Raises:
         CheckpointError: config.json or generation_config.json cannot be read.
@@ -191,10 +191,12 @@ def repeated_in_exports(directory: Path, model: ModelConfig) -> tuple[dict[str, 
     if model.pad_token_id is None and content.get("pad_token_id") is not None:
         extra["pad_token_id"] = content["pad_token_id"]
     generation = _read_object(directory / GENERATION_FILE) or {}
-    brought = {"extra_settings": extra, "generation": generation}
-    kept = {section: repeatable(model.type, section, values) for section, values in brought.items()}
-    lost = {key for section, values in brought.items() for key in values if key not in kept[section]}
-    return kept, sorted(lost - _BOOKKEEPING)
+    kept_extra, kept = repeatable(model.type, "extra_settings", extra), repeatable(model.type, "generation", generation)
+    lost = (extra.keys() - kept_extra.keys()) | (generation.keys() - kept.keys() - _BOOKKEEPING)
+    added = dataclasses.replace(
+        model, extra_settings=model.extra_settings or kept_extra, generation=model.generation or kept
+    )
+    return added, sorted(key for key in lost if not key.startswith("_"))
 
 
 def load_initial_reference(

@@ -20,7 +20,14 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import ModelConfig, RunConfig
-from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from spes_swarm.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILES,
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -35,20 +42,8 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.publishing.client import endpoint, hub_api, patiently, translate_hub_errors
 from spes_swarm.publishing.location import Location, parse_model
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # What describes a model on the Hub; anything else, code above all, stays there.
-_DESCRIPTION_FILES = frozenset(
-    {
-        CONFIG_FILE,
-        *_TOKENIZER_FILES,
-        "added_tokens.json",
-        "chat_template.jinja",
-        GENERATION_FILE,
-        "merges.txt",
-        "special_tokens_map.json",
-        "vocab.json",
-    }
-)
+_DESCRIPTION_FILES = frozenset({CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES})
 
 
 @dataclass(frozen=True)
@@ -155,7 +150,7 @@ class InitialModel:
     @staticmethod
     def _tokenizer(directory: Path) -> Tokenizer:
         """Returns the model's tokenizer, and the bytes tokenizer for a model without one."""
-        if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        if not any((directory / file).is_file() for file in TOKENIZER_FILES[:3]):
             return ByteTokenizer()
         return load_tokenizer(directory.resolve(), local_files_only=True)
 

@@ -77,18 +77,13 @@ def write_export(
 def _end_tokens(model: ModelConfig, tokenizer: Tokenizer) -> int | list[int]:
     """Returns the ids at which generation stops: those of the initial model, and the ends of answers and documents."""
     found: list[int] = []
-    for given in (
-        model.generation.get("eos_token_id"),
-        model.settings.get("eos_token_id"),
-        end_of_turn(tokenizer),
-        tokenizer.end_of_text,
-    ):
+    brought = [model.generation.get("eos_token_id"), model.settings.get("eos_token_id")]
+    for given in (*brought, end_of_turn(tokenizer), tokenizer.end_of_text):
         for token_id in given if isinstance(given, list) else [given]:
-            is_id = type(token_id) is int and 0 <= token_id < model.vocab_size and token_id not in found
+            if not isinstance(token_id, int) or not 0 <= token_id < model.vocab_size or token_id in found:
+                continue
             # Settings that were written for another tokenizer may name any of its ids.
-            if is_id and (
-                model.initial_weights or token_id == tokenizer.end_of_text or not tokenizer.produces(token_id)
-            ):
+            if model.initial_weights or token_id == tokenizer.end_of_text or not tokenizer.produces(token_id):
                 found.append(token_id)
     return found if len(found) > 1 else found[0]
 

@@ -234,7 +234,8 @@ def test_a_file_is_judged_by_its_records_and_not_by_its_first(tmp_path: Path, to
         assert chat.open(tokenizer).sidecar.num_documents == 80
         assert chat.said[0].startswith("80 conversations tokenised; skipped: 1 "), number
         file = Chat(tmp_path, first if first != text else good, *[text] * 80).open(tokenizer)
-        assert (file.tokens.dtype, file.sidecar.num_documents) == (np.uint16, 80)
+        assert file.tokens.dtype == np.uint16
+        assert file.sidecar.num_documents == 80
     # Nor is a folder judged by its first file.
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "a.jsonl").write_text('{"id": 1}\n', encoding="utf-8")
@@ -276,7 +277,7 @@ def test_what_a_template_writes_is_the_same_on_any_day_and_machine(
         chat.cache = tmp_path / str(today.year)  # empty
         file = chat.open(tokenizer)
         corpora.add(file.sidecar.blake3)
-        streams.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=str).digest)
+        streams.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=chat.said.append).digest)
         first.add(tokenizer.decode(np.where(file.tokens < 0, ~file.tokens, file.tokens)).partition("<|im_start|>")[0])
     monkeypatch.undo()
     time.tzset()
@@ -293,7 +294,7 @@ def test_the_date_of_the_run_is_the_templates(tmp_path: Path) -> None:
         for tokenizer.date in ("2024-07-26", "2025-01-05"):
             chat = Chat(tmp_path, {"messages": CONVERSATION})
             digests.add(chat.open(tokenizer).sidecar.blake3)
-            digests.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=str).digest)
+            digests.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=chat.said.append).digest)
     assert (len(found[False]), len(found[True])) == (2, 4)
     assert "05 Jan 2025" in spans(chat.open(tokenizer), tokenizer)[0][1]
 
