@@ -14,6 +14,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -343,16 +344,16 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
         raise DataError(f"tokenizer {name!r} has no fast version (tokenizer.json), which this package needs")
     if loaded.eos_token is None:
         raise DataError(f"tokenizer {name!r} has no end-of-text token: set eos_token in its tokenizer_config.json")
-    several = isinstance(loaded.chat_template, dict)  # they would be written to a subfolder
+    templates = loaded.chat_template  # several would be written to a subfolder
     with tempfile.TemporaryDirectory() as directory:
-        loaded.save_pretrained(directory, save_jinja_files=not several)
+        loaded.save_pretrained(directory, save_jinja_files=not isinstance(templates, dict))
         files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
     found = FastTokenizer(name, tokenizers.Tokenizer.from_str(backend.to_str()), loaded.eos_token, files)
-    found.originals = _originals(source, revision, json.loads(files[_CONFIG]), several=several)
+    found.originals = _originals(source, revision, json.loads(files[_CONFIG]), has_templates=bool(templates))
     return found
 
 
-def _originals(source: str, revision: str | None, config: dict[str, Any], *, several: bool) -> dict[str, bytes]:
+def _originals(source: str, revision: str | None, config: dict[str, Any], *, has_templates: bool) -> dict[str, bytes]:
     """Returns a tokenizer's files as they came, for other programs and versions of transformers.
 
     `config` is what this version writes into tokenizer_config.json, which has the chat templates if there are several.
@@ -361,14 +362,16 @@ def _originals(source: str, revision: str | None, config: dict[str, Any], *, sev
     for name in TOKENIZER_FILES:
         cached = None if Path(source).exists() else try_to_load_from_cache(source, name, revision=revision)
         path = Path(cached) if isinstance(cached, str) else Path(source) / name
-        if path.is_file():
+        with suppress(OSError):  # transformers has not needed it
             found[name] = path.read_bytes()
     kept = json.loads(found[_CONFIG]) if _CONFIG in found else dict(config)
-    if several:
+    if "chat_template" in config:
         kept["chat_template"] = config["chat_template"]
         found.pop("chat_template.jinja", None)
     for key in ("auto_map", "is_local", "local_files_only"):  # code, and what this version adds
         kept.pop(key, None)
+    if has_templates:
+        kept.pop("split_special_tokens", None)  # the marks that a template writes are tokens
     if kept.get("tokenizer_class") == "TokenizersBackend":  # what transformers 5 calls it
         kept["tokenizer_class"] = "PreTrainedTokenizerFast"
     if _CONFIG not in found or kept != json.loads(found[_CONFIG]):

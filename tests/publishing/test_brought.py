@@ -16,6 +16,8 @@ from spes_swarm.base.errors import CheckpointError, ConfigError, ManifestError
 from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.manifest import Manifest, found_run, open_manifest
 from spes_swarm.config.run import RunConfig
+from spes_swarm.data.corpus import open_corpus
+from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.peer.initial_model import InitialModel
@@ -174,12 +176,27 @@ def test_all_chat_templates_are_kept(model: Path, tmp_path: Path, form: str) -> 
     assert all(path.is_file() for path in directory.iterdir())
 
 
+def test_an_export_tokenises_chats_as_they_were_in_training(model: Path, tmp_path: Path) -> None:
+    """A tokenizer made here splits special tokens in text, which would split the marks of a template."""
+    assert read(model / "tokenizer_config.json")["split_special_tokens"]
+    directory = exported(manifest_from(model), model, tmp_path / "exported")
+    chat = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "the sky"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n", encoding="utf-8")
+    (file,) = open_corpus(str(tmp_path / "chat.jsonl"), load_tokenizer(model), tmp_path / "cache")
+    trained = np.where(file.tokens < 0, ~file.tokens, file.tokens).tolist()
+    ids = AutoTokenizer.from_pretrained(directory).apply_chat_template(chat, return_dict=False)
+    assert [*ids, END_OF_TEXT] == trained
+    assert trained.count(IM_START) == trained.count(IM_END) == 2
+
+
 def test_a_template_in_the_configuration_is_kept(model: Path, tmp_path: Path) -> None:
     (model / "chat_template.jinja").unlink()
     write(model / "tokenizer_config.json", chat_template=APPENDING)
     directory = exported(manifest_from(model), model, tmp_path / "exported")
     assert AutoTokenizer.from_pretrained(directory).chat_template == APPENDING
-    assert read(directory / "tokenizer_config.json") == read(model / "tokenizer_config.json")
+    brought = read(model / "tokenizer_config.json")
+    del brought["split_special_tokens"]
+    assert read(directory / "tokenizer_config.json") == brought
 
 
 def test_what_could_run_code_or_break_the_export_is_left_out(model: Path, tmp_path: Path) -> None:
