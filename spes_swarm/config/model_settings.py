@@ -86,6 +86,8 @@ def repeatable(model_type: str, section: str, values: Mapping[str, Any]) -> dict
     Raises:
         ConfigError: the type is unknown; the message starts with `type`.
     """
+    if not values:
+        return {}
     from transformers import GenerationConfig
 
     reader = GenerationConfig if section == "generation" else _config_class(model_type)

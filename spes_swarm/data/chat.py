@@ -50,6 +50,7 @@ _MAX_READ = 10_000  # ... out of so many
 _RENDERING = threading.Lock()  # held while the clock of templates stands still
 # What a template may name that differs from one rendering to the next.
 _VARYING = re.compile(r"strftime_now|random|lipsum")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}>")
 _DIRECTIVE = re.compile(r"%(?P<flags>[-_0^#]*[0-9]*)[EO]?(?P<letter>[A-Za-z%])")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
@@ -85,7 +86,7 @@ class ChatTemplate:
         if not template:
             raise DataError(
                 f"tokenizer {tokenizer.name!r} has no chat template, which chat conversations need: use the tokenizer "
-                "of a model that was trained on chats, or add a chat_template.jinja to its directory"
+                "of a model that was trained on chats, or name a directory with a tokenizer and a chat_template.jinja"
             )
         self.source: str = template
         named = {key: value for key, value in config.items() if key.endswith("_token")}
@@ -133,7 +134,11 @@ class ChatTemplate:
             texts, _ = render_jinja_template(
                 [list(messages)], chat_template=self.source, add_generation_prompt=prompt, **self._names
             )
-        return str(texts[0])
+        text = str(texts[0])
+        address = _ADDRESS.search(text)
+        if address and not any(address[0] in given for given in _texts(messages)):
+            raise ValueError("the template writes an address in memory, which differs from one process to the next")
+        return text
 
     def samples(self, messages: Sequence[Message]) -> Iterator[Rendered]:
         """Yields the texts to train on, which together have every answer once.

@@ -285,6 +285,16 @@ def test_what_a_template_writes_is_the_same_on_any_day_and_machine(
     assert (len(corpora), len(streams)) == (1, 1)
 
 
+def test_a_template_that_writes_an_address_is_refused(tmp_path: Path) -> None:
+    """A usual mistake: a method that is not called. The text would differ in every process."""
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer", "{{ messages[0].items }}" + APPENDING))
+    with pytest.raises(DataError, match=r"no usable conversation in 1 file \(1 template\)"):
+        Chat(tmp_path, {"messages": CONVERSATION}).open(tokenizer)
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer"))
+    quoted = [{"role": "user", "content": "what is <object at 0x7f0123456789>?"}, CONVERSATION[2]]
+    assert Chat(tmp_path, {"messages": quoted}).open(tokenizer).sidecar.num_documents == 1
+
+
 def test_the_date_of_the_run_is_the_templates(tmp_path: Path) -> None:
     """It is part of every digest if the template uses it, and of none otherwise."""
     found: dict[bool, set[str]] = {False: set(), True: set()}
