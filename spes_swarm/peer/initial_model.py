@@ -43,7 +43,8 @@ from spes_swarm.publishing.client import endpoint, hub_api, patiently, translate
 from spes_swarm.publishing.location import Location, parse_model
 
 # What describes a model on the Hub; anything else, code above all, stays there.
-_DESCRIPTION_FILES = frozenset({CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES})
+_DESCRIPTION_FILES = frozenset({CONFIG_FILE, *TOKENIZER_FILES})
+_MORE_TEMPLATES = re.compile(r"additional_chat_templates/[A-Za-z0-9_-]+\.jinja")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,21 @@ class InitialModel:
         if CONFIG_FILE not in repository.files:
             raise CheckpointError(f"{self.name} is not a transformers model: it has no {CONFIG_FILE}")
         wanted = _DESCRIPTION_FILES if with_tokenizer else {CONFIG_FILE}
-        return repository.fetch(sorted(wanted & repository.files))
+        found = wanted & repository.files
+        if with_tokenizer:
+            found |= set(filter(_MORE_TEMPLATES.fullmatch, repository.files))
+        return repository.fetch(sorted(found))
+
+    def configuration(self) -> Path:
+        """Returns a directory with config.json and, if there is one, generation_config.json; fetches them from a Hub.
+
+        Raises:
+            CheckpointError, HubError: as `description`.
+        """
+        if self.location.path is not None:
+            return self.location.path
+        repository = _Repository.of(self.location)
+        return repository.fetch([CONFIG_FILE, *({GENERATION_FILE} & repository.files)])
 
     def weights(self, say: Callable[[str], None]) -> Path:
         """Returns a directory with the safetensors; fetches them from a Hub.

@@ -145,11 +145,14 @@ class RunFinder:
                 raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights MODEL")
             return run
         self.console.say("reading the initial weights")
-        directory = InitialModel.find(name).weights(self.console.say)
+        initial = InitialModel.find(name)
+        directory = initial.weights(self.console.say)
         digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), model)
         if expected not in (None, digest):
             raise ConfigError(f"--initial-weights: {name} does not have the weights that the configuration names")
-        model_config, lost = with_repeated(dataclasses.replace(run.model, initial_weights=digest), directory)
+        model_config, lost = with_repeated(
+            dataclasses.replace(run.model, initial_weights=digest), initial.configuration()
+        )
         if lost:
             self.console.say(f"exports will not repeat {', '.join(lost)[:200]} of the model's configuration")
         return dataclasses.replace(run, model=model_config)
