@@ -268,3 +268,12 @@ def test_exports_have_the_keys_of_transformers_4(tmp_path: Path, family: str, sc
     assert OLDER[family].items() <= config.items()
     assert config.get("rope_scaling") == scaling
     assert AutoModelForCausalLM.from_pretrained(directory).config.rope_parameters == rope
+
+
+def test_rope_parameters_are_kept_where_the_type_does_not_declare_them(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 777.0}
+    save_moe(tmp_path / "model", "cohere2_moe", rope_parameters=rope)
+    manifest = manifest_from(tmp_path / "model")
+    assert empty_model(manifest.run).config.rope_parameters == rope
+    directory = exported(manifest, tmp_path / "model", tmp_path / "exported")
+    assert AutoModelForCausalLM.from_pretrained(directory).config.rope_parameters == rope
