@@ -49,11 +49,11 @@ def export_model(
     check_is_new(Path(destination))
     RunDirectory(Path(output_dir)).require_run()
     # Everything below imports torch and transformers, which takes seconds.
-    from spes_swarm.publishing.pack import RunFacts, pack
+    from spes_swarm.publishing.pack import facts_of, pack
     from spes_swarm.publishing.snapshot import newest_snapshot
 
     snapshot = newest_snapshot(Path(output_dir), on_skipped=on_skipped)
-    return pack(snapshot, Path(destination), RunFacts(), max_shard_size)
+    return pack(snapshot, Path(destination), facts_of(snapshot, Path(output_dir)), max_shard_size)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,6 +6,9 @@ from typing import Annotated, Any
 
 from spes_swarm.base.strict import Pattern, Range
 
+# What Llama's chat templates take for today if they have no clock.
+DATE = "2024-07-26"
+
 Count = Annotated[int, Range(1, 2**40)]
 CountOrZero = Annotated[int, Range(0, 2**40)]  # 0 switches something off
 BatchSize = Annotated[int, Range(1, 2**20)]

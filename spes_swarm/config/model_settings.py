@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,11 @@ _FORBIDDEN = frozenset(
     }
 )
 # Not fields of the configuration classes, but honoured by transformers and present in published configurations.
-_EXTRA = frozenset({"head_dim", "rope_scaling", "rope_theta"})
+_EXTRA = frozenset({"head_dim", "rope_parameters", "rope_scaling", "rope_theta"})
+# The only known setting that founders change, to null, see peer/initial_model.py.
+_REPEATED = frozenset({"pad_token_id"})
+_PUBLIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_MAX_REPEATED_CHARS = 16384  # in either file
 
 
 def config_from_settings(model_type: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
@@ -70,6 +75,37 @@ def setting_names(model_type: str) -> set[str]:
         ConfigError: the type is unknown; the message starts with `type`.
     """
     return (_setting_names(_config_class(model_type)) | _EXTRA) - _FORBIDDEN
+
+
+def repeatable(model_type: str, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what exports may repeat of a model's config.json (`extra_settings`) or generation_config.json.
+
+    Left out is what can load code or files, or would replace a part of the class of transformers that reads it; if all
+    together is too long, the longest values go.
+
+    Raises:
+        ConfigError: the type is unknown; the message starts with `type`.
+    """
+    if not values:
+        return {}
+    from transformers import GenerationConfig
+
+    reader = GenerationConfig if section == "generation" else _config_class(model_type)
+    lengths = {
+        key: _length(value)
+        for key, value in values.items()
+        if _PUBLIC_NAME.fullmatch(key) and key not in _FORBIDDEN and (key in _REPEATED or not hasattr(reader, key))
+    }
+    while sum(lengths.values()) > _MAX_REPEATED_CHARS:
+        del lengths[max(lengths, key=lengths.__getitem__)]
+    return {key: values[key] for key in lengths}
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(json.dumps(value, allow_nan=False))
+    except (ValueError, RecursionError):
+        return _MAX_REPEATED_CHARS + 1
 
 
 def check_mixture(model_type: str) -> None:

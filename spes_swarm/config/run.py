@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -20,6 +21,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, read_section, show
 from spes_swarm.base.wording import one_to, plural
 from spes_swarm.config.constraints import (
+    DATE,
     BatchSize,
     Beta,
     Count,
@@ -33,7 +35,7 @@ from spes_swarm.config.constraints import (
     Text,
 )
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture
+from spes_swarm.config.model_settings import check_mixture, config_from_settings, no_mixture, repeatable
 from spes_swarm.config.model_size import (
     EXPERTS_PER_TOKEN,
     NUM_EXPERTS,
@@ -61,12 +63,20 @@ class ModelConfig(Section):
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
     initial_weights: Hex64 | None = None  # digest of the initial weights, filled in by the founder; None = random
+    # What else the initial model's config.json and generation_config.json say. The founder fills it in, no peer
+    # interprets it, and exports repeat it.
+    extra_settings: dict[str, Setting] = field(default_factory=dict)
+    generation: dict[str, Setting] = field(default_factory=dict)
     # Standard deviations beyond which a random initial weight is drawn again (the paper's runs: 3); None = never.
     init_cutoff: Annotated[float, Range(1, 100)] | None = None
 
     def _check(self) -> None:
         check_mixture(self.type)
         config = transformers_config(self)
+        for name in ("extra_settings", "generation"):
+            refused = getattr(self, name).keys() - repeatable(self.type, name, getattr(self, name)).keys()
+            if refused:
+                raise ConfigError(f"{name}.{min(refused)}: not allowed in a swarm's configuration, or too long")
         if first_of(config, NUM_EXPERTS) is None or first_of(config, EXPERTS_PER_TOKEN) is None:
             raise no_mixture(self.type)
         for names in (NUM_EXPERTS, EXPERTS_PER_TOKEN):
@@ -172,6 +182,14 @@ class TokenizerConfig(Section):
     # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
     name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
+    # What chat templates take for today: their clock stands still, so that all peers get the same tokens on any day.
+    date: Annotated[str, Pattern(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "a day, YYYY-MM-DD")] = DATE
+
+    def _check(self) -> None:
+        try:
+            date.fromisoformat(self.date)
+        except ValueError as exc:
+            raise ConfigError(f"date: found {show(self.date)}, expected a day, YYYY-MM-DD") from exc
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

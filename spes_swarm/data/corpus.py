@@ -62,11 +62,11 @@ def open_corpus(
     """Opens the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
-    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the first
-    record of the first file (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by
-    default `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets messages: before
-    a long file without a header is read, if such a file never ends a document, and about conversations. `pause` is
-    called before each such file, and may raise to abort.
+    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the records
+    of the files (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by default
+    `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets messages: before a long
+    file without a header is read, if such a file never ends a document, and about conversations. `pause` is called
+    before each such file, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
@@ -79,7 +79,7 @@ def open_corpus(
         path = user_path(source)
         name, files = path.name if path.exists() else "glob", find_documents([path])
     cache = cache_dir or default_cache_dir()
-    chats = source != STDLIB and bool(is_chat(files[0]))
+    chats = source != STDLIB and next((kind for kind in map(is_chat, files) if kind is not None), False)
     template = ChatTemplate(tokenizer) if chats else None
     chosen = document_format or DocumentFormat()
     how = str(chosen) if template is None else f"chat {template.digest}"

@@ -29,4 +29,5 @@ def run_tokenizer(run: RunConfig) -> Tokenizer:
     pad = run.model.pad_token_id
     if pad is not None and tokenizer.produces(pad):
         raise ConfigError(f"run.model.{frozen_embedding(pad, f'a token of tokenizer {run.tokenizer.name!r}')}")
+    tokenizer.date = run.tokenizer.date
     return tokenizer

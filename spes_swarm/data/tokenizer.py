@@ -14,20 +14,38 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
 from blake3 import blake3
+from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.config.constraints import DATE
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 MIN_BPE_VOCAB_SIZE = 257  # 256 bytes and the end of text
+
+_CONFIG = "tokenizer_config.json"
+# Files of a tokenizer, in any of the forms that transformers reads.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    _CONFIG,
+    "tokenizer.model",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
 
 # A repository and its revision: a tag, a branch or a commit. The library uses the revision in a file name.
 _PINNED = re.compile(r"(?P<repo>[^@]+)@(?P<revision>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -52,6 +70,7 @@ class Tokenizer(Protocol):
     digest: str  # hex BLAKE3 that identifies the mapping from text to ids; equal on peers that may share a run
     vocab_size: int  # one more than the largest id
     end_of_text: int  # the id that ends every document
+    date: str  # YYYY-MM-DD: what chat templates take for today
 
     def produces(self, token_id: int) -> bool:
         """Returns True if the id can occur in tokenised documents, as text or as the end of one."""
@@ -78,11 +97,13 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Pickles without `transformers`, so worker processes start fast. It owns `backend`, and disables its truncation and
-    padding. `save` writes `files` (name -> content), or two default files.
+    padding. `save` writes `files` (name -> content), or two default files. Chat templates take `date` for today.
 
     Raises:
         DataError: `end_of_text` is not in the vocabulary.
     """
+
+    date = DATE  # YYYY-MM-DD; not part of the digest
 
     def __init__(
         self, name: str, backend: tokenizers.Tokenizer, end_of_text: str, files: Mapping[str, bytes] | None = None
@@ -101,6 +122,7 @@ class FastTokenizer:
         self._backend = backend
         self._end_of_text_name = end_of_text
         self.files = dict(files) if files is not None else _plain_files(backend, end_of_text)
+        self.originals: dict[str, bytes] = {}  # files that `save` writes besides, or instead
         self._produced = _produced(backend, vocabulary) | {token_id}
 
     def __reduce__(self) -> tuple[Callable[..., FastTokenizer], tuple[Any, ...]]:
@@ -131,7 +153,7 @@ class FastTokenizer:
         """See `Tokenizer`."""
         with os_errors_as(DataError, f"{directory} cannot be written", "choose another directory"):
             directory.mkdir(parents=True, exist_ok=True)
-            for name, content in self.files.items():
+            for name, content in {**self.files, **self.originals}.items():
                 (directory / name).write_bytes(content)
 
 
@@ -322,7 +344,36 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
         raise DataError(f"tokenizer {name!r} has no fast version (tokenizer.json), which this package needs")
     if loaded.eos_token is None:
         raise DataError(f"tokenizer {name!r} has no end-of-text token: set eos_token in its tokenizer_config.json")
+    templates = loaded.chat_template  # several would be written to a subfolder
     with tempfile.TemporaryDirectory() as directory:
-        loaded.save_pretrained(directory)
+        loaded.save_pretrained(directory, save_jinja_files=not isinstance(templates, dict))
         files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
-    return FastTokenizer(name, tokenizers.Tokenizer.from_str(backend.to_str()), loaded.eos_token, files)
+    found = FastTokenizer(name, tokenizers.Tokenizer.from_str(backend.to_str()), loaded.eos_token, files)
+    found.originals = _originals(source, revision, json.loads(files[_CONFIG]), has_templates=bool(templates))
+    return found
+
+
+def _originals(source: str, revision: str | None, config: dict[str, Any], *, has_templates: bool) -> dict[str, bytes]:
+    """Returns a tokenizer's files as they came, for other programs and versions of transformers.
+
+    `config` is what this version writes into tokenizer_config.json, which has the chat templates if there are several.
+    """
+    found: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        cached = None if Path(source).exists() else try_to_load_from_cache(source, name, revision=revision)
+        path = Path(cached) if isinstance(cached, str) else Path(source) / name
+        with suppress(OSError):  # transformers has not needed it
+            found[name] = path.read_bytes()
+    kept = json.loads(found[_CONFIG]) if _CONFIG in found else dict(config)
+    if "chat_template" in config:
+        kept["chat_template"] = config["chat_template"]
+        found.pop("chat_template.jinja", None)
+    for key in ("auto_map", "is_local", "local_files_only"):  # code, and what this version adds
+        kept.pop(key, None)
+    if has_templates:
+        kept.pop("split_special_tokens", None)  # the marks that a template writes are tokens
+    if kept.get("tokenizer_class") == "TokenizersBackend":  # what transformers 5 calls it
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if _CONFIG not in found or kept != json.loads(found[_CONFIG]):
+        found[_CONFIG] = (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    return found

@@ -29,13 +29,15 @@ from transformers import PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
-from spes_swarm.config.model_settings import config_from_settings, setting_names
+from spes_swarm.config.model_settings import config_from_settings, repeatable, setting_names
+from spes_swarm.config.run import ModelConfig
 from spes_swarm.model.saved_tensors import Piece, SavedTensor, saved_tensors
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout, TensorSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 # (name, the parameter that it repeats) in models that tie them; some tools save both.
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _PICKLED = (".bin", ".pt", ".pth")
@@ -133,17 +135,26 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: config.json is missing, or is not a JSON object with a model_type.
     """
-    path = directory / CONFIG_FILE
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
+    content = _read_object(directory / CONFIG_FILE)
+    if content is None:
+        raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}")
+    if not isinstance(content.get("model_type"), str):
+        raise CheckpointError(f"{directory / CONFIG_FILE} has no model_type")
+    return content
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Returns the JSON object in a file; None if there is no file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}") from exc
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError, RecursionError) as exc:
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise CheckpointError(f"{path} has no model_type")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
     return content
 
 
@@ -166,6 +177,26 @@ def model_section(directory: Path) -> dict[str, Any]:
     except ConfigError as exc:
         raise ConfigError(f"{directory / CONFIG_FILE}: {exc}") from exc
     return {"type": model_type, "settings": settings}
+
+
+def with_repeated(model: ModelConfig, directory: Path) -> tuple[ModelConfig, list[str]]:
+    """Adds what exports repeat of a directory's configuration files; also returns the keys that they do not repeat.
+
+    Raises:
+        CheckpointError: config.json or generation_config.json cannot be read.
+    """
+    known = setting_names(model.type) | _BOOKKEEPING
+    content = {_setting_name(model.type, key): value for key, value in read_config(directory).items()}
+    extra = {key: value for key, value in content.items() if key not in known}
+    if model.pad_token_id is None and content.get("pad_token_id") is not None:
+        extra["pad_token_id"] = content["pad_token_id"]
+    generation = _read_object(directory / GENERATION_FILE) or {}
+    kept_extra, kept = repeatable(model.type, "extra_settings", extra), repeatable(model.type, "generation", generation)
+    lost = (extra.keys() - kept_extra.keys()) | (generation.keys() - kept.keys() - _BOOKKEEPING)
+    added = dataclasses.replace(
+        model, extra_settings=model.extra_settings or kept_extra, generation=model.generation or kept
+    )
+    return added, sorted(key for key in lost if not key.startswith("_"))
 
 
 def load_initial_reference(

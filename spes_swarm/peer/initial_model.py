@@ -20,9 +20,17 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import ModelConfig, RunConfig
-from spes_swarm.data.tokenizer import BYTES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
+from spes_swarm.data.tokenizer import (
+    BYTES,
+    TOKENIZER_FILES,
+    ByteTokenizer,
+    FastTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
+    GENERATION_FILE,
     INDEX_FILE,
     SINGLE_FILE,
     check_has_weights,
@@ -34,19 +42,9 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.publishing.client import endpoint, hub_api, patiently, translate_hub_errors
 from spes_swarm.publishing.location import Location, parse_model
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # What describes a model on the Hub; anything else, code above all, stays there.
-_DESCRIPTION_FILES = frozenset(
-    {
-        CONFIG_FILE,
-        *_TOKENIZER_FILES,
-        "added_tokens.json",
-        "chat_template.jinja",
-        "merges.txt",
-        "special_tokens_map.json",
-        "vocab.json",
-    }
-)
+_DESCRIPTION_FILES = frozenset({CONFIG_FILE, *TOKENIZER_FILES})
+_MORE_TEMPLATES = re.compile(r"additional_chat_templates/[A-Za-z0-9_-]+\.jinja")
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,21 @@ class InitialModel:
         if CONFIG_FILE not in repository.files:
             raise CheckpointError(f"{self.name} is not a transformers model: it has no {CONFIG_FILE}")
         wanted = _DESCRIPTION_FILES if with_tokenizer else {CONFIG_FILE}
-        return repository.fetch(sorted(wanted & repository.files))
+        found = wanted & repository.files
+        if with_tokenizer:
+            found |= set(filter(_MORE_TEMPLATES.fullmatch, repository.files))
+        return repository.fetch(sorted(found))
+
+    def configuration(self) -> Path:
+        """Returns a directory with config.json and, if there is one, generation_config.json; fetches them from a Hub.
+
+        Raises:
+            CheckpointError, HubError: as `description`.
+        """
+        if self.location.path is not None:
+            return self.location.path
+        repository = _Repository.of(self.location)
+        return repository.fetch([CONFIG_FILE, *({GENERATION_FILE} & repository.files)])
 
     def weights(self, say: Callable[[str], None]) -> Path:
         """Returns a directory with the safetensors; fetches them from a Hub.
@@ -153,7 +165,7 @@ class InitialModel:
     @staticmethod
     def _tokenizer(directory: Path) -> Tokenizer:
         """Returns the model's tokenizer, and the bytes tokenizer for a model without one."""
-        if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        if not any((directory / file).is_file() for file in TOKENIZER_FILES[:3]):
             return ByteTokenizer()
         return load_tokenizer(directory.resolve(), local_files_only=True)
 

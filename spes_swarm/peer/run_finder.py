@@ -15,7 +15,7 @@ from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import run_tokenizer
-from spes_swarm.model.initial_weights import load_initial_reference
+from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.panel import PeerConsole
@@ -145,11 +145,17 @@ class RunFinder:
                 raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights MODEL")
             return run
         self.console.say("reading the initial weights")
-        directory = InitialModel.find(name).weights(self.console.say)
+        initial = InitialModel.find(name)
+        directory = initial.weights(self.console.say)
         digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), model)
         if expected not in (None, digest):
             raise ConfigError(f"--initial-weights: {name} does not have the weights that the configuration names")
-        return dataclasses.replace(run, model=dataclasses.replace(run.model, initial_weights=digest))
+        model_config, lost = with_repeated(
+            dataclasses.replace(run.model, initial_weights=digest), initial.configuration()
+        )
+        if lost:
+            self.console.say(f"exports will not repeat {', '.join(lost)[:200]} of the model's configuration")
+        return dataclasses.replace(run, model=model_config)
 
 
 def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
@@ -158,6 +164,11 @@ def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
         return True
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
     weights = given.model.initial_weights or run.model.initial_weights
-    model = dataclasses.replace(given.model, initial_weights=weights)
+    model = dataclasses.replace(
+        given.model,
+        initial_weights=weights,
+        extra_settings=given.model.extra_settings or run.model.extra_settings,
+        generation=given.model.generation or run.model.generation,
+    )
     data = run.data if same_run_data(given.data, run.data) else given.data
     return dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data) == run

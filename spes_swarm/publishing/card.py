@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,6 +138,8 @@ def _loading(publication: Publication, facts: CardFacts) -> str:
         'inputs = tokenizer("def main", return_tensors="pt", return_token_type_ids=False)\n'
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))\n```\n"
         + ("\nEvery published round has a tag: leave `revision` out for the newest.\n" if facts.repository else "")
+        + f"\nIt was written with transformers {version('transformers')}. Version 4 loads it, too, if it knows the "
+        f"architecture `{publication.manifest.run.model.type}`.\n"
     )
 
 

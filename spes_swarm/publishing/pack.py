@@ -9,7 +9,7 @@ from pathlib import Path
 from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.base.user_paths import new_directory
 from spes_swarm.config.round_clock import RoundClock
-from spes_swarm.publishing.card import CardFacts, write_card
+from spes_swarm.publishing.card import CardFacts, Results, results_of_metrics, write_card
 from spes_swarm.publishing.plain import write_export
 from spes_swarm.publishing.publication import (
     CARD_FILE,
@@ -23,6 +23,7 @@ from spes_swarm.publishing.publication import (
     merge_history,
 )
 from spes_swarm.publishing.snapshot import Snapshot
+from spes_swarm.storage.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,27 @@ class RunFacts:
     peers: int | None = None  # that took part in the round
     history: Sequence[LossPoint] = ()
     card: CardFacts = field(default_factory=CardFacts)
+
+
+def facts_of(
+    snapshot: Snapshot,
+    output_dir: Path,
+    results: Results | None = None,
+    *,
+    published: Sequence[LossPoint] = (),
+    card: CardFacts | None = None,
+) -> RunFacts:
+    """Returns the facts about a peer's snapshot: `results`, by default those in the peer's event log.
+
+    The history continues the `published` one.
+    """
+    known = results or results_of_metrics(RunDirectory(output_dir).metrics, snapshot.round)
+    return RunFacts(
+        tokens=known.tokens if known.tokens is not None else snapshot.tokens,
+        peers=known.peers,
+        history=merge_history(published, known.history),
+        card=card or CardFacts(),
+    )
 
 
 def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size: str = MAX_SHARD_SIZE) -> Publication:

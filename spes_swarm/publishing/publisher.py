@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 
 from spes_swarm.base.errors import ConfigError, HubError, PublicationError
-from spes_swarm.publishing.card import CardFacts, Results, read_results, results_of_metrics
+from spes_swarm.publishing.card import CardFacts, Results, read_results
 from spes_swarm.publishing.client import limit_upload
 from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.pack import RunFacts, pack
-from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, merge_history, read_export
+from spes_swarm.publishing.pack import facts_of, pack
+from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, read_export
 from spes_swarm.publishing.snapshot import newest_snapshot
 from spes_swarm.publishing.target import Published, Target, check_tag, is_there, open_target
-from spes_swarm.storage.run_directory import RunDirectory, lock_file
+from spes_swarm.storage.run_directory import lock_file
 
 _WORKSPACE = "publication"  # directory in OUTPUT_DIR that holds the export being published
 # Options that affect only an export still to be written.
@@ -85,10 +85,8 @@ def publish_newest(
                 shutil.rmtree(path)
             if not _is_of(export, snapshot.digest, snapshot.round):
                 shutil.rmtree(export, ignore_errors=True)
-                known = results or results_of_metrics(RunDirectory(output_dir).metrics, snapshot.round)
-                history = merge_history(current.history if current else [], known.history)
-                tokens = known.tokens if known.tokens is not None else snapshot.tokens
-                facts = RunFacts(tokens=tokens, peers=known.peers, history=history, card=card)
+                published_before = current.history if current else ()
+                facts = facts_of(snapshot, output_dir, results, published=published_before, card=card)
                 pack(snapshot, export, facts, shard_size)
             published = publish_export(export, target, tag)
             shutil.rmtree(export)

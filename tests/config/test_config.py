@@ -101,6 +101,9 @@ def test_wrong_type_is_refused(key: str, value: Any, found: str) -> None:
         ("name", "Quick Start"),
         ("name", "x" * 41),
         ("name", "a\n"),
+        ("tokenizer.date", "today"),
+        ("tokenizer.date", "2025-02-29"),
+        ("tokenizer.date", "2025-02-28T10:00"),
         ("model.init_cutoff", 0.5),
         ("model.init_cutoff", 101),
         ("training.sequence_length", 1),
@@ -224,6 +227,7 @@ def test_a_configuration_of_an_earlier_version_means_what_it_meant() -> None:
         False,
         None,
     )
+    assert run.tokenizer.date == "2024-07-26"
 
 
 def test_sections_check_themselves_wherever_they_are_made() -> None:

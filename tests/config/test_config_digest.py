@@ -55,11 +55,16 @@ def runs(draw: st.DrawFn) -> RunConfig:
                 "pad_token_id": None,
                 "eos_token_id": draw(st.none() | st.lists(st.integers(0, 255), max_size=3)),
             },
+            extra_settings=draw(
+                st.dictionaries(st.sampled_from(["note", "mine"]), st.text() | st.lists(st.integers()))
+            ),
+            generation=draw(st.dictionaries(st.sampled_from(["top_k", "eos_token_id"]), st.integers() | st.none())),
             init_cutoff=draw(st.none() | st.floats(1, 100) | st.integers(1, 100)),
         ),
         tokenizer=TokenizerConfig(
             name=draw(st.sampled_from(["bytes", "bpe", "Qwen/Qwen2.5-0.5B"])),
             digest=draw(st.none() | st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
+            date=draw(st.dates().map(str)),
         ),
         training=TrainingConfig(
             sequence_length=draw(st.integers(2, 4096)),

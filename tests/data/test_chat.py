@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 from spes_swarm.base.errors import DataError
+from spes_swarm.data.chat import ChatTemplate
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
+from spes_swarm.data.streaming.preparing import Preparing
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer, load_tokenizer
 from tests.helpers.chat_tokenizer import APPENDING, REWRITING, save_chat_tokenizer
@@ -208,3 +215,146 @@ def test_named_special_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
         first_tokens.append(tokenizer.decode([-1 - chat.open(tokenizer).tokens.tolist()[0]]))
     assert len(digests) == 1
     assert first_tokens == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_a_file_is_judged_by_its_records_and_not_by_its_first(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    good, text = {"messages": CONVERSATION}, {"text": "a text of its own"}
+    unusable: list[Any] = [
+        {"messages": []},
+        {"id": 1},
+        {"conversations": "none"},
+        [],
+        None,
+        "header",
+        {"meta": {}},
+        "[1",
+    ]
+    for number, first in enumerate([*unusable, text]):
+        chat = Chat(tmp_path, first, *[good] * 80)
+        assert chat.open(tokenizer).sidecar.num_documents == 80
+        assert chat.said[0].startswith("80 conversations tokenised; skipped: 1 "), number
+        file = Chat(tmp_path, first if first != text else good, *[text] * 80).open(tokenizer)
+        assert file.tokens.dtype == np.uint16
+        assert file.sidecar.num_documents == 80
+    # Nor is a folder judged by its first file.
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "a.jsonl").write_text('{"id": 1}\n', encoding="utf-8")
+    (tmp_path / "chats" / "b.jsonl").write_text(json.dumps(good) + "\n", encoding="utf-8")
+    (file,) = open_corpus(str(tmp_path / "chats"), tokenizer, tmp_path / "cache")
+    assert file.sidecar.num_documents == 1
+
+
+CLOCKS = {
+    "Llama 3.2": (
+        "{% if strftime_now is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+        "{{ 'Today Date: ' + date_string }}\n",
+        "Today Date: 26 Jul 2024\n",
+    ),
+    "Granite": ("Date: {{ strftime_now('%d %B %Y') }}.", "Date: 26 July 2024."),
+    "a variable": ("{% set now = strftime_now %}{{ now(format='%A %-d %p %H:%M %Z%%') }}", "Friday 26 AM 00:00 %"),
+    "the locale": (
+        "{{ strftime_now('%c|%x|%X|%^b|%s 日') }}",
+        "Fri Jul 26 00:00:00 2024|07/26/24|00:00:00|JUL|1721952000 日",
+    ),
+    "chance": ("{{ range(1000, 9999) | random }}", "1000"),
+    "mapped chance": ("{{ [range(1000, 9999)] | map('random') | first }}", "1000"),
+}
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_what_a_template_writes_is_the_same_on_any_day_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: str
+) -> None:
+    source, written = CLOCKS[clock]
+    directory = save_chat_tokenizer(tmp_path / "tokenizer", source + APPENDING)
+    corpora, streams, first = set(), set(), set()
+    for zone, today in (("Pacific/Kiritimati", datetime(2031, 2, 3, 4, 5)), ("Etc/GMT+12", datetime(2029, 12, 31, 23))):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        monkeypatch.setattr(chat_template_utils, "datetime", SimpleNamespace(now=partial(datetime.replace, today)))
+        tokenizer = load_tokenizer(directory)
+        chat = Chat(tmp_path, {"messages": CONVERSATION})
+        chat.cache = tmp_path / str(today.year)  # empty
+        file = chat.open(tokenizer)
+        corpora.add(file.sidecar.blake3)
+        streams.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=chat.said.append).digest)
+        first.add(tokenizer.decode(np.where(file.tokens < 0, ~file.tokens, file.tokens)).partition("<|im_start|>")[0])
+    monkeypatch.undo()
+    time.tzset()
+    assert first == {written}
+    assert (len(corpora), len(streams)) == (1, 1)
+
+
+def test_a_template_that_writes_an_address_is_refused(tmp_path: Path) -> None:
+    """A usual mistake: a method that is not called. The text would differ in every process."""
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer", "{{ messages[0].items }}" + APPENDING))
+    with pytest.raises(DataError, match=r"no usable conversation in 1 file \(1 template\)"):
+        Chat(tmp_path, {"messages": CONVERSATION}).open(tokenizer)
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer"))
+    quoted = [{"role": "user", "content": "what is <object at 0x7f0123456789>?"}, CONVERSATION[2]]
+    assert Chat(tmp_path, {"messages": quoted}).open(tokenizer).sidecar.num_documents == 1
+
+
+def test_the_date_of_the_run_is_the_templates(tmp_path: Path) -> None:
+    """It is part of every digest if the template uses it, and of none otherwise."""
+    found: dict[bool, set[str]] = {False: set(), True: set()}
+    for has_clock, digests in found.items():
+        template = "{{ strftime_now('%d %b %Y') }}" * has_clock + APPENDING
+        tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / str(has_clock), template))
+        for tokenizer.date in ("2024-07-26", "2025-01-05"):
+            chat = Chat(tmp_path, {"messages": CONVERSATION})
+            digests.add(chat.open(tokenizer).sidecar.blake3)
+            digests.add(Preparing(tokenizer, is_chat=True, name="hf:chats", say=chat.said.append).digest)
+    assert (len(found[False]), len(found[True])) == (2, 4)
+    assert "05 Jan 2025" in spans(chat.open(tokenizer), tokenizer)[0][1]
+
+
+def test_others_in_this_process_keep_their_clock(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y') }}{{ lipsum is defined }}" + APPENDING
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer", template))
+    assert "2024False" in spans(Chat(tmp_path, {"messages": CONVERSATION}).open(tokenizer), tokenizer)[0][1]
+    ((text,), _) = chat_template_utils.render_jinja_template([CONVERSATION], chat_template=template)
+    assert int(text[:4]) >= 2026
+    assert text[4:8] == "True"
+
+
+# Ends of answers.
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+ENDS = {
+    "ChatML": (APPENDING, "<|im_end|>"),
+    "the end of text": (PLAIN.replace("}}\n", "}}<|endoftext|>"), "<|endoftext|>"),
+    "two marks": (APPENDING + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}", "<|im_end|>"),
+    "thoughts before": (
+        APPENDING.replace("{{ message['content'] }}", "<|im_start|>think<|im_start|>{{ message['content'] }}"),
+        "<|im_end|>",
+    ),
+    "a system message is required": (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no') }}{% endif %}" + APPENDING,
+        "<|im_end|>",
+    ),
+    "no mark": (PLAIN, None),
+    "a mark that is text": (PLAIN.replace("}}\n", "}} ###\n"), None),
+    "a mark between messages only": (
+        APPENDING.replace("<|im_end|>", "{% if not loop.last or add_generation_prompt %}<|im_end|>{% endif %}"),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ENDS)
+def test_the_end_of_an_answer_is_a_target(tmp_path: Path, form: str) -> None:
+    template, mark = ENDS[form]
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tokenizer", template))
+    file = Chat(tmp_path, {"messages": CONVERSATION}).open(tokenizer)
+    end = ChatTemplate(tokenizer).end_of_turn
+    assert (None if end is None else tokenizer.decode([end])) == mark
+    targets = [token for token in file.tokens.tolist() if token >= 0]
+    last = tokenizer.end_of_text if end is None else end
+    assert last in targets[-3:]
+    assert (file.tokens[-1] >= 0) == (mark is None)
+    if mark is not None and form != "two marks":
+        assert targets.count(end) == 2 * template.count(mark)

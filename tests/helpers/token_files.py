@@ -16,6 +16,7 @@ class Vocabulary:
     """A tokenizer of ids that stand for no text; its end of a document is 0."""
 
     end_of_text = 0
+    date = "2024-07-26"
 
     def __init__(self, vocab_size: int) -> None:
         self.name = f"numbers below {vocab_size}"

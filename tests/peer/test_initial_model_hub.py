@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from spes_swarm import plan
 from spes_swarm.base.errors import CheckpointError, HubError
@@ -63,6 +64,10 @@ def test_the_weights_are_fetched_after_the_run_is_described(tmp_path: Path, hub:
     directory = InitialModel.find(f"user/described@{commit}").weights(said.append)
     names = {path.name for path in (tmp_path / "model").glob("model[-.]*")}
     assert fetched(tmp_path) == names | {"config.json"}
+    configuration = InitialModel.find(f"user/described@{commit}").configuration()
+    assert fetched(tmp_path) == names | {"config.json", "generation_config.json"}
+    expected = (tmp_path / "model" / "generation_config.json").read_bytes()
+    assert (configuration / "generation_config.json").read_bytes() == expected
     stored = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
     torch.testing.assert_close(stored["lm_head.weight"], model.state_dict()["lm_head.weight"], rtol=0, atol=0)
     assert said[0] == f"fetching {len(names) - 1} weight files of user/described@{commit}, commit {commit[:7]}"
@@ -72,8 +77,14 @@ def test_its_tokenizer_is_pinned_to_the_commit(tmp_path: Path, hub: HubServer) -
     """Every peer gets the founder's, though the repository's has changed since."""
     save_moe(tmp_path / "model", "olmoe")
     train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 260).save(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    (tmp_path / "model" / "additional_chat_templates").mkdir()
+    (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}", encoding="utf-8")
     commit = hub.upload(tmp_path / "model", "user/pinned")
     run = described("user/pinned")
+    load_tokenizer(InitialModel.find("user/pinned").description()).save(tmp_path / "saved")
+    templates = AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template
+    assert templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert run.tokenizer.name == f"user/pinned@{commit}"
     founders = load_tokenizer(tmp_path / "model").digest
     train_bpe(["a tokenizer of other text " * 20], 262).save(tmp_path / "model")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from spes_swarm import publish
+from spes_swarm.export import export_model
 from spes_swarm.publishing import client
 from spes_swarm.publishing.publication import PUBLICATION_FILE, parse_publication, read_export
 from spes_swarm.testing.local_peer import PATIENCE_S
@@ -162,6 +163,10 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
     ]
     assert "3.000 ± 0.031 (standard error)" in (tmp_path / "models" / "main" / "README.md").read_text()
     assert (publication.peers, publication.tokens) == (4, None)
+    # An export says the same.
+    export_model(out, tmp_path / "exported")
+    for name in ("README.md", "spes_swarm.json"):
+        assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "models" / "main" / name).read_bytes()
 
 
 @pytest.mark.slow

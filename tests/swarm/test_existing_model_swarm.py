@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spes_swarm.config.file import continued_config_path
 from spes_swarm.data.tokenizer import train_bpe
@@ -96,6 +96,16 @@ def test_a_model_is_trained_further_from_the_hub(tmp_path: Path) -> None:
     assert f"weight files of user/Tiny-MoE@{first}, commit {first[:7]}" in founder.text()
 
 
+def generated(directory: Path, question: str, answer: str) -> str:
+    """How an exported model continues the beginning of an answer, with plain transformers."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + answer
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    ids = model.generate(**inputs, max_new_tokens=9, do_sample=False)[0]
+    return str(tokenizer.decode(ids[inputs["input_ids"].shape[1] :]))
+
+
 def test_a_model_is_fine_tuned_on_conversations(tmp_path: Path, running: Swarm) -> None:
     """Questions are random letters and answers always the same: only the answers can be learned, and they are."""
     save_moe(tmp_path / "model", "qwen3_moe")
@@ -120,5 +130,7 @@ def test_a_model_is_fine_tuned_on_conversations(tmp_path: Path, running: Swarm) 
     export_model(founder.output_dir, tmp_path / "exported")
     template = (tmp_path / "model" / "chat_template.jinja").read_text(encoding="utf-8")
     assert (tmp_path / "exported" / "chat_template.jinja").read_text(encoding="utf-8") == template
+    # The end of the answer, which is not the tokenizer's end of text; it would go on to the limit.
+    assert generated(tmp_path / "exported", question, "the sky is blue") == "<|im_end|>"
     # A run that continues needs neither the section nor the settings of the model again.
     assert founded(running, tmp_path / "model", *arguments[:4], "--max-rounds", 1).wait() == 0
