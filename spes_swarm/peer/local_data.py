@@ -124,7 +124,6 @@ class LocalData:
                 holdout_fraction=holdout_fraction,
                 divided=divided,
                 stop=stop,
-                say=say,
             )
 
         sources = [batches_of(part) for _, part in self.parts]
