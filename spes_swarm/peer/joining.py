@@ -171,7 +171,7 @@ class Joining:
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
         self._sampler = self._local.batches(
-            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop, say=self._console.say
+            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop
         )
         self._evaluation = held_out_batches(self._sampler, run.evaluation)
 

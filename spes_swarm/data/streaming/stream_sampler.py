@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.dealing import Permutation
-from spes_swarm.data.streaming.pieces import Deal, Piece
+from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, Deal, Piece
 from spes_swarm.data.streaming.reader import Prepare, Reader, Units
 from spes_swarm.data.streaming.rows import Unusable
 
@@ -155,13 +155,18 @@ class StreamSampler(BatchSource):
             raise DataError("nothing is held out for evaluation: set the held-out fraction above 0")
         windows, usable, unusable = self._held_out_windows(num_sequences)
         if not windows:
-            advice, which = "raise run.evaluation.holdout_fraction", ""
+            why = "raise run.evaluation.holdout_fraction"
+            if not usable and not self._begins_usable():  # perhaps nothing is held out of so little
+                raise DataError(
+                    f"{self._units.name} has no usable example (skipped so far: {self._prepare.skipped or 'none'}): "
+                    "repair the data set"
+                )
             if unusable:
-                advice = "repair the data set"
-                which = f", of which {unusable:,} of {usable + unusable:,} cannot be used ({self._prepare.skipped}),"
+                counts = f"{unusable:,} of {usable + unusable:,} cannot be used"
+                why = f"{counts} (skipped so far: {self._prepare.skipped}); repair the data set"
             raise DataError(
-                f"the held-out examples of {self._units.name}{which} have fewer tokens than one sequence "
-                f"({self.sequence_length}): {advice}, or set every_rounds to 0"
+                f"the held-out examples of {self._units.name} have fewer tokens than one sequence "
+                f"({self.sequence_length}): {why}, or set every_rounds to 0"
             )
         for first in range(0, len(windows), batch_size):
             yield np.stack(windows[first : first + batch_size])
@@ -349,9 +354,16 @@ class StreamSampler(BatchSource):
         return windows, usable, unusable
 
     def _held_out_documents(self, unit: int) -> Iterator[NDArray[np.int64] | None]:
-        def wanted(part: int, number: int) -> bool:
-            return self._deal.is_held_out(unit, part, number)
+        return self._prepared(unit, lambda part, number: self._deal.is_held_out(unit, part, number))
 
+    def _begins_usable(self) -> bool:
+        """Returns True if one of the first examples of a few units is usable."""
+        units = range(min(_EVALUATED_UNITS, self._units.num_units))
+        firsts = (self._prepared(unit, lambda part, number: number < BLOCK_EXAMPLES) for unit in units)
+        return any(tokens is not None for first in firsts for tokens in first)
+
+    def _prepared(self, unit: int, wanted: Callable[[int, int], bool]) -> Iterator[NDArray[np.int64] | None]:
+        """Yields the tokens of the wanted examples of a unit; None for one that cannot be used."""
         reader = Reader(self._units, unit, 0, 0, self._prepare, wanted)
         try:
             while (item := reader.next(self._patience_s, self._stop)) is not None:
