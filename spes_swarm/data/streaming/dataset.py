@@ -13,9 +13,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ SPLIT = "train"
 _FORMATS = ("parquet", "json", "csv", "text")
 _CHATS = ("messages", "conversations")
 _TEXTS = ("text", "content")
-_DATA_SUFFIXES = frozenset({".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt"})
 _COMPARED_BYTES = 1 << 20  # at either end of a local file
 
 
@@ -65,7 +62,7 @@ class StreamedDataset:
         revision: commit of the repository on the Hub; None for a directory.
         digest: hex BLAKE3 that identifies the files and the column; of local files it covers the names, sizes, and the
             first and last MiB.
-        summary: what is read, and how many files of a directory are left out, by suffix.
+        summary: what is read, in one line.
     """
 
     def __init__(self, source: HfName, split: str = SPLIT) -> None:
@@ -103,8 +100,7 @@ class StreamedDataset:
             raise DataError(f"{source} cannot be opened: {one_line(exc)}") from exc
         self.num_units = len(self._units)
         self.is_chat = self.column in _CHATS
-        left_out = _left_out(Path(source.name), builder.config.data_files) if source.is_local else ""
-        self.summary = f"{source}: {plural(len(files), 'file')}, column {self.column}{left_out}"
+        self.summary = f"{source}: {plural(len(files), 'file')}, column {self.column}"
         self.digest: str = blake3("\n".join([self.column, *what]).encode()).hexdigest()
 
     def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
@@ -182,20 +178,3 @@ def _identity(file: str, root: Path) -> str:
     check_is_content(file, start)
     name = path.relative_to(root) if path.is_relative_to(root) else path.name
     return f"{name} {size} {hasher.hexdigest()}"
-
-
-def _left_out(root: Path, data_files: Mapping[str, Sequence[str]]) -> str:
-    """Returns how many files that could be data are in no split, by suffix: `datasets` reads one format."""
-    read = {os.path.realpath(file) for files in data_files.values() for file in files}
-    seen: set[str] = set()  # folders; links may form circles
-    found: Counter[str] = Counter()
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        seen.add(os.path.realpath(folder))
-        subfolders[:] = [
-            name for name in subfolders if name[0] != "." and os.path.realpath(f"{folder}/{name}") not in seen
-        ]
-        for name in names:
-            suffix = next((suffix for suffix in reversed(Path(name).suffixes) if suffix in _DATA_SUFFIXES), None)
-            if name[0] != "." and suffix is not None and os.path.realpath(f"{folder}/{name}") not in read:
-                found[suffix] += 1
-    return "; left out: " + ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.items())) if found else ""
