@@ -183,7 +183,7 @@ def _described(path: Path, size: int, tokenizer: Tokenizer) -> Sidecar:
             f"numpy.save(NEW, numpy.fromfile({path.name!r}, {form!r}).astype({target!r}))"
         )
     raise DataError(
-        f"{path} has no .npy header, and its content is not of the run's vocabulary of {tokenizer.vocab_size} tokens "
+        f"{path} has no .npy header and does not hold ids of the run's vocabulary of {tokenizer.vocab_size} tokens "
         f"({'; '.join(refused)}): {advice}"
     )
 

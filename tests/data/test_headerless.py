@@ -413,6 +413,26 @@ def test_a_list_names_the_files_of_its_folder_by_themselves(
         assert [file.path.resolve() for file in open_corpus("data", BYTES, cache)] == [path]
 
 
+def test_a_file_that_is_listed_twice_counts_once(listed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = listed.parent / "tokens"
+    (tokens / "9.npy").symlink_to("0_1.npy")
+    (tokens / "same.npy").hardlink_to(tokens / "0_2.npy")
+    (listed.parent / "mirror").symlink_to(tokens)
+    monkeypatch.chdir(tokens)
+    names = (
+        "0_0.npy",
+        "./0_0.npy",
+        "../tokens/0_1.npy",
+        "9.npy",
+        "same.npy",
+        str(listed.parent / "mirror" / "0_0.npy"),
+    )
+    with (listed / "file_list.txt").open("a") as index:
+        index.write("\n".join(names) + "\n")
+    found = open_corpus(str(listed), BYTES, cache)
+    assert sorted(file.tokens.tolist() for file in found) == [[0, 256], [1, 256], [2, 256]]
+
+
 def test_a_listed_file_that_is_missing_is_named(listed: Path, cache: Path) -> None:
     (listed.parent / "tokens" / "0_0.npy").unlink()
     for opened in (lambda: check_source(str(listed)), lambda: open_corpus(str(listed), BYTES, cache)):
