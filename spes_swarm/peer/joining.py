@@ -177,6 +177,8 @@ class Joining:
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""
+        if self._fits.note:
+            self._console.say(self._fits.note)
         model = self._run.model
         self._layout = layout_of(build_model(model.type, model.settings, seed=0, device="meta", on_meta=True))
         if self._layout.digest != self.manifest.layout_digest:
