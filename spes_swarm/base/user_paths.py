@@ -36,6 +36,16 @@ def disk_of(path: Path) -> Path:
     return next(parent for parent in (real, *real.parents) if parent.is_mount() or parent == parent.parent)
 
 
+def refuse_lfs_pointer(path: Path | str, start: bytes, kind: type[UserError]) -> None:
+    """Refuses a file that stands for another one, given its first bytes.
+
+    Raises:
+        UserError: of type `kind`: it is a pointer of Git LFS.
+    """
+    if start.startswith(b"version https://git-lfs.github.com/"):
+        raise kind(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder")
+
+
 def sync_to_disk(path: Path) -> None:
     """Makes a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

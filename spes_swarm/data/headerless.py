@@ -22,7 +22,7 @@ import numpy as np
 from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
-from spes_swarm.base.user_paths import replace_file
+from spes_swarm.base.user_paths import refuse_lfs_pointer, replace_file
 from spes_swarm.data.content_check import WORTH_SAYING_BYTES, file_state
 from spes_swarm.data.token_file import (
     MAGIC,
@@ -46,7 +46,6 @@ _INTEGERS = re.compile(r"[<>|=]?[iu][1248]")
 _OTHER_FORMS = {"<u8": "64-bit", ">u8": "big-endian 64-bit", ">u4": "big-endian 32-bit", ">u2": "big-endian 16-bit"}
 _LARGEST_VOCABULARY = 1 << 19
 _ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
-_LFS = b"version https://git-lfs.github.com/"
 
 
 def is_headerless(path: Path) -> bool:
@@ -72,8 +71,7 @@ def check_size(path: Path) -> int:
         if start.startswith(MAGIC):
             _header(path)
             return size
-    if start.startswith(_LFS):
-        raise DataError(f"{path} is a Git LFS pointer, not the token file: run `git lfs pull` in its folder")
+    refuse_lfs_pointer(path, start, DataError)
     kind = "an archive: unpack it" if start.startswith(_ARCHIVES) else "text: give it a name that ends in .txt"
     if start.startswith(_ARCHIVES) or (len(start) >= 64 and _is_text(start)):
         raise DataError(f"{path} is not a token file, but {kind}")

@@ -21,10 +21,11 @@ from typing import Any
 from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.base.wording import plural
 from spes_swarm.config.data_source import HfName
 from spes_swarm.data.streaming.pieces import MANY_UNITS
-from spes_swarm.data.streaming.rows import RowReader, Unusable, check_is_content, one_line
+from spes_swarm.data.streaming.rows import RowReader, Unusable, one_line
 
 SPLIT = "train"
 
@@ -175,6 +176,6 @@ def _identity(file: str, root: Path) -> str:
         hasher = blake3(start := content.read(_COMPARED_BYTES))
         content.seek(max(0, size - _COMPARED_BYTES))
         hasher.update(content.read(_COMPARED_BYTES))
-    check_is_content(file, start)
+    refuse_lfs_pointer(path, start, DataError)
     name = path.relative_to(root) if path.is_relative_to(root) else path.name
     return f"{name} {size} {hasher.hexdigest()}"

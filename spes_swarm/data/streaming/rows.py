@@ -21,13 +21,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spes_swarm.base.errors import DataError
-
 _TABLE_ROWS = 256  # in memory at a time
 _JUDGED_RECORDS = 1000  # JSON records whose keys are a file's columns
 _MAX_FIELD_CHARS = 1 << 24  # of a CSV field; a quotation mark too many hides at most so much
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_LFS = "version https://git-lfs.github.com/"
 # Suffixes lie; the first bytes of a file do not.
 _GZIP, _BZ2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 
@@ -145,16 +142,6 @@ def has_surrogates(value: Any) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def check_is_content(file: str, start: bytes) -> None:
-    """Refuses a file that stands for another one.
-
-    Raises:
-        DataError: it is a pointer of Git LFS.
-    """
-    if start.startswith(_LFS.encode()):
-        raise DataError(f"{file} is a Git LFS pointer, not the data: run `git lfs pull` in its folder")
 
 
 def _what(file: str, error: BaseException) -> str:
