@@ -241,4 +241,5 @@ class RunDirectory:
             raise UserError(f"{self.path / name} cannot be written: {reason}") from exc
 
     def _full_disk(self) -> str:
-        return f"the disk {disk_of(self.path)} is full; free some space, or choose an --output-dir on another disk"
+        disk = disk_of(self.path)
+        return f"{os.strerror(errno.ENOSPC)}; free some on the disk {disk}, or choose an --output-dir on another one"

@@ -245,7 +245,7 @@ def test_what_has_no_row_to_be_read(tmp_path: Path) -> None:
     cases = {
         r"has no row that can be read in 2 files \(a\.parquet: ": {"a__parquet": b"PAR1", "b__parquet": b""},
         r"has no row that can be read in 1 file \(bad_json\)": {"a__jsonl": b"{broken\n" * 9},
-        r"a\.parquet is a Git LFS pointer, not the data: run `git lfs pull`": {"a__parquet": pointer},
+        r"a\.parquet is a Git LFS pointer, not the file itself: run `git lfs pull`": {"a__parquet": pointer},
         r"has the columns body, expected one named text": {"a__jsonl": b'{\n{"body": "x"}\n'},
     }
     for number, (message, files) in enumerate(cases.items()):

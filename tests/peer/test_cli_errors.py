@@ -386,5 +386,6 @@ def test_a_full_disk_is_said_in_one_line(small_disk: Path, tmp_path: Path) -> No
     assert not (small_disk / "out").exists()
     fill(small_disk / "more", leave=0)
     line = join("--config", config(tmp_path / "run.yaml"), out=small_disk / "out").line()
-    assert line.endswith(f"the disk {small_disk} is full; free some space, or choose an --output-dir on another disk")
+    assert line.startswith(f"output directory {small_disk / 'out'}: No space left on device; free some on the disk")
+    assert line.endswith(f"{small_disk}, or choose an --output-dir on another one")
     assert not (small_disk / "out").exists()
