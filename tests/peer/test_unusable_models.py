@@ -79,7 +79,7 @@ def test_the_sound_model_is_loaded(model: Path) -> None:
     load(model)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, INDEX, CONFIG])
+@pytest.mark.parametrize("name", [WEIGHTS, INDEX, CONFIG, "tokenizer.json", "tokenizer.model"])
 def test_a_pointer_of_git_lfs(model: Path, name: str) -> None:
     (model / name).write_bytes(POINTER)
     assert complaint(model) == f"DIR/{name} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
