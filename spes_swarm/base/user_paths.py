@@ -25,6 +25,27 @@ def user_path(text: str) -> Path:
         raise UserError(f"{text!r}: there is no such home directory") from exc
 
 
+def existing_parent(path: Path) -> Path:
+    """Returns a path, or the nearest parent of it that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+
+
+def disk_of(path: Path) -> Path:
+    """Returns where the file system of a path is mounted."""
+    real = existing_parent(path).resolve()
+    return next(parent for parent in (real, *real.parents) if parent.is_mount() or parent == parent.parent)
+
+
+def refuse_lfs_pointer(path: Path | str, start: bytes, kind: type[UserError]) -> None:
+    """Refuses a file that stands for another one, given its first bytes.
+
+    Raises:
+        UserError: of type `kind`: it is a pointer of Git LFS.
+    """
+    if start.startswith(b"version https://git-lfs.github.com/"):
+        raise kind(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder")
+
+
 def sync_to_disk(path: Path) -> None:
     """Makes a file, or the names in a directory, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

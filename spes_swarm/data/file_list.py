@@ -16,6 +16,8 @@ FILE_LIST = "file_list.txt"
 def listed_token_files(path: Path) -> list[Path]:
     """Returns the `.npy` files that a list names, sorted; none if there is no list, or it names none (as text does).
 
+    A file that is named twice, by another spelling or through a link, counts once.
+
     Relative paths start at the list's folder or, where nothing lies there, at the working directory. Lines about other
     files are skipped, because `find` also lists descriptions, and the list itself.
 
@@ -26,7 +28,7 @@ def listed_token_files(path: Path) -> list[Path]:
         return []
     with os_errors_as(DataError, f"{path} cannot be read"):
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    found: list[Path] = []
+    found: dict[tuple[int, int], Path] = {}  # by device and inode
     for number, line in enumerate(lines, start=1):
         entry = line.strip()
         if not entry.endswith(".npy"):
@@ -38,5 +40,7 @@ def listed_token_files(path: Path) -> list[Path]:
                 f"{path}, line {number}: {entry} does not exist here: correct the path, which may be relative to the "
                 "list's folder"
             )
-        found.append(file)
-    return sorted(found)
+        status = file.stat()
+        identity = status.st_dev, status.st_ino
+        found[identity] = min(file, found.get(identity, file))
+    return sorted(found.values())

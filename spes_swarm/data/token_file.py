@@ -4,13 +4,14 @@
 stored as their complement `~id` (chat.py); `X.npy.json` names the tokenizer (with its digest), counts
 tokens and documents and carries the BLAKE3 digest of the token bytes. Both are written under temporary names and appear
 only when complete, the sidecar first: an `X.npy` that exists is complete. Readers map the file and never unpickle.
-Files of others, which have neither header nor sidecar: headerless.py.
+Files of others, which have no sidecar: headerless.py.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import struct
 from dataclasses import asdict, dataclass, fields
@@ -155,7 +156,7 @@ class TokenFile:
 
     path: Path
     sidecar: Sidecar
-    tokens: TokenArray  # (num_tokens,), uint16, uint32 or int32
+    tokens: TokenArray  # (num_tokens,), uint16, uint32 or int32; integers of any kind in a file of others
     has_header: bool = True  # False: the sidecar was derived from the content, see headerless.py
 
     @classmethod
@@ -240,10 +241,24 @@ def _npy_header(dtype: np.dtype[Any], num_tokens: int) -> bytes:
 def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     """Reads dtype, number of tokens and the offset of the first token.
 
+    Raises:
+        ValueError: not a 1-D array of a dtype for tokens.
+    """
+    descr, shape, start = read_npy_header(file)
+    if descr not in _DTYPES:
+        raise ValueError(f"its dtype is {descr!r}, not uint16 or uint32")
+    if len(shape) != 1:
+        raise ValueError(f"its shape is {shape!r}, not one dimension")
+    return np.dtype(descr), shape[0], start
+
+
+def read_npy_header(file: BinaryIO) -> tuple[str, tuple[int, ...], int]:
+    """Reads the dtype and shape of an array, and the offset of its first element.
+
     NumPy's own reader is not used: it warns about, converts or maps files that can never be token files.
 
     Raises:
-        ValueError: not a 1-D array of a dtype for tokens.
+        ValueError: not an array of a plain dtype that is stored row by row, or an empty one.
     """
     prefix = file.read(8)
     if len(prefix) < 8 or prefix[:6] != MAGIC:
@@ -262,13 +277,15 @@ def _read_npy_header(file: BinaryIO) -> tuple[np.dtype[Any], int, int]:
     if not isinstance(parsed, dict) or len(header) < length:
         raise ValueError("its header is damaged")
     descr, shape = parsed.get("descr"), parsed.get("shape")
-    if not isinstance(descr, str) or descr not in _DTYPES:
+    if not isinstance(descr, str):
         raise ValueError(f"its dtype is {descr!r}, not uint16 or uint32")
-    if not isinstance(shape, tuple) or len(shape) != 1 or type(shape[0]) is not int:
+    if not isinstance(shape, tuple) or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"its shape is {shape!r}, not one dimension")
-    if shape[0] < 1:
+    if len(shape) > 1 and parsed.get("fortran_order") is not False:
+        raise ValueError("it is stored column by column (fortran_order)")
+    if math.prod(shape) < 1:
         raise ValueError("it is empty")
-    return np.dtype(descr), shape[0], len(prefix) + width + length
+    return descr, shape, len(prefix) + width + length
 
 
 def read_sidecar(path: Path, location: Path) -> Sidecar:

@@ -16,7 +16,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError, ConfigError
+from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.config.model_settings import config_from_settings, repeatable, setting_names
 from spes_swarm.config.run import ModelConfig
 from spes_swarm.model.saved_tensors import Piece, SavedTensor, saved_tensors
@@ -41,6 +42,15 @@ GENERATION_FILE = "generation_config.json"
 # (name, the parameter that it repeats) in models that tie them; some tools save both.
 TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _PICKLED = (".bin", ".pt", ".pth")
+_SHARD = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
+# Tensors that a quantised model has besides its weights, in the names of fp8, GPTQ, AWQ, bitsandbytes and others.
+_OF_QUANTISED = re.compile(
+    r"[._](scale_inv|weight_scale|input_scale|scales|qweight|qzeros|g_idx|absmax|quant_map|SCB|blocks|quant_state\..*)$"
+)
+_QUANTISED = (
+    "quantised weights cannot be trained; use the model's weights in bf16 or fp32, or dequantise it and save it with "
+    "save_pretrained first"
+)
 _ROWS_COMPARED = 1024
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Name of a matrix of a single expert, and which of its three matrices it is.
@@ -105,8 +115,8 @@ class WeightDirectory:
         stored = self._file_of[name].get_slice(name).get_dtype()
         if stored not in _FLOATS:
             raise CheckpointError(
-                f"{self._directory}: {name} is stored as {stored}, expected {', '.join(_FLOATS)}; "
-                "quantised weights cannot be used"
+                f"{self._directory}: {name} is stored as {stored}, expected {', '.join(_FLOATS)}: "
+                + ("convert the model to bf16 or fp32 first" if stored == "F64" else _QUANTISED)
             )
 
     def read(self, name: str) -> Tensor:
@@ -139,7 +149,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{directory}: no such directory")
     content = _read_object(directory / CONFIG_FILE)
     if content is None:
-        raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}")
+        _check_no_adapter([entry.name for entry in directory.iterdir()], str(directory))
+        below = next(iter(sorted(directory.glob(f"*/{CONFIG_FILE}"))), None)
+        advice = "" if below is None else f"; {below.parent} has one: name that directory"
+        raise CheckpointError(f"{directory} is not a transformers model: it has no {CONFIG_FILE}{advice}")
     if not isinstance(content.get("model_type"), str):
         raise CheckpointError(f"{directory / CONFIG_FILE} has no model_type")
     return content
@@ -152,6 +165,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as exc:
+        _refuse_pointer(path)
         raise CheckpointError(f"{path} cannot be read: {exc}") from exc
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -165,12 +179,19 @@ def model_section(directory: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: config.json is missing or unreadable.
-        ConfigError: it contains settings that a swarm does not accept, e.g. quantisation.
+        ConfigError: the weights are quantised, its type is unknown, or it contains settings that a swarm does not
+            accept.
     """
     content = read_config(directory)
     model_type = content["model_type"]
+    _check_type(content, directory / CONFIG_FILE)
+    if quantisation := content.get("quantization_config"):
+        method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        raise ConfigError(
+            f"{directory / CONFIG_FILE}: the weights are quantised ({method or 'how is unknown'}): {_QUANTISED}"
+        )
     try:
-        known = setting_names(model_type) | {"quantization_config"}
+        known = setting_names(model_type)
         named = {_setting_name(model_type, key): value for key, value in content.items() if key not in _BOOKKEEPING}
         settings = {key: value for key, value in named.items() if key in known}
         config_from_settings(model_type, settings)
@@ -236,6 +257,24 @@ def load_initial_reference(
 
 
 # ------------------------------------------------------------------------------------------------ internals
+
+
+def _check_type(content: dict[str, Any], path: Path) -> None:
+    """Refuses a type that the installed transformers does not have; nobody has misspelt it."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    model_type, saved_by = content["model_type"], content.get("transformers_version")
+    if model_type in CONFIG_MAPPING:
+        return
+    advice = (
+        "upgrade transformers if a newer version has it, or use a mixture of a known type, such as olmoe or qwen3_moe"
+    )
+    if content.get("auto_map"):
+        advice = (
+            "it needs code of its own (auto_map), which is never run: use a mixture of a type that transformers has"
+        )
+    saved = f" (the model was saved by {saved_by})" if isinstance(saved_by, str) else ""
+    raise ConfigError(f"{path}: transformers {__version__} has no model type {model_type!r}{saved}: {advice}")
 
 
 def _setting_name(model_type: str, key: str) -> str:
@@ -333,6 +372,8 @@ class _Assignment:
         if any(re.search(pattern, name) for pattern in self._ignored):
             return
         saved = self._saved.get(name)
+        if saved is None and _OF_QUANTISED.search(name):
+            raise CheckpointError(f"{self._directory}: {name} belongs to quantised weights: {_QUANTISED}")
         if saved is None:
             raise CheckpointError(f"{self._directory}: {name} is not a parameter of the run's model")
         if weights.read(name).any():
@@ -358,7 +399,14 @@ def _weight_files(directory: Path) -> list[Path]:
     check_has_weights([path.name for path in directory.iterdir()], str(directory))
     if not (index := directory / INDEX_FILE).is_file():
         return [directory / SINGLE_FILE]
-    return [directory / name for name in indexed_files(index)]
+    names = indexed_files(index)
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of the {len(names)} files that {INDEX_FILE} lists, such as "
+            f"{missing[0]}: download them, too"
+        )
+    return [directory / name for name in names]
 
 
 def indexed_files(index: Path) -> list[str]:
@@ -370,6 +418,7 @@ def indexed_files(index: Path) -> list[str]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        _refuse_pointer(index)
         raise CheckpointError(f"{index} is not an index of safetensors") from exc
     # An index may be untrusted: it may only name files beside it.
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
@@ -385,10 +434,15 @@ def check_has_weights(names: Collection[str], where: str) -> None:
     """
     if INDEX_FILE in names or SINGLE_FILE in names:
         return
+    _check_no_adapter(names, where)
+    if any(_SHARD.fullmatch(name) for name in names):
+        raise CheckpointError(f"{where} has shards of weights, but no {INDEX_FILE} that lists them: download it, too")
+    if any(name.endswith(".gguf") for name in names):
+        raise CheckpointError(f"{where} has GGUF weights only: use the model that they were made from")
     if any(Path(name).suffix in _PICKLED for name in names):
         raise CheckpointError(
             f"{where} has pickled weights only, which are never loaded because they can run code: convert them "
-            "to safetensors first"
+            "to safetensors first (transformers: from_pretrained, then save_pretrained)"
         )
     raise CheckpointError(f"{where} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
 
@@ -398,4 +452,35 @@ def _corruption(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as exc:
-        raise CheckpointError(f"{path} cannot be read: {' '.join(str(exc).split())}") from exc
+        reason, advice = " ".join(str(exc).split()), ""
+        if isinstance(exc, SafetensorError) and path.is_file():
+            advice = "; " + _what_it_is(path)
+        raise CheckpointError(f"{path} cannot be read: {reason}{advice}") from exc
+
+
+def _what_it_is(path: Path) -> str:
+    """Returns what a file is that is not a whole safetensors file, and what to do."""
+    _refuse_pointer(path)
+    with path.open("rb") as file:
+        start = file.read(64)
+    size = path.stat().st_size
+    if not start:
+        return "it is empty: download it again"
+    if start[8:10] == b'{"':  # after the length of the header
+        return f"it is truncated or damaged at {size:,} bytes: download it again"
+    if start.startswith((b"PK\x03\x04", b"\x80")):
+        return "it holds pickled weights, which are never loaded: convert them to safetensors first"
+    return "it is not a safetensors file: download it again"
+
+
+def _refuse_pointer(path: Path) -> None:
+    with suppress(OSError), path.open("rb") as file:
+        refuse_lfs_pointer(path, file.read(64), CheckpointError)
+
+
+def _check_no_adapter(names: Collection[str], where: str) -> None:
+    if "adapter_config.json" in names:
+        raise CheckpointError(
+            f"{where} is an adapter (LoRA), not a model: merge it into its base model first "
+            "(peft: merge_and_unload, then save_pretrained)"
+        )

@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub import close_session, hf_hub_download
 
 from spes_swarm.base.errors import CheckpointError, ConfigError, HubError
+from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
@@ -165,7 +166,10 @@ class InitialModel:
     @staticmethod
     def _tokenizer(directory: Path) -> Tokenizer:
         """Returns the model's tokenizer, and the bytes tokenizer for a model without one."""
-        if not any((directory / file).is_file() for file in TOKENIZER_FILES[:3]):
+        files = [path for name in TOKENIZER_FILES[:3] if (path := directory / name).is_file()]
+        for path in files:
+            refuse_lfs_pointer(path, path.read_bytes()[:64], CheckpointError)
+        if not files:
             return ByteTokenizer()
         return load_tokenizer(directory.resolve(), local_files_only=True)
 

@@ -171,12 +171,14 @@ class Joining:
         self._local = context.data.open(run.data, run_tokenizer(run))
         context.metrics.write("data", **self._local.to_event())
         self._sampler = self._local.batches(
-            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop, say=self._console.say
+            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop
         )
         self._evaluation = held_out_batches(self._sampler, run.evaluation)
 
     def _make_room(self) -> None:
         """Lays the model out, and makes the memory that this process shares with the network process."""
+        if self._fits.note:
+            self._console.say(self._fits.note)
         model = self._run.model
         self._layout = layout_of(build_model(model.type, model.settings, seed=0, device="meta", on_meta=True))
         if self._layout.digest != self.manifest.layout_digest:

@@ -81,9 +81,7 @@ class LocalData:
         shards = {"shards": sum(part.shards[0] for _, part in self.parts), "shards_total": self.num_shards}
         return {**self.described.to_dict(), **shards, "differs": self.differs}
 
-    def batches(
-        self, run: RunConfig, *, peer_id: str, seed: int | None, stop: threading.Event, say: Callable[[str], None]
-    ) -> BatchSource:
+    def batches(self, run: RunConfig, *, peer_id: str, seed: int | None, stop: threading.Event) -> BatchSource:
         """Returns this peer's batches.
 
         Args:
@@ -92,7 +90,6 @@ class LocalData:
             seed: of an order of its own for the data in token files; None: the order that the peers of the run divide,
                 or, if its data may differ from theirs, one derived from the peer id.
             stop: set when the peer is told to leave, which ends all waiting for data.
-            say: gets messages for the user.
 
         Raises:
             DataError: there is too little data.
@@ -124,7 +121,6 @@ class LocalData:
                 holdout_fraction=holdout_fraction,
                 divided=divided,
                 stop=stop,
-                say=say,
             )
 
         sources = [batches_of(part) for _, part in self.parts]
@@ -222,6 +218,7 @@ def _open_hf(hf: HfName, tokenizer: Tokenizer, run: DataConfig, say: Callable[[s
         hf = HfName(hf.name, hf.config, run.revision)
     split = (run.split if run.kind == "hf" else None) or SPLIT
     dataset = StreamedDataset(hf, split)
+    say(dataset.summary)
     prepare = Preparing(tokenizer, is_chat=dataset.is_chat, name=str(hf), say=say)
     described = DataConfig(
         kind="hf",

@@ -105,7 +105,7 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
 
 
 def check_memory(peer: PeerConfig, run: RunConfig, placement: Placement | None) -> None:
-    """Refuses a run that cannot fit into host memory. Imports torch and transformers, but does not use a GPU.
+    """Refuses a run that cannot fit into host memory or on the disk; imports torch and transformers, but uses no GPU.
 
     GPU memory and activations are checked after the network process has been forked.
 
@@ -114,9 +114,11 @@ def check_memory(peer: PeerConfig, run: RunConfig, placement: Placement | None) 
         CapacityError: the message says what would fit.
     """
     from spes_swarm.peer.memory.capacity import check_host_memory
+    from spes_swarm.peer.memory.disk_space import check_disk
 
     on_gpu = peer.device != "cpu" and has_cuda_hardware()
-    check_host_memory(run, peer, on_gpu, 1 if placement is None else placement.world_size)
+    work, experts = check_host_memory(run, peer, on_gpu, 1 if placement is None else placement.world_size)
+    check_disk(work, experts, peer)
 
 
 def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:

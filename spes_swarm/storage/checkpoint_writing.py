@@ -34,7 +34,7 @@ from spes_swarm.storage.checkpoint import (
 from spes_swarm.storage.checkpoint_files import Array, reference_files, write_tensors
 
 _TEMPORARY = ".round-*"
-_OVERHEAD_BYTES = 8192  # of a file: its header, and the end of its last disk block
+OVERHEAD_BYTES = 8192  # of a file: its header, and the end of its last disk block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _check_room(temporary: Path, state: PeerState, linked: set[str]) -> None:
     """Raises OSError if the disk does not have room for the files that are still to be written."""
     sizes = [file.num_bytes for file in reference_files(state.layout) if file.name not in linked]
     sizes += [sum(array.nbytes for array in arrays.values()) for arrays in (state.live, state.optimiser)]
-    needed = sum(sizes) + _OVERHEAD_BYTES * (len(sizes) + 1)
+    needed = sum(sizes) + OVERHEAD_BYTES * (len(sizes) + 1)
     status = os.statvfs(temporary)
     free = status.f_bavail * status.f_frsize
     if needed > free:

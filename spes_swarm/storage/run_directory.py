@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spes_swarm.base.errors import CheckpointError, ManifestError, UserError, os_errors_as
-from spes_swarm.base.user_paths import replace_file
+from spes_swarm.base.user_paths import disk_of, existing_parent, replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
 _PATIENCE_S, _POLL_S = 5.0, 0.05
+_LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
 
 def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> int:
@@ -143,13 +144,17 @@ class RunDirectory:
         started the peer again by then, so this waits for it.
 
         Raises:
-            UserError: it cannot be created, or another process uses it.
+            UserError: it cannot be created, its disk is full, or another process uses it.
         """
-        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if os.path.lexists(parent))
+        existing = existing_parent(self.path)
         if not existing.is_dir():
             raise UserError(f"output directory {self.path}: {os.strerror(errno.ENOTDIR)}")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"output directory {self.path}: {os.strerror(errno.EACCES)}")
+        with os_errors_as(UserError, f"output directory {self.path}"):
+            status = os.statvfs(existing)
+        if status.f_blocks and status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES:
+            raise UserError(f"output directory {self.path}: {self._full_disk()}")
         if self._lock.exists():
             os.close(self._take_lock(_PATIENCE_S))
 
@@ -181,7 +186,7 @@ class RunDirectory:
         try:
             return None if raw is None else raw.build()
         except ManifestError as exc:
-            raise CheckpointError(f"{self.path / _MANIFEST} is corrupt: {exc}") from exc
+            raise self._corrupt(str(exc)) from exc
 
     def raw_manifest(self) -> RawManifest | None:
         """The same, without building its model.
@@ -189,14 +194,23 @@ class RunDirectory:
         Raises:
             CheckpointError: as `manifest`, except for errors in the model.
         """
+        path = self.path / _MANIFEST
         try:
-            if not (self.path / _MANIFEST).exists():
+            if not path.exists():
                 return None
-            stored = json.loads((self.path / _MANIFEST).read_text(encoding="utf-8"))
+            stored = json.loads(path.read_text(encoding="utf-8"))
             wire = {key: bytes.fromhex(stored[key]) for key in ("manifest", "signature")}
-            return read_manifest(wire, source=str(self.path / _MANIFEST), expected_run_id=stored["run_id"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, ManifestError) as exc:
-            raise CheckpointError(f"{self.path / _MANIFEST} is corrupt: {exc}") from exc
+            return read_manifest(wire, source=str(path), expected_run_id=stored["run_id"])
+        except (OSError, ManifestError) as exc:
+            raise self._corrupt(str(exc)) from exc
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            raise self._corrupt("it is not a manifest" if path.stat().st_size else "it is empty") from exc
+
+    def _corrupt(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path / _MANIFEST} is corrupt ({reason}): copy the manifest.json of another peer of the run, or "
+            "move it away and join the run again with --initial-peers; the checkpoints stay valid"
+        )
 
     def require_run(self) -> RawManifest:
         """As `raw_manifest`, for a directory that must belong to a run.
@@ -220,5 +234,12 @@ class RunDirectory:
 
     def _store(self, name: str, text: str) -> None:
         """Replaces a file atomically and durably; raises UserError if that fails, and an earlier one is intact."""
-        with os_errors_as(UserError, f"{self.path / name} cannot be written"):
+        try:
             replace_file(self.path / name, text)
+        except OSError as exc:
+            reason = self._full_disk() if exc.errno in (errno.ENOSPC, errno.EDQUOT) else exc.strerror
+            raise UserError(f"{self.path / name} cannot be written: {reason}") from exc
+
+    def _full_disk(self) -> str:
+        disk = disk_of(self.path)
+        return f"{os.strerror(errno.ENOSPC)}; free some on the disk {disk}, or choose an --output-dir on another one"

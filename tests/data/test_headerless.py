@@ -1,7 +1,8 @@
-"""Token files without a header, and lists of token files, as SPES's and OLMo's data preparation leaves them."""
+"""Token files without a sidecar, and lists of token files, as SPES's and OLMo's data preparation leaves them."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from blake3 import blake3
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
 from spes_swarm.data import headerless
@@ -19,6 +21,7 @@ from spes_swarm.data.content_check import check_contents_once
 from spes_swarm.data.corpus import check_source, open_corpus
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import listed_token_files
+from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer
 from tests.helpers.token_files import Vocabulary, save_headerless, token_writer
@@ -78,10 +81,12 @@ def test_a_file_of_uint32_is_described_by_what_it_holds(tmp_path: Path, cache: P
 def test_ids_come_back_whatever_their_size_and_the_vocabulary(
     tmp_path: Path, data: st.DataObject, vocab_size: int
 ) -> None:
-    tokens = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=40))
+    tokens = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=30))
     dtype = data.draw(st.sampled_from(["uint16", "uint32"] if vocab_size <= 1 << 16 else ["uint32"]))
     # Pairs of uint16 are a uint32 of this vocabulary only if every second one is 0: then nobody could tell.
-    assume(dtype == "uint32" or len(tokens) % 2 or any(tokens[1::2]))
+    assume(any(tokens) and (dtype == "uint32" or len(tokens) % 2 or any(tokens[1::2])))
+    # Ids of which every second one is hardly more than 0 are refused, in either byte order.
+    assume(len(tokens) < 8 or (max(tokens[1::2]) > 7 and not set(tokens[::2]) <= set(range(0, 2048, 256))))
     # A new name for each: a file that is replaced twice within a tick of the clock looks the same.
     path = save_headerless(tmp_path / f"{next(NUMBERS)}.npy", tokens, dtype)
     file = one(path, Vocabulary(vocab_size), tmp_path / "cache")
@@ -233,6 +238,141 @@ def test_a_damaged_file_of_ours_is_not_taken_for_one_without_a_header(tmp_path: 
             opened()
 
 
+# ------------------------------------------------------------------------------------- other widths and byte orders
+
+
+def zipf_ids(vocab_size: int, count: int = 5000) -> NDArray[np.int64]:
+    """Ids with about the frequencies of text."""
+    return (np.random.default_rng(0).zipf(1.2, count) - 1) % vocab_size
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size", "advice"),
+    [
+        ("<u8", 257, "64-bit"),
+        ("<i8", 50_304, "64-bit"),
+        ("<u8", 65_536, "64-bit"),
+        ("<i8", 151_665, "64-bit"),
+        (">u8", 50_304, "big-endian 64-bit"),
+        (">u8", 151_665, "big-endian 64-bit"),
+        (">u4", 257, "big-endian 32-bit"),
+        (">i4", 65_536, "big-endian 32-bit"),
+        (">u4", 151_665, "big-endian 32-bit"),
+        (">u2", 257, "big-endian 16-bit"),
+        (">u2", 50_304, "big-endian 16-bit"),
+    ],
+)
+@pytest.mark.parametrize("count", [4, 5000])
+def test_ids_of_another_form_are_refused_and_the_advice_works(
+    tmp_path: Path, cache: Path, dtype: str, vocab_size: int, advice: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Vocabulary(vocab_size)
+    ids = zipf_ids(vocab_size)[:count] if count > 4 else np.array([5, vocab_size - 1, 255, 40])
+    path = write(tmp_path / "a.npy", ids.astype(dtype).tobytes())
+    with pytest.raises(DataError, match=rf"its ids seem to be {advice}, so convert it with numpy\.save\(") as caught:
+        one(path, tokenizer, cache)
+    monkeypatch.chdir(tmp_path)
+    command = str(caught.value).partition("convert it with ")[2]
+    eval(command, {"numpy": np, "NEW": "b.npy"})
+    assert one(tmp_path / "b.npy", tokenizer, cache).tokens.tolist() == ids.tolist()
+
+
+def test_uint32_of_a_larger_vocabulary_are_not_taken_for_uint16(tmp_path: Path, cache: Path) -> None:
+    """Every uint16 is an id of this vocabulary."""
+    path = save_headerless(tmp_path / "a.npy", zipf_ids(151_665), "uint32")
+    with pytest.raises(DataError, match=r"as uint16, every second id is 0 or nearly so"):
+        one(path, Vocabulary(65_536), cache)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 50_304, 65_536, 151_665])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_ids_of_text_are_never_refused(tmp_path: Path, cache: Path, dtype: str, vocab_size: int) -> None:
+    if dtype == "uint16" and vocab_size > 1 << 16:
+        return
+    ids = zipf_ids(vocab_size)
+    assert one(save_headerless(tmp_path / "a.npy", ids, dtype), Vocabulary(vocab_size), cache).tokens.tolist() == (
+        ids.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 1\n",
+            "is a Git LFS pointer, .*git lfs pull",
+        ),
+        (b"once upon a time there was a token file " * 40, "is not a token file, but text"),
+        ("\u4e00\u4e8c".encode() * 2000, "is not a token file, but text"),
+        (b"PK\x03\x04" + bytes(100), "is not a token file, but an archive: unpack it"),
+        (gzip.compress(bytes(1000)), "is not a token file, but an archive: unpack it"),
+        (b"\x93NUMPY\x01\x00", "its header is damaged"),
+    ],
+)
+def test_what_is_no_token_file_is_named_before_the_tokenizer_is_known(
+    tmp_path: Path, cache: Path, content: bytes, why: str
+) -> None:
+    path = write(tmp_path / "a.npy", content)
+    for opened in (lambda: check_source(str(path)), lambda: one(path, Vocabulary(65_536), cache)):
+        with pytest.raises(DataError, match=why):
+            opened()
+
+
+def test_a_file_of_zeros_is_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(DataError, match="holds only zeros: copy it again"):
+        one(write(tmp_path / "a.npy", bytes(4096)), QWEN, cache)
+
+
+# ------------------------------------------------------------------------------------------------- numpy.save
+
+
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<u4", ">u4", "<i4", "<i8", ">i8", "<u8", "|u1"])
+@pytest.mark.parametrize("shape", [(240,), (12, 20), (2, 10, 12)])
+def test_a_saved_array_is_read_row_by_row(tmp_path: Path, cache: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    ids = np.arange(240).reshape(shape)
+    path = tmp_path / "a.npy"
+    np.save(path, ids.astype(dtype))
+    check_source(str(path))
+    for _ in range(2):  # also from the cache
+        file = one(path, BYTES, cache)
+        assert file.tokens.tolist() == ids.reshape(-1).tolist()
+        assert (file.sidecar.num_tokens, file.sidecar.max_token, file.has_header) == (240, 239, False)
+        TokenStream([file]).read(100, window_S := np.empty(16, np.int64))
+        assert window_S.tolist() == list(range(100, 116))
+    if dtype not in ("<u2", "<u4"):  # the same ids in a file of this package
+        with token_writer(tmp_path / "own.npy", BYTES) as writer:
+            writer.append(np.arange(240), 0)
+        assert file.sidecar.blake3 == TokenFile.open(tmp_path / "own.npy").sidecar.blake3
+
+
+@pytest.mark.parametrize(
+    ("array", "why"),
+    [
+        (np.zeros(9), "its dtype is '<f8', and ids are integers; save a 1-D array of token ids"),
+        (np.ones(9, bool), r"its dtype is '\|b1'"),
+        (np.array([{}], object), r"its dtype is '\|O'"),
+        (np.zeros(0, np.uint16), "it is empty"),
+        (np.asfortranarray(np.zeros((3, 4), np.uint16)), "column by column"),
+        (np.array([5, -100]), "holds the id -100, which is not in .* copy the file's sidecar a.npy.json too"),
+        (np.array([5, 257]), "holds the id 257, which is not in the run's vocabulary of 257 tokens"),
+    ],
+)
+def test_an_array_that_holds_no_ids_of_the_run(tmp_path: Path, cache: Path, array: NDArray[Any], why: str) -> None:
+    np.save(tmp_path / "a.npy", array, allow_pickle=True)
+    with pytest.raises(DataError, match=why) as caught:
+        one(tmp_path / "a.npy", BYTES, cache)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_array_that_was_cut(tmp_path: Path, cache: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(200))
+    with (tmp_path / "a.npy").open("r+b") as file:
+        file.truncate(1000)
+    for opened in (lambda: check_source(str(tmp_path / "a.npy")), lambda: one(tmp_path / "a.npy", BYTES, cache)):
+        with pytest.raises(DataError, match=r"is truncated: 1000 bytes instead of 1728; copy it again"):
+            opened()
+
+
 # ---------------------------------------------------------------------------------------------------------- lists
 
 
@@ -271,6 +411,26 @@ def test_a_list_names_the_files_of_its_folder_by_themselves(
     for entry in ("part/a.npy", "./part/a.npy", "data/part/a.npy"):  # the last as `find data` writes it
         index.write_text(f"{entry}\n./file_list.txt\n")
         assert [file.path.resolve() for file in open_corpus("data", BYTES, cache)] == [path]
+
+
+def test_a_file_that_is_listed_twice_counts_once(listed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = listed.parent / "tokens"
+    (tokens / "9.npy").symlink_to("0_1.npy")
+    (tokens / "same.npy").hardlink_to(tokens / "0_2.npy")
+    (listed.parent / "mirror").symlink_to(tokens)
+    monkeypatch.chdir(tokens)
+    names = (
+        "0_0.npy",
+        "./0_0.npy",
+        "../tokens/0_1.npy",
+        "9.npy",
+        "same.npy",
+        str(listed.parent / "mirror" / "0_0.npy"),
+    )
+    with (listed / "file_list.txt").open("a") as index:
+        index.write("\n".join(names) + "\n")
+    found = open_corpus(str(listed), BYTES, cache)
+    assert sorted(file.tokens.tolist() for file in found) == [[0, 256], [1, 256], [2, 256]]
 
 
 def test_a_listed_file_that_is_missing_is_named(listed: Path, cache: Path) -> None:

@@ -429,17 +429,6 @@ def test_a_peer_that_leaves_does_not_wait(few_units: StreamedDataset, samplers: 
         peer.next_batch(1)
 
 
-def test_undecodable_content_skips_the_rest_of_its_unit(tmp_path: Path, samplers: list[StreamSampler]) -> None:
-    save_jsonl(tmp_path, [range(0, 30), range(30, 60)])
-    with (tmp_path / "part-00001.jsonl").open("a") as file:
-        file.write("{broken\n")
-    said: list[str] = []
-    peer = sampler(opened(tmp_path), samplers, holdout_fraction=0.0, say=said.append)
-    numbers = set(numbers_in(peer, 4000))
-    assert numbers >= set(range(1, 30))
-    assert any("the rest of unit 1 is skipped" in line for line in said)
-
-
 def test_what_can_be_refused_before_anything_slow_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_jsonl(tmp_path / "set", [range(3)])
     for source in (f"hf:{tmp_path / 'set'}", "hf:user/name@main", f"0.5*hf:{tmp_path / 'set'} + 0.5*stdlib"):

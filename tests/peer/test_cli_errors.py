@@ -382,5 +382,10 @@ def test_a_full_disk_is_said_in_one_line(small_disk: Path, tmp_path: Path) -> No
     """As much room as the start takes, and not enough for a checkpoint."""
     fill(small_disk / "filler", leave=60_000)
     line = join("--config", config(tmp_path / "run.yaml"), "--experts", 8, out=small_disk / "out").line()
-    assert "No space left on device" in line
-    assert "there is no earlier one" in line
+    assert re.search(r"out: .* MB of it for a checkpoint, but only 0\.1 MB are free; free some space", line)
+    assert not (small_disk / "out").exists()
+    fill(small_disk / "more", leave=0)
+    line = join("--config", config(tmp_path / "run.yaml"), out=small_disk / "out").line()
+    assert line.startswith(f"output directory {small_disk / 'out'}: No space left on device; free some on the disk")
+    assert line.endswith(f"{small_disk}, or choose an --output-dir on another one")
+    assert not (small_disk / "out").exists()

@@ -326,7 +326,9 @@ def test_an_output_directory_of_another_run(tmp_path: Path, output: RunDirectory
 
 def test_an_output_directory_with_a_damaged_manifest(tmp_path: Path, output: RunDirectory) -> None:
     (output.path / "manifest.json").write_text("{", encoding="utf-8")
-    assert "manifest.json is corrupt" in refusal(tmp_path)
+    assert "manifest.json is corrupt (it is not a manifest): copy the manifest.json of another" in refusal(tmp_path)
+    (output.path / "manifest.json").write_text("", encoding="utf-8")
+    assert "is corrupt (it is empty): copy " in refusal(tmp_path)
     for module in ("export", "publish"):
         to = ["--to", "file:/nowhere"] if module == "publish" else [tmp_path / "model"]
         code, _, stderr = run(tmp_path, f"spes_swarm.{module}", output.path, *to)

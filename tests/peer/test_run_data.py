@@ -329,7 +329,7 @@ def test_data_are_divided_only_with_peers_that_have_the_same(tmp_path: Path, pee
         (of_run, f"0.5*{source} + 0.5*{other}", True, 0),
     ):
         data = Peer(tmp_path / "peer").data(mine, differs=differs).open(run_data, BYTES)
-        batches = data.batches(quickstart(run_data), peer_id="a", seed=None, stop=threading.Event(), say=print)
+        batches = data.batches(quickstart(run_data), peer_id="a", seed=None, stop=threading.Event())
         assert len(batches.positions()) == divided
 
 
@@ -408,7 +408,7 @@ def test_batches_of_a_mixture_are_of_all_sources(tmp_path: Path, peer: Peer) -> 
     source = f"0.5*hf:{streamed} + 0.5*{text}"
     run = quickstart(founded(source, peer))
     stop = threading.Event()
-    batches = peer.data(source).open(run.data, BYTES).batches(run, peer_id="a", seed=None, stop=stop, say=print)
+    batches = peer.data(source).open(run.data, BYTES).batches(run, peer_id="a", seed=None, stop=stop)
     try:
         training = [BYTES.decode(row) for row in batches.next_batch(40)]
         evaluation = [BYTES.decode(row) for batch in held_out_batches(batches, run.evaluation) for row in batch]

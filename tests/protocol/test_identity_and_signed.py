@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import permutations
 from math import gcd
 from pathlib import Path
@@ -28,6 +29,7 @@ from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
 from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement, seal_statement
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 from tests.helpers.rounds import identity
+from tests.helpers.small_disk import mounted_disk
 
 RUN = "run-1"
 
@@ -392,3 +394,13 @@ def test_every_group_has_a_name_of_its_own() -> None:
 def test_a_peer_is_in_a_group_once() -> None:
     sealed = [seal_statement(identity(0), RUN, statement(tokens=t)) for t in (1, 2)]
     refused("duplicate", lambda: form_group(RUN, 3, sealed, NUM_BLOCKS))
+
+
+def test_a_full_disk_leaves_no_part_of_an_identity(tmp_path: Path) -> None:
+    with mounted_disk(tmp_path / "disk", 64 << 10) as disk:
+        with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        with pytest.raises(UserError, match=r"identity\.key: No space left on device"):
+            Identity.load_or_create(disk / "identity.key")
+        assert [path.name for path in disk.iterdir()] == ["filler"]

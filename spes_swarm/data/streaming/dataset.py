@@ -4,14 +4,16 @@ Only formats that contain data are read: no code of a repository is run, and not
 if there are few Parquet files, a row group. If the unit is a whole Parquet file, its row groups are its *parts*, so a
 peer that resumes in the middle fetches only what it needs. Other files have one part and are read from the beginning.
 
-Each example has one value: the text of a document, or the record of a conversation in a form of chat.py.
+`datasets` finds the files and their options; rows.py reads them. Each example has one value: the text of a document,
+the record of a conversation in a form of chat.py, or `Unusable`.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,11 @@ from typing import Any
 from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.user_paths import refuse_lfs_pointer
+from spes_swarm.base.wording import plural
 from spes_swarm.config.data_source import HfName
 from spes_swarm.data.streaming.pieces import MANY_UNITS
+from spes_swarm.data.streaming.rows import RowReader, Unusable, one_line
 
 SPLIT = "train"
 
@@ -36,7 +41,7 @@ class Example:
 
     part: int
     number: int  # in the part
-    value: Any  # text, or a record with a conversation
+    value: Any  # text, a record with a conversation, or `Unusable`
 
 
 def check_installed(source: HfName) -> None:
@@ -58,10 +63,11 @@ class StreamedDataset:
         revision: commit of the repository on the Hub; None for a directory.
         digest: hex BLAKE3 that identifies the files and the column; of local files it covers the names, sizes, and the
             first and last MiB.
+        summary: what is read, in one line.
     """
 
     def __init__(self, source: HfName, split: str = SPLIT) -> None:
-        """Lists the files, and reads the first one's schema and, if there are few files, their row groups.
+        """Lists the files, and reads the columns of the first intact one and, if there are few files, their row groups.
 
         Raises:
             DataError: the data set, configuration, split or column does not exist, or cannot be read.
@@ -80,18 +86,22 @@ class StreamedDataset:
             if not files:
                 known = ", ".join(map(str, builder.config.data_files or ())) or "none"
                 raise DataError(f"{source} has no split {split!r} (splits: {known})")
-            stream = builder.as_streaming_dataset(split=split)
-            self.column = _column(source, list(stream.features or next(iter(stream))))
-            if stream.num_shards < MANY_UNITS:
-                stream = stream.reshard()
+            what = [_identity(file, Path(source.name)) if source.is_local else file for file in files]
+            self._rows = RowReader(_format(builder), builder.config)
+            members = [member for file in files for member in _members(file)]
+            self.column = _column(source, self._rows, members)
+            self._units: list[tuple[str, int | None]] = [(member, None) for member in members]
+            if len(members) < MANY_UNITS and self._rows.format == "parquet":
+                self._units = [(member, group) for member in members for group in range(self._rows.num_parts(member))]
+            if not self._units:
+                raise DataError(f"{source} has no rows")
         except DataError:
             raise
         except Exception as exc:  # datasets, its file systems and the Hub's client each raise their own types
             raise DataError(f"{source} cannot be opened: {one_line(exc)}") from exc
-        self._stream = stream
-        self.num_units = int(stream.num_shards)
+        self.num_units = len(self._units)
         self.is_chat = self.column in _CHATS
-        what = [_identity(file, Path(source.name)) if source.is_local else file for file in files]
+        self.summary = f"{source}: {plural(len(files), 'file')}, column {self.column}"
         self.digest: str = blake3("\n".join([self.column, *what]).encode()).hexdigest()
 
     def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
@@ -100,13 +110,14 @@ class StreamedDataset:
         Raises:
             Exception: whatever `datasets`, its file systems and the Hub's client raise; see reader.py.
         """
-        parts = self._stream.shard(self.num_units, unit).reshard()
-        for index in range(part, parts.num_shards):
-            stream = parts.shard(parts.num_shards, index).select_columns([self.column])
+        file, group = self._units[unit]
+        parts = range(self._rows.num_parts(file)) if group is None else [group]
+        for index in range(part, len(parts)):
             first = number if index == part else 0
-            for offset, example in enumerate(stream.skip(first) if first else stream):
-                value = example[self.column]
-                yield Example(index, first + offset, {self.column: value} if self.is_chat else value)
+            values = self._rows.rows(file, parts[index], self.column)
+            for offset, value in enumerate(itertools.islice(values, first, None), first):
+                is_record = self.is_chat and not isinstance(value, Unusable)
+                yield Example(index, offset, {self.column: value} if is_record else value)
 
 
 def _silence(datasets: Any) -> None:
@@ -118,19 +129,30 @@ def _silence(datasets: Any) -> None:
     hub_logging.set_verbosity(logging.CRITICAL)
 
 
-def one_line(error: BaseException) -> str:
-    """Returns an error's message as one line of bounded length."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def _format(builder: Any) -> str:
     return type(builder).__module__.rpartition(".")[2]
 
 
-def _column(source: HfName, columns: Collection[str]) -> str:
+def _members(file: str) -> list[str]:
+    """Returns the files in an archive, or the file itself."""
+    if not file.endswith(".zip"):
+        return [file]
+    from datasets import StreamingDownloadManager
+
+    manager = StreamingDownloadManager()
+    return list(manager.iter_files(manager.extract(file)))
+
+
+def _column(source: HfName, rows: RowReader, files: Sequence[str]) -> str:
+    """Returns the column of the texts or conversations, which the first intact file decides."""
+    columns = next(filter(None, map(rows.columns, files)), [])
     for column in (*_CHATS, *_TEXTS):
         if column in columns:
             return column
+    if not columns:
+        found = (value for file in files for value in rows.rows(file, 0, _TEXTS[0]) if isinstance(value, Unusable))
+        faults = next((f" ({fault.detail or fault.kind})" for fault in found), "")
+        raise DataError(f"{source} has no row that can be read in {plural(len(files), 'file')}{faults}")
     raise DataError(
         f"{source} has the columns {', '.join(columns)[:200]}, expected one named {', '.join(_TEXTS)}, "
         f"or {' or '.join(_CHATS)} with conversations"
@@ -151,8 +173,9 @@ def _identity(file: str, root: Path) -> str:
     path = Path(file)
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as content:
         size = path.stat().st_size
-        hasher = blake3(content.read(_COMPARED_BYTES))
+        hasher = blake3(start := content.read(_COMPARED_BYTES))
         content.seek(max(0, size - _COMPARED_BYTES))
         hasher.update(content.read(_COMPARED_BYTES))
+    refuse_lfs_pointer(path, start, DataError)
     name = path.relative_to(root) if path.is_relative_to(root) else path.name
     return f"{name} {size} {hasher.hexdigest()}"

@@ -1,7 +1,7 @@
 """Reads one unit of a data set ahead of training, on its own thread, and retries after a failure.
 
 A failed read is retried from the next example, with growing pauses, for as long as the caller waits. Content that
-cannot be decoded is not retried: the rest of the unit is skipped.
+cannot be decoded is no failure, but an example that cannot be used (see rows.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from spes_swarm.base.errors import DataError, DataStoppedError
-from spes_swarm.data.streaming.dataset import Example, one_line
+from spes_swarm.data.streaming.dataset import Example
+from spes_swarm.data.streaming.rows import one_line
 from spes_swarm.data.tokenizer import TokenArray
 
 _AHEAD = 64  # examples read ahead
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _POLL_S = 0.1
 
-Prepare = Callable[[Any], TokenArray | None]  # tokenises an example's value; None if it cannot be used
+
+class Prepare(Protocol):
+    """Tokenises examples; see preparing.py."""
+
+    @property
+    def skipped(self) -> str:
+        """The unusable examples so far, by kind; empty if there are none."""
+
+    def __call__(self, value: Any) -> TokenArray | None:
+        """Returns the tokens of an example's value; None if it cannot be used."""
 
 
 class Units(Protocol):
@@ -39,13 +49,6 @@ class Prepared:
     example: Example
     tokens: TokenArray | None
     is_prepared: bool  # False: it was not wanted, so it was not tokenised
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """The rest of the unit could not be decoded; nothing follows."""
-
-    reason: str
 
 
 class Reader:
@@ -73,14 +76,14 @@ class Reader:
         self._unit = unit
         self._prepare = prepare
         self._wanted = wanted
-        self._items: queue.Queue[Prepared | Skipped | None] = queue.Queue(_AHEAD)
+        self._items: queue.Queue[Prepared | None] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
         self.has_read_all = False  # the thread has ended, and the remaining examples are in memory
         self.failure: str | None = None  # why reading fails now
         self._thread = threading.Thread(target=self._run, args=(part, number), name="data", daemon=True)
         self._thread.start()
 
-    def next(self, timeout_s: float, stop: threading.Event) -> Prepared | Skipped | None:
+    def next(self, timeout_s: float, stop: threading.Event) -> Prepared | None:
         """Returns the next example; None, once, at the end of the unit.
 
         Raises:
@@ -118,21 +121,15 @@ class Reader:
                     tokens = self._prepare(example.value) if wanted else None
                     if not self._put(Prepared(example, tokens, wanted)):
                         return
-                self._finish(None)
+                if self._put(None):
+                    self.has_read_all = True
                 return
             except Exception as exc:  # datasets, its file systems and the Hub's client each raise their own types
-                if not _is_transient(exc):
-                    self._finish(Skipped(one_line(exc)))
-                    return
                 self.failure = one_line(exc)
             self._closed.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _finish(self, item: Skipped | None) -> None:
-        if self._put(item):
-            self.has_read_all = True
-
-    def _put(self, item: Prepared | Skipped | None) -> bool:
+    def _put(self, item: Prepared | None) -> bool:
         """Returns False if the reader was closed."""
         while not self._closed.is_set():
             try:
@@ -141,23 +138,3 @@ class Reader:
             except queue.Full:
                 pass
         return False
-
-
-def _is_transient(error: BaseException) -> bool:
-    """Returns True if a read may succeed later: an error of the network or the disk, not of the content.
-
-    `datasets` wraps errors in its own types. An OSError from a decoder has no errno.
-    """
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
-
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, ConnectionError | TimeoutError | httpx2.HTTPError | HfHubHTTPError):
-            return True
-        if isinstance(seen, OSError) and seen.errno is not None:
-            return True
-        if type(seen).__module__.partition(".")[0] in ("aiohttp", "fsspec"):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False

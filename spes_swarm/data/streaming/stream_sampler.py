@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.dealing import Permutation
-from spes_swarm.data.streaming.pieces import Deal, Piece
-from spes_swarm.data.streaming.reader import Prepare, Prepared, Reader, Units
+from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, Deal, Piece
+from spes_swarm.data.streaming.reader import Prepare, Reader, Units
+from spes_swarm.data.streaming.rows import Unusable
 
 PATIENCE_S = 180.0  # how long training waits for the next example
 
 _EVALUATED_UNITS = 8  # evaluation sequences come from this many units, if the data set has them
-_MAX_BARREN_EPOCHS = 20  # consecutive epochs in which this peer had examples, none of them usable
+_MAX_BARREN_EPOCHS = 20  # consecutive epochs in which this peer read units and found no example that it can use
 _CLOSE_S = 5.0
 _NUMBERS = ("epoch", "place", "part", "example", "token")
 
@@ -73,7 +74,6 @@ class StreamSampler(BatchSource):
         holdout_fraction: share of the examples that is never trained on, 0 to 0.5.
         divided: whether the peers divide this data set; if False, this peer goes through all of it in its own order.
         stop: set when the peer is told to leave, which ends all waiting.
-        say: gets messages for the user.
         patience_s: how long to wait for an example.
     """
 
@@ -88,7 +88,6 @@ class StreamSampler(BatchSource):
         holdout_fraction: float,
         divided: bool = True,
         stop: threading.Event | None = None,
-        say: Callable[[str], None] = lambda text: None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._units = units
@@ -97,7 +96,6 @@ class StreamSampler(BatchSource):
         self._run_seed = run_seed
         self._me = peer_id
         self._stop = stop if stop is not None else threading.Event()
-        self._say = say
         self._patience_s = patience_s
         self._divided = divided
         self._deal = Deal(run_seed, units.num_units, holdout_fraction, "" if divided else peer_id)
@@ -155,11 +153,20 @@ class StreamSampler(BatchSource):
         """See `BatchSource`. The windows come from up to eight units, in an order that follows from the run's seed."""
         if not self._deal.holdout_fraction:
             raise DataError("nothing is held out for evaluation: set the held-out fraction above 0")
-        windows = self._held_out_windows(num_sequences)
+        windows, usable, unusable = self._held_out_windows(num_sequences)
         if not windows:
+            why = "raise run.evaluation.holdout_fraction"
+            if not usable and not self._begins_usable():  # perhaps nothing is held out of so little
+                raise DataError(
+                    f"{self._units.name} has no usable example (skipped so far: {self._prepare.skipped or 'none'}): "
+                    "repair the data set"
+                )
+            if unusable:
+                counts = f"{unusable:,} of {usable + unusable:,} cannot be used"
+                why = f"{counts} (skipped so far: {self._prepare.skipped}); repair the data set"
             raise DataError(
                 f"the held-out examples of {self._units.name} have fewer tokens than one sequence "
-                f"({self.sequence_length}): raise run.evaluation.holdout_fraction, or set every_rounds to 0"
+                f"({self.sequence_length}): {why}, or set every_rounds to 0"
             )
         for first in range(0, len(windows), batch_size):
             yield np.stack(windows[first : first + batch_size])
@@ -196,7 +203,7 @@ class StreamSampler(BatchSource):
         self._documents: deque[_Document] = deque()
         self._piece: Piece | None = self._piece_of(place) if place.begun else None
         self._is_mine = place.begun
-        self._offered = self._usable = self._barren = 0
+        self._read_units = self._intact = self._offered = self._usable = self._barren = 0
 
     def _leave_unit(self, wait_s: float = 0.0) -> None:
         for reader in (self._reader, self._ahead):
@@ -233,11 +240,10 @@ class StreamSampler(BatchSource):
             return
         item = self._reader.next(self._patience_s, self._stop)
         self._read_ahead()
-        if not isinstance(item, Prepared):
-            if item is not None:
-                self._say(f"{self._units.name}: the rest of unit {self._unit} is skipped ({item.reason})")
+        if item is None:
             self._next_unit()
             return
+        self._intact += not isinstance(item.example.value, Unusable)
         part, number = item.example.part, item.example.number
         first_token = self._at.token
         here = dataclasses.replace(self._at, part=part, example=number, token=0)
@@ -276,15 +282,19 @@ class StreamSampler(BatchSource):
     def _next_unit(self) -> None:
         """Leaves a unit whose end has been reached."""
         self._reader = None
+        self._read_units += 1
         self._move(self._following(self._at))
 
     def _move(self, to: _Place) -> None:
         """Moves to a place whose unit is not open."""
         if to.epoch > self._at.epoch:
-            self._barren = self._barren + 1 if self._offered and not self._usable else 0
-            self._offered = self._usable = 0
+            # An epoch in which others own all intact examples is none.
+            is_barren = self._read_units and not self._usable and (self._offered or not self._intact)
+            self._barren = self._barren + 1 if is_barren else 0
+            self._read_units = self._intact = self._offered = self._usable = 0
             if self._barren > _MAX_BARREN_EPOCHS:
-                raise DataError(f"{self._units.name} has no usable example for this peer")
+                why = f" (skipped so far: {skipped}): repair the data set" if (skipped := self._prepare.skipped) else ""
+                raise DataError(f"{self._units.name} has no usable example for this peer{why}")
         self._at = to
 
     def _following(self, place: _Place) -> _Place:
@@ -317,9 +327,10 @@ class StreamSampler(BatchSource):
 
     # Evaluation.
 
-    def _held_out_windows(self, count: int) -> list[NDArray[np.int64]]:
-        """Returns up to `count` windows of held-out examples."""
+    def _held_out_windows(self, count: int) -> tuple[list[NDArray[np.int64]], int, int]:
+        """Returns up to `count` windows of held-out examples, and how many examples were usable and not."""
         windows: list[NDArray[np.int64]] = []
+        usable = unusable = 0
         rest_N = np.empty(0, dtype=np.int64)
         spread = min(_EVALUATED_UNITS, self._units.num_units)
         order = Permutation(self._units.num_units, f"spes-swarm evaluated units {self._run_seed}".encode())
@@ -327,6 +338,10 @@ class StreamSampler(BatchSource):
             wanted = -(-(count - len(windows)) // max(1, spread - number))
             found = 0
             for tokens_N in self._held_out_documents(unit):
+                if tokens_N is None:
+                    unusable += 1
+                    continue
+                usable += 1
                 rest_N = np.concatenate([rest_N, tokens_N])
                 while len(rest_N) >= self.sequence_length and found < wanted:
                     windows.append(rest_N[: self.sequence_length])
@@ -336,16 +351,23 @@ class StreamSampler(BatchSource):
                     break
             if len(windows) == count:
                 break
-        return windows
+        return windows, usable, unusable
 
-    def _held_out_documents(self, unit: int) -> Iterator[NDArray[np.int64]]:
-        def wanted(part: int, number: int) -> bool:
-            return self._deal.is_held_out(unit, part, number)
+    def _held_out_documents(self, unit: int) -> Iterator[NDArray[np.int64] | None]:
+        return self._prepared(unit, lambda part, number: self._deal.is_held_out(unit, part, number))
 
+    def _begins_usable(self) -> bool:
+        """Returns True if one of the first examples of a few units is usable."""
+        units = range(min(_EVALUATED_UNITS, self._units.num_units))
+        firsts = (self._prepared(unit, lambda part, number: number < BLOCK_EXAMPLES) for unit in units)
+        return any(tokens is not None for first in firsts for tokens in first)
+
+    def _prepared(self, unit: int, wanted: Callable[[int, int], bool]) -> Iterator[NDArray[np.int64] | None]:
+        """Yields the tokens of the wanted examples of a unit; None for one that cannot be used."""
         reader = Reader(self._units, unit, 0, 0, self._prepare, wanted)
         try:
-            while isinstance(item := reader.next(self._patience_s, self._stop), Prepared):
-                if item.tokens is not None:
-                    yield item.tokens.astype(np.int64)
+            while (item := reader.next(self._patience_s, self._stop)) is not None:
+                if item.is_prepared:
+                    yield None if item.tokens is None else item.tokens.astype(np.int64)
         finally:
             reader.close()

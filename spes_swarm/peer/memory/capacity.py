@@ -150,12 +150,8 @@ class Workload:
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
             "round": in_round,
-            "checkpoint": int(self.moment_bytes("host", num_experts).on_host),
+            "checkpoint": self._copied_bytes(num_experts),
         }
-        if self.kept_codec is not None:
-            host["checkpoint"] += weights
-        elif self.experts_differ:
-            host["checkpoint"] += _WEIGHT * num_experts * self.layout.expert_block(0).size
         if self.optimizer_states == "host":
             host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
             if self.live_weights == "bf16":
@@ -171,6 +167,18 @@ class Workload:
             model = weights + on_device["foreign"]
             host["other_ranks"] = (self.num_ranks - 1) * (model + on_device["gradients"])
         return host
+
+    def _copied_bytes(self, num_experts: int) -> int:
+        """Returns what a checkpoint copies: the moments in fp32, and live weights that differ from the reference."""
+        shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
+        moments = int(self.moment_bytes("host", num_experts).on_host)
+        if self.kept_codec is not None:
+            return moments + _WEIGHT * (shared + num_experts * expert)
+        return moments + (_WEIGHT * num_experts * expert if self.experts_differ else 0)
+
+    def checkpoint_bytes(self, num_experts: int) -> int:
+        """Returns the size of a checkpoint on the disk: the reference, and what is copied."""
+        return _WEIGHT * self.layout.num_elements + self._copied_bytes(num_experts)
 
     def needed(self, num_experts: int) -> tuple[int, int]:
         """Returns the bytes needed on the device and on the host; on the CPU all of them are on the host."""
@@ -271,18 +279,27 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def plan_experts(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> int:
+def plan_experts(
+    run: RunConfig,
+    peer: PeerConfig,
+    device: torch.device,
+    num_ranks: int = 1,
+    free_on_device: float | None = None,
+) -> tuple[Workload, int]:
     """Returns how many experts this peer will train, activations aside, before anything large is opened or built.
 
     Raises:
         ConfigError: the model lacks the wanted experts, or the batch is too large.
         CapacityError: see `experts_that_fit`.
     """
-    return _plan_experts(run, peer, device, num_ranks, None)
+    wanted = parse_experts(peer.experts, run.model.num_experts)
+    run.training.batch_size_of(peer.batch_size)
+    workload = Workload.of(run, peer, device, num_ranks)
+    return workload, experts_that_fit(workload, wanted, run.experts_per_peer, free_on_device)
 
 
-def check_host_memory(run: RunConfig, peer: PeerConfig, on_gpu: bool, num_ranks: int = 1) -> None:
-    """Refuses a run that cannot fit into host memory, without counting activations.
+def check_host_memory(run: RunConfig, peer: PeerConfig, on_gpu: bool, num_ranks: int = 1) -> tuple[Workload, int]:
+    """Refuses a run that cannot fit into host memory, without counting activations; returns as `plan_experts`.
 
     It does not use a GPU, so the network process can still be forked afterwards. GPU memory is not checked.
 
@@ -290,16 +307,7 @@ def check_host_memory(run: RunConfig, peer: PeerConfig, on_gpu: bool, num_ranks:
         ConfigError, CapacityError: as `plan_experts`.
     """
     device = torch.device("cuda" if on_gpu else "cpu")
-    _plan_experts(run, peer, device, num_ranks, math.inf)
-
-
-def _plan_experts(
-    run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int, free_on_device: float | None
-) -> int:
-    wanted = parse_experts(peer.experts, run.model.num_experts)
-    run.training.batch_size_of(peer.batch_size)
-    workload = Workload.of(run, peer, device, num_ranks)
-    return experts_that_fit(workload, wanted, run.experts_per_peer, free_on_device)
+    return plan_experts(run, peer, device, num_ranks, math.inf)
 
 
 def choose_device(name: str) -> torch.device:

@@ -7,7 +7,6 @@ its control groups, any of which can set one (cgroups(7): memory.max in version 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,21 +51,6 @@ def shared_vectors(num_elements: int, storage: str, directory: Path) -> tuple[Sh
         CapacityError, f"{directory}: {8 * num_elements / 1e9:.1f} GB for the reference and the contribution"
     ):
         return SharedVector.create(num_elements, directory), SharedVector.create(num_elements, directory)
-
-
-def check_disk_space(num_bytes: int, directory: Path, advice: str) -> None:
-    """Refuses a disk with less free space than `num_bytes`.
-
-    Raises:
-        CapacityError: the disk of the directory has too little space; the message ends with `advice`.
-    """
-    with os_errors_as(CapacityError, str(directory)):
-        free = shutil.disk_usage(directory).free
-    if num_bytes > free:
-        raise CapacityError(
-            f"{directory}: {num_bytes / 1e9:.1f} GB are needed on its disk, but only {free / 1e9:.1f} GB are free; "
-            f"{advice}"
-        )
 
 
 def cgroup_free_bytes(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:

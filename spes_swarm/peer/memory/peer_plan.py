@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,8 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_workloads
 from spes_swarm.peer.memory.choices import step_shape
-from spes_swarm.peer.memory.host_memory import check_disk_space, free_host_bytes
+from spes_swarm.peer.memory.disk_space import check_disk
+from spes_swarm.peer.memory.host_memory import free_host_bytes
 from spes_swarm.peer.memory.step_memory import StepEstimate
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.training.ranks.placement import Placement
@@ -33,6 +33,7 @@ class PeerPlan:
 
     experts: int  # to train
     micro_batch_size: int  # sequences
+    note: str = ""  # about the disk, for the user
 
 
 def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
@@ -43,21 +44,19 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
 
     Raises:
         ConfigError: as `plan_experts`, or the batch cannot be divided evenly among the ranks.
-        CapacityError: as `plan_experts`; also if not even one sequence fits in addition to the weights. The message
-            says what would fit.
+        CapacityError: as `plan_experts` and `check_disk`; also if not even one sequence fits in addition to the
+            weights. The message says what would fit.
     """
     Placement(rank=0, world_size=num_ranks).check_batch(run.training.batch_size_of(peer.batch_size))
-    experts = plan_experts(run, peer, device, num_ranks)
-    if peer.foreign_storage == "disk":
-        _check_disk(Workload.of(run, peer, device, num_ranks), peer, experts)
+    work, experts = plan_experts(run, peer, device, num_ranks)
+    note = check_disk(work, experts, peer)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
     sharing = num_ranks if device.type == "cpu" else 1  # ranks whose activations are in the same memory
     if _is_negligible(run, sharing * most, free):
-        return PeerPlan(experts=experts, micro_batch_size=most)
+        return PeerPlan(experts=experts, micro_batch_size=most, note=note)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
-    work = Workload.of(run, peer, device, num_ranks)
     estimate = StepEstimate(run, step_shape(peer, device, experts, num_ranks), work.layout)
     smallest = experts if peer.experts != "auto" else 1
     while experts > smallest and sharing * estimate.temporary(1) > free - _static(work, experts):
@@ -74,15 +73,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
                 "with a smaller model or shorter sequences",
             )
         )
-    return PeerPlan(experts=experts, micro_batch_size=max(1, size))
-
-
-def _check_disk(work: Workload, peer: PeerConfig, experts: int) -> None:
-    """Refuses a disk without space for the reference and for others' experts, of which each rank has its own files."""
-    files = work.num_ranks * work.foreign_bytes(experts).on_disk
-    vectors = 2 * torch.float32.itemsize * work.layout.num_elements if work.on_disk else 0
-    advice = "use --foreign-storage device, a smaller form of --foreign-experts, or an --output-dir on a larger disk"
-    check_disk_space(files + vectors, Path(peer.output_dir), advice)
+    return PeerPlan(experts=experts, micro_batch_size=max(1, size), note=note)
 
 
 def _static(work: Workload, experts: int) -> int:

@@ -134,11 +134,15 @@ def _write_new_identity(path: Path) -> None:
     envelope = _envelope(der)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(envelope)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(envelope)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # the disk is full, for instance
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _fault_of(key: rsa.RSAPublicKey) -> str | None:

@@ -217,7 +217,7 @@ def founding(tmp_path: Path) -> tuple[RunConfig, PeerConfig]:
 def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, peer = founding(tmp_path)
     with_free(monkeypatch, host=GB)
-    assert plan_experts(run, peer, CPU) == 4
+    assert plan_experts(run, peer, CPU)[1] == 4
     with_free(monkeypatch, host=2 * M)  # 337,216 weights: 1.3 MB, gradients and moments of at least half of them
     with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, but only 2\.0 MB is free"):
         plan_experts(run, peer, CPU)
@@ -247,7 +247,7 @@ def test_the_2b_model_fits_into_16_gb_with_one_expert(monkeypatch: pytest.Monkey
     run = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert run is not None
     with_free(monkeypatch, host=24 * GB, device=16 * GB)
-    assert plan_experts(run, PeerConfig(experts="1"), CUDA) == 1
+    assert plan_experts(run, PeerConfig(experts="1"), CUDA)[1] == 1
     with_free(monkeypatch, host=24 * GB, device=12 * GB)
     with pytest.raises(CapacityError, match=r"needs 1[34]\.\d GB of the memory of cuda:0, but only 12\.0 GB is free"):
         plan_experts(run, PeerConfig(experts="1"), CUDA)

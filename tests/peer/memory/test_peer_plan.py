@@ -66,15 +66,39 @@ def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(t
     """Three experts of four layers in fp32, for each rank, and reference and contribution."""
     peer = PeerConfig(experts="1", foreign_storage="disk", reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)
-    needed = 2 * 4 * 3 * weights.expert_block(0).size + 8 * weights.num_elements
+    trained = weights.blocks[0].size + weights.expert_block(0).size
+    files = len(weights.blocks) + 3  # and headers
+    checkpoint = 4 * weights.num_elements + 8 * trained + 8192 * files  # AdamW has two moments
+    needed = 2 * 4 * 3 * weights.expert_block(0).size + 8 * weights.num_elements + checkpoint
     with pytest.MonkeyPatch.context() as patch:
         for left in (needed, needed - 1):
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
             if left == needed:
                 plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
                 continue
-            with pytest.raises(CapacityError, match=r"0\.\d GB are needed on its disk, but only .*; use --foreign-st"):
+            with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .*; use --foreign-st"):
                 plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+
+
+def test_a_disk_with_space_for_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first one must fit; where three do not, two of which are kept, the peer warns."""
+    peer = PeerConfig(experts="1", output_dir=str(tmp_path / "not" / "there"), keep_checkpoints=2)
+    weights = layout(FOUR_LAYERS)
+    trained = weights.blocks[0].size + weights.expert_block(0).size
+    size = 4 * weights.num_elements + 8 * trained + 8192 * (len(weights.blocks) + 3)
+    notes = []
+    for left in (size, 2 * size, 3 * size):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
+        notes.append(plan_peer(FOUR_LAYERS, peer, CPU).note)
+    rooms = [note.partition(" has space for ")[2].partition(" of up to")[0] for note in notes]
+    assert rooms == ["1 more checkpoint", "2 more checkpoints", ""]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=size - 1))
+    with pytest.raises(
+        CapacityError, match=r"MB of it for a checkpoint, but only .* are free; free some space, or use an"
+    ):
+        plan_peer(FOUR_LAYERS, peer, CPU)
+    (tmp_path / "not" / "there" / "checkpoints" / "round-00000001-step-0000000005").mkdir(parents=True)
+    assert "has space for 0 more checkpoints" in plan_peer(FOUR_LAYERS, peer, CPU).note  # training goes on with that
 
 
 def shape(checkpointing: str = "none", *, on_gpu: bool = False) -> StepShape:
