@@ -7,6 +7,7 @@ to the corpus. The shards in a directory without an index form a whole corpus.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +74,14 @@ class Membership:
 
 
 def membership(files: Sequence[TokenFile]) -> Membership:
-    """Returns the corpus that token files of one directory belong to.
+    """Returns the corpus that token files belong to, by the index in their common folder.
 
     A single file that the index beside it does not list counts as a whole corpus.
 
     Raises:
         DataError: the index is damaged, or lists only some of the files.
     """
-    path = files[0].path.parent / INDEX_FILE
+    path = Path(os.path.commonpath([file.path.parent.absolute() for file in files])) / INDEX_FILE
     tokenizer_digest = files[0].sidecar.tokenizer_digest
     own = [(file.sidecar.blake3, file.sidecar.num_tokens) for file in files]
     index = _read(path)

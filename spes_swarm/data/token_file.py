@@ -13,6 +13,7 @@ import ast
 import json
 import os
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,7 +145,8 @@ class TokenWriter:
 
     def abort(self) -> None:
         """Removes what was written so far; harmless after `commit`."""
-        self._file.close()
+        with suppress(OSError):  # the disk may be too full for what is still in memory
+            self._file.close()
         sidecar_path(self._partial).unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
 

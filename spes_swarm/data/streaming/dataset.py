@@ -10,6 +10,7 @@ Each example has one value: the text of a document, or the record of a conversat
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.config.data_source import HfName
+from spes_swarm.data.files.finding import check_is_complete
 from spes_swarm.data.streaming.pieces import MANY_UNITS
 
 SPLIT = "train"
@@ -80,6 +82,8 @@ class StreamedDataset:
             if not files:
                 known = ", ".join(map(str, builder.config.data_files or ())) or "none"
                 raise DataError(f"{source} has no split {split!r} (splits: {known})")
+            if source.is_local and source.config is None:
+                check_is_complete(Path(source.name), itertools.chain(*builder.config.data_files.values()))
             stream = builder.as_streaming_dataset(split=split)
             self.column = _column(source, list(stream.features or next(iter(stream))))
             if stream.num_shards < MANY_UNITS:
