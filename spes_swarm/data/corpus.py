@@ -84,7 +84,7 @@ def open_corpus(
     files = found.files
     path = user_path(source)
     name = path.name if path.exists() else STDLIB if source == STDLIB else "glob"
-    chats = source != STDLIB and next((kind for file in files if (kind := is_chat(file)) is not None), False)
+    chats = source != STDLIB and next((kind for kind in map(is_chat, files) if kind is not None), False)
     template = ChatTemplate(tokenizer) if chats else None
     chosen = document_format or DocumentFormat()
     how = str(chosen) if template is None else f"chat {template.digest}"

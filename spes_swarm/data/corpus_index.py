@@ -7,6 +7,7 @@ to the corpus. The shards in a directory without an index form a whole corpus.
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def membership(files: Sequence[TokenFile]) -> Membership:
 
 def _read(path: Path) -> _Index | None:
     try:
-        return _Index.model_validate_json(path.read_bytes())
+        return _Index.model_validate_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except FileNotFoundError:
         return None
     except OSError as exc:

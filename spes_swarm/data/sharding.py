@@ -26,7 +26,8 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.base.wording import plural
 from spes_swarm.data.corpus_index import INDEX_FILE, write_index
-from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_pieces
+from spes_swarm.data.files.finding import listed
+from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_lines, read_pieces
 from spes_swarm.data.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.data.tokenizer import Tokenizer
 
@@ -103,10 +104,12 @@ def write_shards(
     finally:
         series.abort()
     if not summary.shards:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.broken.items())) or "no records"
+        records = (record for path in files for record in read_lines(path, Counter()) if isinstance(record, dict))
+        names = ", ".join(next(records, {}))
         raise DataError(
-            f"no usable document in {plural(len(files), 'file')} ({kinds}); "
-            f"is the text in the field {chosen.text_field!r}?"
+            f"no usable document in {plural(len(files), 'file')}, such as {files[0]} "
+            f"({listed(summary.broken) or 'no records'}); is the text in the field {chosen.text_field!r}?"
+            + (f" The first record has {names:.200}" if names else "")
         )
     write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began

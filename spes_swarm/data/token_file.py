@@ -101,7 +101,7 @@ class TokenWriter:
             self._max_token = max(self._max_token, high)
             content = tokens.astype(self._dtype).tobytes()
             self._hasher.update(content)
-            with os_errors_as(DataError, f"{self._partial} cannot be written", "free some space"):
+            with os_errors_as(DataError, f"{self.path} cannot be written", "free some space"):
                 self._file.write(content)
         self.num_tokens += len(tokens)
         self.num_documents += num_documents

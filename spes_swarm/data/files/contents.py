@@ -39,8 +39,7 @@ _STRANGE = {
     b"SQLite format 3": "a database: export it as JSON Lines",
 }
 _PAGE = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
-_UTF32, _UTF16 = (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_JSON_TOKEN = re.compile(rb'\\.|["{}\[\]\n]', re.DOTALL)
+_JSON_TOKEN = re.compile(rb'\\.|["{}\[\]]|\n[ \t]*', re.DOTALL)
 
 
 class _Decompressor(Protocol):
@@ -70,23 +69,32 @@ def refuse_stand_in(path: Path) -> bytes:
     return head
 
 
+def marked_encoding(content: bytes) -> str:
+    """Returns the encoding that a byte order mark names, by default UTF-8 with or without a mark."""
+    if content.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    return "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
 def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
     """Yields the content of a file: decompressed, in UTF-8, without a byte order mark.
 
     Raises:
-        DataError: the content is UTF-16 without a mark, or its compression needs a package that is not installed.
+        DataError: the content is UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
     """
     blocks = _with_head(_decompressed(file, path), min(_READ_BYTES, _HEAD_BYTES))
     head, consumed, fault = next(blocks, (b"", 0, None))
-    if head.startswith(_UTF32 + _UTF16):
-        decoder = codecs.getincrementaldecoder("utf-32" if head.startswith(_UTF32) else "utf-16")("replace")
+    if (encoding := marked_encoding(head)) != "utf-8-sig":
+        decoder = codecs.getincrementaldecoder(encoding)("replace")
         yield decoder.decode(head).encode("utf-8", "replace"), consumed, fault
         for block, consumed, fault in blocks:
             yield decoder.decode(block).encode("utf-8", "replace"), consumed, fault
         return
-    for first, order in ((1, "LE"), (0, "BE")):
-        if (unit := head[first : len(head) // 2 * 2 : 2]) and unit.count(0) > 0.7 * len(unit):
-            raise DataError(f"{path} is UTF-16 text without a byte order mark: convert it (iconv -f UTF-16{order})")
+    for half in (head[::2], head[1::2]):
+        if half.count(0) > max(1, 0.7 * len(half)):
+            raise DataError(
+                f"{path} is UTF-16 or UTF-32 text without a byte order mark: convert it to UTF-8 (see iconv)"
+            )
     while head.startswith(codecs.BOM_UTF8):
         head = head.removeprefix(codecs.BOM_UTF8)
     yield head, consumed, fault
@@ -113,12 +121,17 @@ def json_lines(blocks: Iterator[Block]) -> Iterator[Block]:
 
 
 class _RecordSplitter:
-    """Finds the ends of records by counting brackets outside strings."""
+    """Finds the ends of records by counting brackets outside strings.
+
+    In an indented file, a line that begins as the first record did begins another record, even if a bracket is missing.
+    """
 
     def __init__(self, base: int) -> None:
         self._base = base  # depth at which records lie: 1 in an array
         self._depth = 0
         self._in_string = False
+        self._line = b"\n"  # start of the current line, with its indentation
+        self._first: bytes | None = None  # start of the line with the first record, if what follows is indented more
         self._held = b""  # backslashes at the end of a block, whose next character is still to come
         self._record = bytearray()  # as far as it is known
 
@@ -131,8 +144,17 @@ class _RecordSplitter:
         start = 0  # of the part of the current record in this block
         for match in _JSON_TOKEN.finditer(block):
             token = match[0]
-            if token == b"\n":
+            if token.startswith(b"\n"):
                 self._in_string = False  # a string that is never closed ends with its line
+                if self._first is None and self._depth == self._base + 1:
+                    self._first = self._line if len(token) > len(self._line) else b""
+                self._line = token if self._depth <= self._base else self._line
+                is_first = token == self._first and block.startswith(b"{", match.end())
+                if is_first and self._depth > self._base:
+                    self._record += block[start : match.start()]
+                    records += self.rest() + b"\n"
+                if is_first:
+                    self._depth = self._base
             elif token == b'"':
                 self._in_string = not self._in_string
             elif self._in_string or len(token) > 1:

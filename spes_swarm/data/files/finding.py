@@ -112,7 +112,9 @@ def find_files(sources: Sequence[str | Path], *, without: Path | None = None) ->
             if not matches:
                 raise DataError(f"{source} matches no file; known suffixes: {KNOWN_SUFFIXES}")
             for match in matches:
-                if match.is_dir():
+                if match.is_dir() and _is_hidden(match.name):
+                    search.left_out["hidden"] += 1
+                elif match.is_dir():
                     search.add_directory(match)
                 else:
                     search.add_file(match, named=False)
@@ -126,9 +128,9 @@ class _Search:
         self._seen: set[str] = set()  # real paths of files and folders
         self.data: list[Path] = []  # without documentation
         self._documentation: list[tuple[Path, bool]] = []  # with whether the user named it
-        self._unread: list[Path] = []
+        self.unread: list[Path] = []  # data in unknown formats
         self._unknown: list[Path] = []
-        self._left_out: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # of no such class
         self._without = None if without is None else os.path.realpath(without)
 
     def add_directory(self, root: Path) -> None:
@@ -142,12 +144,12 @@ class _Search:
                 subfolders.clear()
                 continue
             self._seen.add(real)
-            hidden = [name for name in subfolders if name.startswith((".", "__")) or name == "lost+found"]
-            self._left_out["hidden"] += len(hidden)
+            hidden = list(filter(_is_hidden, subfolders))
+            self.left_out["hidden"] += len(hidden)
             subfolders[:] = sorted(set(subfolders).difference(hidden))
             for name in sorted(names):
                 if name.startswith("."):
-                    self._left_out["hidden"] += 1
+                    self.left_out["hidden"] += 1
                 else:
                     self.add_file(Path(folder, name), named=False)
 
@@ -163,11 +165,11 @@ class _Search:
         if not path.is_file():
             if path.is_symlink() and known is not None:
                 raise DataError(f"{path} is a link to {path.readlink()}, which does not exist: copy that, too")
-            self._left_out["not a file"] += 1
+            self.left_out["not a file"] += 1
             return
         real = os.path.realpath(path)
         if real in self._seen:
-            self._left_out[f"{ending(path)} (a file found before)"] += not named
+            self.left_out[f"{ending(path)} (a file found before)"] += not named
             return
         self._seen.add(real)
         if known in (None, "text", "json") and _DOCUMENTATION.fullmatch(path.name):
@@ -177,7 +179,7 @@ class _Search:
         elif named:
             raise DataError(f"{path} has an unknown suffix; known suffixes: {KNOWN_SUFFIXES}")
         elif {path.suffix.lower()} & (_UNREAD_SUFFIXES | set(COMPRESSED_SUFFIXES)):
-            self._unread.append(path)
+            self.unread.append(path)
         else:
             self._unknown.append(path)
 
@@ -191,11 +193,11 @@ class _Search:
             self.data = [path for path, named in self._documentation if named and format_of(path) is not None]
             self._documentation = [(path, named) for path, named in self._documentation if path not in self.data]
         documentation = Counter(f"{ending(path)} (documentation)" for path, _ in self._documentation)
-        left_out = +(self._left_out + documentation + Counter(map(ending, self._unknown)))
-        if self._unread:
+        left_out = +(self.left_out + documentation + Counter(map(ending, self._unknown)))
+        if self.unread:
             raise DataError(
-                f"{what} holds data that cannot be read ({listed(Counter(map(ending, self._unread)))}, such as "
-                f"{self._unread[0]}): unpack or convert them, move them away, or name the others, as in 'DIR/*.jsonl'; "
+                f"{what} holds data that cannot be read ({listed(Counter(map(ending, self.unread)))}, such as "
+                f"{self.unread[0]}): unpack or convert them, move them away, or name the others, as in 'DIR/*.jsonl'; "
                 f"known suffixes: {KNOWN_SUFFIXES}"
             )
         if not self.data:
@@ -219,21 +221,29 @@ def others_in(directory: Path, files: Iterable[Path]) -> Counter[str]:
     search = _Search(None)
     search.add_directory(directory)
     known = set(map(os.path.realpath, files))
-    return Counter(ending(path) for path in search.data if os.path.realpath(path) not in known)
+    return Counter(ending(path) for path in search.data + search.unread if os.path.realpath(path) not in known)
 
 
-def check_is_complete(directory: Path, files: Iterable[str]) -> None:
-    """Refuses a directory with data files that are not among `files`, which a library found there by its own rules.
+def check_is_complete(directory: Path, files: Sequence[Path]) -> None:
+    """Refuses a directory unless `files`, which a library found there by its own rules, are its data files.
 
     Raises:
-        DataError: there are some, or see `find_files`.
+        DataError: they are not, or a folder or link cannot be read.
     """
-    find_files([directory])
-    if missing := others_in(directory, map(Path, files)):
+    readme = directory / "README.md"
+    if readme.is_file() and "data_files:" in readme.read_text(encoding="utf-8", errors="replace"):
+        return  # it says which files are data
+    if missing := others_in(directory, files):
         raise DataError(
             f"hf:{directory} would leave out data files ({listed(missing)}): a stream has one format and follows no "
             "links to folders; keep formats in different directories, or leave out 'hf:'"
         )
+    if added := [file for file in files if _DOCUMENTATION.fullmatch(file.name)]:
+        raise DataError(f"hf:{directory} would train on documentation, such as {added[0]}: move it away")
+
+
+def _is_hidden(folder: str) -> bool:
+    return folder.startswith((".", "__")) or folder == "lost+found"  # such as __MACOSX and __pycache__
 
 
 def _describes_tokens(path: Path) -> bool:

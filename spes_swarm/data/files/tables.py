@@ -142,7 +142,7 @@ def _values(column: Any, pa: Any) -> list[Any]:
         column = column.cast(pa.large_binary())
     try:
         return list(column.to_pylist())
-    except UnicodeDecodeError:
+    except Exception:
         return [_value(item) for item in column]
 
 
@@ -160,3 +160,5 @@ def _value(item: Any) -> Any:
         return item.as_py()
     except UnicodeDecodeError:
         return NOT_UTF8
+    except Exception:  # such as a date beyond the year 9999
+        return ()

@@ -83,7 +83,8 @@ class StreamedDataset:
                 known = ", ".join(map(str, builder.config.data_files or ())) or "none"
                 raise DataError(f"{source} has no split {split!r} (splits: {known})")
             if source.is_local and source.config is None:
-                check_is_complete(Path(source.name), itertools.chain(*builder.config.data_files.values()))
+                everything = itertools.chain(*builder.config.data_files.values())
+                check_is_complete(Path(source.name), list(map(Path, everything)))
             stream = builder.as_streaming_dataset(split=split)
             self.column = _column(source, list(stream.features or next(iter(stream))))
             if stream.num_shards < MANY_UNITS:
