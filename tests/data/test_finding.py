@@ -48,8 +48,8 @@ def tokens(path: Path, *ids: int) -> TokenFile:
 
 def texts(source: str | Path, cache: Path, said: list[str] | None = None) -> set[str]:
     """The documents of a source."""
-    say_found = [].append if said is None else said.append
-    ids = np.concatenate([file.tokens for file in open_corpus(str(source), BYTES, cache, say_found=say_found)])
+    said = [] if said is None else said
+    ids = np.concatenate([file.tokens for file in open_corpus(str(source), BYTES, cache, say_found=said.append)])
     return set(bytes(np.where(ids == 256, 0, ids).astype(np.uint8)).decode().split("\0")) - {""}
 
 
