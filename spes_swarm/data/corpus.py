@@ -128,7 +128,7 @@ def check_source(source: str) -> None:
         return
     described: list[TokenFile] = []
     for file in found.files:
-        if _has_no_header(file):
+        if is_headerless(file):
             check_size(file)
         else:
             described.append(TokenFile.open(file))
@@ -195,11 +195,6 @@ def _summary(found: Found, files: Sequence[TokenFile]) -> str:
     return f"found {documents} and {tokens} in {found}"
 
 
-def _has_no_header(path: Path) -> bool:
-    refuse_stand_in(path)
-    return is_headerless(path)
-
-
 def _opened(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
@@ -209,7 +204,7 @@ def _opened(
 ) -> list[TokenFile]:
     files: list[TokenFile] = []
     for path in paths:
-        if _has_no_header(path):
+        if is_headerless(path):
             pause()
             files.append(open_headerless(path, tokenizer, cache_dir, say))
         else:

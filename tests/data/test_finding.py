@@ -198,13 +198,6 @@ def test_a_list_leaves_out_what_it_does_not_name(tmp_path: Path, cache: Path) ->
     assert said == ["found 1 document and 2 tokens in 1 file (1 .npy); left out: 1 .npy"]
 
 
-def test_a_pointer_of_git_lfs_is_not_read_as_tokens(tmp_path: Path, cache: Path) -> None:
-    path = put(tmp_path / "a.npy", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
-    for opened in (lambda: check_source(str(path)), lambda: open_corpus(str(path), BYTES, cache)):
-        with pytest.raises(DataError, match=r"a\.npy is a Git LFS pointer, not the data: run `git lfs pull`"):
-            opened()
-
-
 def test_the_output_of_tokenize_is_not_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path / "a.txt", b"text")
     arguments = [str(tmp_path), "--output", str(tmp_path / "tokens"), "--no-progress", "--processes", "1"]

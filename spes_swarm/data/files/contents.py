@@ -62,7 +62,7 @@ def refuse_stand_in(path: Path) -> bytes:
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
         head = file.read(64)
     for magic, what in _STRANGE.items():
-        if head.startswith(magic) and not (magic == b"\x93NUMPY" and path.suffix == ".npy"):
+        if head.startswith(magic):
             raise DataError(f"{path} is {what}")
     if format_of(path) in ("json", "csv", "parquet") and _PAGE.match(head):
         raise DataError(f"{path} is a web page or XML, not data: download it again, or convert it")
