@@ -105,6 +105,7 @@ def _table(found: Found, summary: ShardSummary, tokenizer: Tokenizer) -> str:
         ("documents", f"{summary.num_documents:,}"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("tokens/s", f"{rate:,.0f}"),
+        *([("damaged files", summary.damaged)] if summary.damaged else []),
         ("broken records", f"{summary.broken.total():,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in sorted(summary.broken.items())),
     ]

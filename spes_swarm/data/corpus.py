@@ -42,6 +42,7 @@ _CACHE_VERSION = 2  # increment it when the same files would give different toke
 _LOCK_TIMEOUT_S = 600.0
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SCAN_TOKENS = 1 << 22
+_MAX_OPENED = 100  # files of text at the start; all are checked when they are read
 
 
 def default_cache_dir() -> Path:
@@ -95,9 +96,10 @@ def open_corpus(
         if template is not None:
             write_chat_shard(files, output, tokenizer, template, say)
         else:
-            broken = write_shards(files, output, tokenizer, document_format=chosen).broken
-            if broken:
-                say(f"skipped records: {listed(broken)}")
+            summary = write_shards(files, output, tokenizer, document_format=chosen)
+            if summary.broken:
+                damaged = f"; damaged files: {summary.damaged}" if summary.damaged else ""
+                say(f"skipped records: {listed(summary.broken)}{damaged}")
 
     tokenised = _tokenised(cache / f"{name}-{_fingerprint(files, tokenizer, how)[:24]}", tokenizer, write)
     say_found(_summary(found, tokenised))
@@ -123,7 +125,7 @@ def check_source(source: str) -> None:
         return
     found = _found(source, default_cache_dir())
     if not found.are_tokens:
-        for file in found.files:
+        for file in found.files[:_MAX_OPENED]:
             refuse_stand_in(file)
         return
     described: list[TokenFile] = []

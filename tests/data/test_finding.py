@@ -146,6 +146,22 @@ def test_links_are_followed_once(tmp_path: Path, cache: Path) -> None:
         check_source(str(data))
 
 
+def test_the_cache_of_the_hub(tmp_path: Path) -> None:
+    blob = put(tmp_path / "blobs" / "0123abcd", jsonl("a"))
+    link = tmp_path / "snapshots" / "main" / "a.jsonl"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(blob)
+    assert find_files([tmp_path]).files == (link,)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path, cache: Path) -> None:
+    put(tmp_path / "data" / "a.jsonl", jsonl("a"))
+    path = put(tmp_path / "data" / "b.jsonl.gz", gzip.compress(jsonl(*map(str, range(1000))))[:-20])
+    said: list[str] = []
+    open_corpus(str(tmp_path / "data"), BYTES, cache, say=said.append)
+    assert said == [f"skipped records: 1 truncated; damaged files: 1, such as {path}"]
+
+
 def test_a_glob_that_matches_folders_reads_them(tmp_path: Path, cache: Path) -> None:
     put(tmp_path / "data" / "a.jsonl", jsonl("a"))
     put(tmp_path / "data" / "sub" / "b.jsonl", jsonl("b"))

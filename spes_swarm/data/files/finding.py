@@ -27,6 +27,7 @@ _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
+_MAX_LISTED = 12
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KNOWN_SUFFIXES = f"{', '.join(_FORMATS)} (each also with {', '.join(COMPRESSED_SUFFIXES)}), .parquet and .npy"
 
@@ -86,8 +87,10 @@ def ending(path: Path) -> str:
 
 
 def listed(counts: Counter[str]) -> str:
-    """Formats counts: "2 .jsonl, 1 .txt"."""
-    return ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items(), key=lambda item: (-item[1], item)))
+    """Formats the largest counts: "2 .jsonl, 1 .txt"."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item))
+    rest = [f"{sum(count for _, count in ranked[_MAX_LISTED:]):,} others"] if len(ranked) > _MAX_LISTED else []
+    return ", ".join([*(f"{count:,} {what}" for what, count in ranked[:_MAX_LISTED]), *rest])
 
 
 def find_files(sources: Sequence[str | Path], *, without: Path | None = None) -> Found:
@@ -148,7 +151,7 @@ class _Search:
             self.left_out["hidden"] += len(hidden)
             subfolders[:] = sorted(set(subfolders).difference(hidden))
             for name in sorted(names):
-                if name.startswith("."):
+                if name.startswith(".") or name == "Thumbs.db":
                     self.left_out["hidden"] += 1
                 else:
                     self.add_file(Path(folder, name), named=False)
@@ -171,7 +174,8 @@ class _Search:
         if real in self._seen:
             self.left_out[f"{ending(path)} (a file found before)"] += not named
             return
-        self._seen.add(real)
+        if known is not None:  # a data file may be a link to a file whose name has no suffix, as in the Hub's cache
+            self._seen.add(real)
         if known in (None, "text", "json") and _DOCUMENTATION.fullmatch(path.name):
             self._documentation.append((path, named))
         elif known is not None:
