@@ -195,6 +195,13 @@ def test_a_damaged_record_costs_one_record(tmp_path: Path, layout: str, damage: 
     assert broken["bad_json"] == 1
 
 
+@pytest.mark.parametrize("first", ["[]", "[{}]", '[{"a": 1}, {"b": 2}]', "{", "[{", "null", "[1"])
+def test_a_first_line_of_another_kind_is_one_record(tmp_path: Path, first: str) -> None:
+    documents, broken = read(tmp_path / "a.jsonl", f"{first}\n{JSONL}".encode())
+    assert documents == TEXTS
+    assert broken in ({"wrong_type": 1}, {"bad_json": 1})
+
+
 def test_a_truncated_array_keeps_its_whole_records(tmp_path: Path) -> None:
     text = json.dumps(RECORDS, indent=1)
     assert read(tmp_path / "a.json", text[: text.index("document 20")].encode()) == (TEXTS[:20], {"bad_json": 1})

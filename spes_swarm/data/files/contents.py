@@ -181,17 +181,18 @@ class _RecordSplitter:
 
 def _depth_of_records(head: bytes) -> int | None:
     """Returns the depth of records that are not lines: 1 in an array, 0 for objects that span lines; otherwise None."""
-    if re.match(rb"\s*\[\s*[{\]]", head):
-        return 1
-    text = head.decode("utf-8", "replace").lstrip()
+    text = head.decode("utf-8", "replace").strip()
     first, newline, _ = text.partition("\n")
-    if not newline or not first.startswith("{"):
+    is_array = re.match(r"\[\s*[{\]]", text) is not None
+    if not is_array and not (newline and first.startswith("{")):
         return None
     try:
         _, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return 0 if first.strip() == "{" else None  # an object that is longer than the head
-    return 0 if end > len(first) else None
+    except (ValueError, RecursionError):  # damaged, or longer than the head
+        return 1 if is_array else 0 if first.strip() == "{" else None
+    if newline and end <= len(first):
+        return None  # the first line is a record, even if it is a list
+    return 1 if is_array else 0
 
 
 def _with_head(blocks: Iterator[Block], num_bytes: int) -> Iterator[Block]:
