@@ -95,6 +95,19 @@ def test_tokenize_says_the_same(data: Path, tmp_path: Path, capsys: pytest.Captu
     assert rows["documents"].strip() == "3"
 
 
+def test_prose_and_programs_beside_records_are_documentation(tmp_path: Path, cache: Path) -> None:
+    for name in ("a.md", "sub/b.rst.gz", "c.py"):
+        put(tmp_path / "data" / name, gzip.compress(b"text") if name.endswith(".gz") else b"text")
+    assert texts(tmp_path / "data", cache) == {"text"}
+    assert len(find_files([tmp_path / "data"]).files) == 3
+    put(tmp_path / "data" / "d.jsonl", jsonl("record"))
+    put(tmp_path / "data" / "e.txt", b"more")
+    assert texts(tmp_path / "data", cache) == {"record", "more"}
+    tokens(tmp_path / "tokens" / "a.npy", 1)
+    put(tmp_path / "tokens" / "notes.md")
+    assert len(find_files([tmp_path / "tokens"]).files) == 1
+
+
 def test_documentation_alone_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "README.md")
     put(tmp_path / "picture.png")
@@ -111,7 +124,7 @@ def test_every_format_counts(tmp_path: Path, cache: Path) -> None:
         "e.csv.zst": zstandard.compress(b"id,text\n1,e\n"),
         "f.tsv": b"text\tid\nf\t1\n",
         "deep/er/g.txt": b"g",
-        "h.md.gz": gzip.compress(b"h"),
+        "h.txt.gz": gzip.compress(b"h"),
     }
     for name, content in contents.items():
         put(tmp_path / "data" / name, content)
@@ -143,6 +156,10 @@ def test_links_are_followed_once(tmp_path: Path, cache: Path) -> None:
     assert said == ["found 2 documents and 4 tokens in 2 files (2 .jsonl); left out: 1 .jsonl (a file found before)"]
     (data / "lost.jsonl").symlink_to("nowhere")
     with pytest.raises(DataError, match=r"lost\.jsonl is a link to nowhere, which does not exist"):
+        check_source(str(data))
+    (data / "lost.jsonl").unlink()
+    (data / "lost_folder").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"lost_folder is a link to .*nowhere, which does not exist"):
         check_source(str(data))
 
 

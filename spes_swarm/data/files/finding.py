@@ -1,8 +1,9 @@
 """Finds data files: a directory is read completely or refused, and what is left out is counted.
 
 Documentation (`README.md`, `LICENSE`, a tokenizer's files, the sidecars of token files, ...) and hidden files are not
-data. Files with other endings are left out, unless the ending is one of data that this package cannot read: then the
-directory is refused. Links to folders are followed; a file that is reached twice counts once.
+data. Beside records or tokens, nor are prose and programs (`.md`, `.rst`, `.py`). Files with other endings are left
+out, unless the ending is one of data that this package cannot read: then the directory is refused. Links to folders are
+followed; a file that is reached twice counts once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
+_PROSE = (".md", ".rst", ".py")
 _MAX_LISTED = 12
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KNOWN_SUFFIXES = f"{', '.join(_FORMATS)} (each also with {', '.join(COMPRESSED_SUFFIXES)}), .parquet and .npy"
@@ -166,7 +168,7 @@ class _Search:
         if not named and (_OF_TOKEN_FILES.fullmatch(path.name) or _describes_tokens(path)):
             return
         if not path.is_file():
-            if path.is_symlink() and known is not None:
+            if path.is_symlink() and not path.exists():
                 raise DataError(f"{path} is a link to {path.readlink()}, which does not exist: copy that, too")
             self.left_out["not a file"] += 1
             return
@@ -187,15 +189,23 @@ class _Search:
         else:
             self._unknown.append(path)
 
+    def settle(self) -> None:
+        """Decides what is documentation: prose and programs are, beside records or tokens."""
+        if any(format_of(path) != "text" for path in self.data):
+            prose = [path for path in self.data if ending(path).startswith(_PROSE)]
+            self._documentation += [(path, False) for path in prose]
+            self.data = sorted(set(self.data).difference(prose))
+        elif not self.data:  # then a README that the user named is what they want
+            self.data = [path for path, named in self._documentation if named and format_of(path) is not None]
+            self._documentation = [(path, named) for path, named in self._documentation if path not in self.data]
+
     def result(self, what: str) -> Found:
         """Returns what was found; `what` names the sources.
 
         Raises:
             DataError: see `find_files`.
         """
-        if not self.data:  # then a README that the user named is what they want
-            self.data = [path for path, named in self._documentation if named and format_of(path) is not None]
-            self._documentation = [(path, named) for path, named in self._documentation if path not in self.data]
+        self.settle()
         documentation = Counter(f"{ending(path)} (documentation)" for path, _ in self._documentation)
         left_out = +(self.left_out + documentation + Counter(map(ending, self._unknown)))
         if self.unread:
@@ -224,6 +234,7 @@ def others_in(directory: Path, files: Iterable[Path]) -> Counter[str]:
     """
     search = _Search(None)
     search.add_directory(directory)
+    search.settle()
     known = set(map(os.path.realpath, files))
     return Counter(ending(path) for path in search.data + search.unread if os.path.realpath(path) not in known)
 
