@@ -231,6 +231,16 @@ def test_a_list_leaves_out_what_it_does_not_name(tmp_path: Path, cache: Path) ->
     assert said == ["found 1 document and 2 tokens in 1 file (1 .npy); left out: 1 .npy"]
 
 
+def test_the_output_of_a_peer_is_no_data(tmp_path: Path) -> None:
+    path = put(tmp_path / "a.jsonl", jsonl("a"))
+    for folder in (tmp_path, tmp_path / "runs" / "me"):
+        for name in ("identity.key", "metrics.jsonl", "manifest.json", "port", "checkpoints/step-1/meta.json"):
+            put(folder / name)
+    found = find_files([tmp_path])
+    assert found.files == (path,)
+    assert found.left_out == {"output directory": 1}
+
+
 def test_the_output_of_tokenize_is_not_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(tmp_path / "a.txt", b"text")
     arguments = [str(tmp_path), "--output", str(tmp_path / "tokens"), "--no-progress", "--processes", "1"]

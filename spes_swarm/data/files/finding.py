@@ -50,6 +50,7 @@ _DOCUMENTATION = re.compile(
     r"|special_tokens_map|tokenizer|tokenizer_config)\.json|(merges|vocab)\.txt",
     re.IGNORECASE,
 )
+_OUTPUT = re.compile(r"(manifest|data|peers)\.json|metrics\.jsonl|identity\.key|port|checkpoints|tensorboard")
 _OF_TOKEN_FILES = re.compile(r".*\.npy\.json|corpus\.json|file_list\.txt")  # read with them, not counted
 
 
@@ -149,6 +150,13 @@ class _Search:
                 subfolders.clear()
                 continue
             self._seen.add(real)
+            if "identity.key" in names and not is_root:
+                self.left_out["output directory"] += 1
+                subfolders.clear()
+                continue
+            if "identity.key" in names:  # data and output of a peer in one directory
+                names = [name for name in names if not _OUTPUT.fullmatch(name)]
+                subfolders[:] = [name for name in subfolders if not _OUTPUT.fullmatch(name)]
             hidden = list(filter(_is_hidden, subfolders))
             self.left_out["hidden"] += len(hidden)
             subfolders[:] = sorted(set(subfolders).difference(hidden))
