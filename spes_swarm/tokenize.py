@@ -2,8 +2,9 @@
 
     python -m spes_swarm.tokenize TEXT ... --output DIR
 
-Reads .txt (and .md, .rst, .py), .jsonl (plain, .gz, .zst) and .parquet. The result does not depend on the number of
-processes. Broken records are skipped and counted by kind.
+Reads text (.txt, .md, .rst, .py), JSON (.jsonl, .json), tables (.csv, .tsv), each plain or compressed (.gz, .bz2, .xz,
+.zst), and .parquet. Documentation and hidden files are no text. Broken records and files that are left out are counted.
+The result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.errors import DataError
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
+    from spes_swarm.data.files.finding import Found
     from spes_swarm.data.sharding import ShardSummary
     from spes_swarm.data.tokenizer import Tokenizer
 
@@ -58,11 +62,14 @@ def _run(options: argparse.Namespace) -> None:
     # Slow enough to be interrupted.
     from tqdm import tqdm
 
-    from spes_swarm.data.readers import find_documents
+    from spes_swarm.data.files.finding import find_files
     from spes_swarm.data.sharding import DocumentFormat, prepare_output, sample_documents, write_shards
     from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
 
-    files = find_documents(options.inputs)
+    found = find_files(options.inputs, without=options.output)
+    files = found.files
+    if found.are_tokens:
+        raise DataError(f"{files[0]} is a token file, which needs no tokenising: pass it to --data")
     document_format = DocumentFormat(text_field=options.text_field, text_mode=options.text_mode)
     tokenizer: Tokenizer
     prepare_output(options.output, options.overwrite)  # before the tokenizer is saved, which belongs to the shards
@@ -83,17 +90,22 @@ def _run(options: argparse.Namespace) -> None:
             overwrite=options.overwrite,
             on_progress=bar.update,
         )
-    print(_table(summary, tokenizer))
+    print(_table(found, summary, tokenizer))
 
 
-def _table(summary: ShardSummary, tokenizer: Tokenizer) -> str:
+def _table(found: Found, summary: ShardSummary, tokenizer: Tokenizer) -> str:
+    from spes_swarm.data.files.finding import ending, listed
+
     rate = summary.num_tokens / max(summary.seconds, 1e-9)
     rows = [
         ("tokenizer", f"{tokenizer.name} ({tokenizer.vocab_size} ids, {tokenizer.digest[:12]})"),
+        ("files", f"{len(found.files):,} ({listed(Counter(map(ending, found.files)))})"),
+        ("left out", listed(found.left_out) or "-"),
         ("shards", f"{len(summary.shards):,}"),
         ("documents", f"{summary.num_documents:,}"),
         ("tokens", f"{summary.num_tokens:,}"),
         ("tokens/s", f"{rate:,.0f}"),
+        *([("damaged files", summary.damaged)] if summary.damaged else []),
         ("broken records", f"{summary.broken.total():,}"),
         *((f"  {kind}", f"{count:,}") for kind, count in sorted(summary.broken.items())),
     ]

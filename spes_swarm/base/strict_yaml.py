@@ -51,7 +51,7 @@ def load_yaml(path: str | Path) -> Any:
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not UTF-8 text") from exc
+        raise ConfigError(f"{path}: not UTF-8 text: save it as UTF-8") from exc
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         line = f"line {mark.line + 1}: " if mark else ""

@@ -14,6 +14,7 @@ import os
 import shutil
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,19 @@ from spes_swarm.config.data_source import STDLIB, parse_hf, parse_mixture
 from spes_swarm.data.chat import ChatTemplate, check_same_kind, is_chat, write_chat_shard
 from spes_swarm.data.corpus_index import membership
 from spes_swarm.data.file_list import FILE_LIST, listed_token_files
+from spes_swarm.data.files.contents import refuse_stand_in
+from spes_swarm.data.files.finding import Found, find_files, listed, others_in
 from spes_swarm.data.headerless import check_size, is_headerless, open_headerless
-from spes_swarm.data.readers import find_documents
 from spes_swarm.data.sharding import DocumentFormat, write_shards
 from spes_swarm.data.streaming.dataset import check_installed
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 
-_CACHE_VERSION = 1  # increment it when the same files would give different tokens
+_CACHE_VERSION = 2  # increment it when the same files would give different tokens
 _LOCK_TIMEOUT_S = 600.0
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SCAN_TOKENS = 1 << 22
+_MAX_OPENED = 100  # files of text at the start; all are checked when they are read
 
 
 def default_cache_dir() -> Path:
@@ -57,28 +60,31 @@ def open_corpus(
     *,
     document_format: DocumentFormat | None = None,
     say: Callable[[str], None] = lambda text: None,
+    say_found: Callable[[str], None] = lambda text: None,
     pause: Callable[[], None] = lambda: None,
 ) -> list[TokenFile]:
     """Opens the token files of a data source, checked against the tokenizer; tokenises text that is not cached yet.
 
     A source is "stdlib"; a `.npy` token file; a `file_list.txt` that names some; a directory that holds either; or
-    text: a file, directory or glob that `readers.find_documents` accepts. Conversations are recognised by the records
+    text: a file, directory or glob that `find_files` accepts. Conversations are recognised by the records
     of the files (chat.py); files of both kinds are refused. Tokenised text is kept in `cache_dir`, by default
-    `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets messages: before a long
-    file without a header is read, if such a file never ends a document, and about conversations. `pause` is called
-    before each such file, and may raise to abort.
+    `default_cache_dir()`, and so are descriptions of token files without a header. `say` gets messages: before
+    a long file without a header is read, if such a file never ends a document, and about conversations and records that
+    are skipped. `say_found` gets one line: how many documents, tokens and files there are, and which files are left
+    out. `pause` is called before each file without a header, and may raise to abort.
 
     Raises:
         DataError: the source does not exist, holds no text, or was tokenised with another tokenizer.
     """
-    if source == STDLIB:
-        name, files = STDLIB, stdlib_files()
-    elif token_files := _existing_token_files(source):
-        return _opened(token_files, tokenizer, cache_dir or default_cache_dir(), say, pause)
-    else:
-        path = user_path(source)
-        name, files = path.name if path.exists() else "glob", find_documents([path])
     cache = cache_dir or default_cache_dir()
+    found = Found(tuple(stdlib_files())) if source == STDLIB else _found(source, cache)
+    if found.are_tokens:
+        opened = _opened(found.files, tokenizer, cache, say, pause)
+        say_found(_summary(found, opened))
+        return opened
+    files = found.files
+    path = user_path(source)
+    name = path.name if path.exists() else STDLIB if source == STDLIB else "glob"
     chats = source != STDLIB and next((kind for kind in map(is_chat, files) if kind is not None), False)
     template = ChatTemplate(tokenizer) if chats else None
     chosen = document_format or DocumentFormat()
@@ -90,9 +96,14 @@ def open_corpus(
         if template is not None:
             write_chat_shard(files, output, tokenizer, template, say)
         else:
-            write_shards(files, output, tokenizer, document_format=chosen)
+            summary = write_shards(files, output, tokenizer, document_format=chosen)
+            if summary.broken:
+                damaged = f"; damaged files: {summary.damaged}" if summary.damaged else ""
+                say(f"skipped records: {listed(summary.broken)}{damaged}")
 
-    return _tokenised(cache / f"{name}-{_fingerprint(files, tokenizer, how)[:24]}", tokenizer, write)
+    tokenised = _tokenised(cache / f"{name}-{_fingerprint(files, tokenizer, how)[:24]}", tokenizer, write)
+    say_found(_summary(found, tokenised))
+    return tokenised
 
 
 def check_source(source: str) -> None:
@@ -112,16 +123,18 @@ def check_source(source: str) -> None:
         return
     if source == STDLIB:
         return
-    token_files = _existing_token_files(source)
+    found = _found(source, default_cache_dir())
+    if not found.are_tokens:
+        for file in found.files[:_MAX_OPENED]:
+            refuse_stand_in(file)
+        return
     described: list[TokenFile] = []
-    for file in token_files:
+    for file in found.files:
         if is_headerless(file):
             check_size(file)
         else:
             described.append(TokenFile.open(file))
-    if not token_files:
-        find_documents([user_path(source)])
-    elif len(described) == len(token_files):
+    if len(described) == len(found.files):
         membership(described)
 
 
@@ -159,27 +172,29 @@ def unigram_entropy(tokens: NDArray[Any]) -> float:
     return float(-np.sum(shares * np.log(shares))) if len(shares) > 1 else 0.0
 
 
-def _existing_token_files(source: str) -> list[Path]:
-    """Returns the token files of a source; none if it is text.
+def _found(source: str, cache: Path) -> Found:
+    """Finds the files of a path or glob, outside the cache.
 
     Raises:
-        DataError: there is no such file or directory, or a list names a file that does not exist.
+        DataError: there is no such file or directory, or see `find_files` and `listed_token_files`.
     """
     path = user_path(source)
-    if path.is_dir():
-        return listed_token_files(path / FILE_LIST) or sorted(path.glob("*.npy"))
-    if listed := listed_token_files(path):
-        return listed
-    if path.suffix == ".npy":
-        if not path.is_file():
-            raise DataError(f"token file {path} does not exist")
-        return [path]
+    if named := listed_token_files(path / FILE_LIST if path.is_dir() else path):
+        return Found(tuple(named), others_in(path, named) if path.is_dir() else Counter())
+    if path.suffix == ".npy" and not path.is_file():
+        raise DataError(f"token file {path} does not exist")
     if not path.exists() and not glob.has_magic(source):
         raise DataError(
             f"data source {source!r} does not exist: give 'stdlib', a .npy token file, a directory, a text "
             "file or a glob"
         )
-    return []
+    return find_files([path], without=cache)
+
+
+def _summary(found: Found, files: Sequence[TokenFile]) -> str:
+    documents = plural(sum(file.sidecar.num_documents for file in files), "document")
+    tokens = plural(sum(file.sidecar.num_tokens for file in files), "token")
+    return f"found {documents} and {tokens} in {found}"
 
 
 def _opened(

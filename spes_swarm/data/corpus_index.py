@@ -7,6 +7,8 @@ to the corpus. The shards in a directory without an index form a whole corpus.
 
 from __future__ import annotations
 
+import codecs
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +75,14 @@ class Membership:
 
 
 def membership(files: Sequence[TokenFile]) -> Membership:
-    """Returns the corpus that token files of one directory belong to.
+    """Returns the corpus that token files belong to, by the index in their common folder.
 
     A single file that the index beside it does not list counts as a whole corpus.
 
     Raises:
         DataError: the index is damaged, or lists only some of the files.
     """
-    path = files[0].path.parent / INDEX_FILE
+    path = Path(os.path.commonpath([file.path.parent.absolute() for file in files])) / INDEX_FILE
     tokenizer_digest = files[0].sidecar.tokenizer_digest
     own = [(file.sidecar.blake3, file.sidecar.num_tokens) for file in files]
     index = _read(path)
@@ -100,7 +102,7 @@ def membership(files: Sequence[TokenFile]) -> Membership:
 
 def _read(path: Path) -> _Index | None:
     try:
-        return _Index.model_validate_json(path.read_bytes())
+        return _Index.model_validate_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except FileNotFoundError:
         return None
     except OSError as exc:

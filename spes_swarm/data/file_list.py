@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.data.files.contents import marked_encoding
 
 FILE_LIST = "file_list.txt"
 
@@ -27,7 +28,8 @@ def listed_token_files(path: Path) -> list[Path]:
     if path.name != FILE_LIST or not path.is_file():
         return []
     with os_errors_as(DataError, f"{path} cannot be read"):
-        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        content = path.read_bytes()
+    lines = content.decode(marked_encoding(content), "surrogateescape").splitlines()
     found: dict[tuple[int, int], Path] = {}  # by device and inode
     for number, line in enumerate(lines, start=1):
         entry = line.strip()

@@ -26,7 +26,8 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.base.wording import plural
 from spes_swarm.data.corpus_index import INDEX_FILE, write_index
-from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_pieces
+from spes_swarm.data.files.finding import listed
+from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_lines, read_pieces
 from spes_swarm.data.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.data.tokenizer import Tokenizer
 
@@ -52,7 +53,13 @@ class ShardSummary:
     num_tokens: int = 0  # end-of-text tokens included
     num_documents: int = 0
     broken: Broken = field(default_factory=Counter)  # skipped records, by kind
+    damaged_files: list[Path] = field(default_factory=list)  # of which more than records was lost
     seconds: float = 0.0
+
+    @property
+    def damaged(self) -> str:
+        """How many files are damaged, with the first; empty if none is."""
+        return f"{len(self.damaged_files):,}, such as {self.damaged_files[0]}" if self.damaged_files else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ def write_shards(
     summary = ShardSummary()
     series = _ShardSeries(output, tokenizer, shard_tokens, summary)
     try:
-        with contextlib.closing(_tokenize_in_order(files, tokenizer, chosen, processes)) as results:
+        with contextlib.closing(_tokenize_in_order(files, tokenizer, chosen, processes, summary)) as results:
             for result in results:
                 series.append(result)
                 if on_progress is not None:
@@ -103,10 +110,12 @@ def write_shards(
     finally:
         series.abort()
     if not summary.shards:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.broken.items())) or "no records"
+        records = (record for path in files for record in read_lines(path, Counter()) if isinstance(record, dict))
+        names = ", ".join(next(records, {}))
         raise DataError(
-            f"no usable document in {plural(len(files), 'file')} ({kinds}); "
-            f"is the text in the field {chosen.text_field!r}?"
+            f"no usable document in {plural(len(files), 'file')}, such as {files[0]} "
+            f"({listed(summary.broken) or 'no records'}); is the text in the field {chosen.text_field!r}?"
+            + (f" The first record has {names:.200}" if names else "")
         )
     write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began
@@ -141,7 +150,7 @@ def sample_documents(files: Sequence[Path], max_chars: int, document_format: Doc
     share = max(1, max_chars // max(1, len(files)))
     for path in files:
         left = share
-        for piece in _pieces([path], document_format):
+        for piece in _pieces([path], document_format, []):
             for text in parse_piece(piece, document_format.text_field)[0]:
                 if left > 0:
                     yield text[:left]
@@ -222,16 +231,23 @@ class _ShardSeries:
             self._writer = None
 
 
-def _pieces(files: Sequence[Path], document_format: DocumentFormat) -> Iterator[Piece]:
+def _pieces(files: Sequence[Path], document_format: DocumentFormat, damaged: list[Path]) -> Iterator[Piece]:
     for path in files:
-        yield from read_pieces(path, text_field=document_format.text_field, text_mode=document_format.text_mode)
+        for piece in read_pieces(path, text_field=document_format.text_field, text_mode=document_format.text_mode):
+            if piece.broken.keys() & {"corrupt", "truncated"} and path not in damaged[-1:]:
+                damaged.append(path)
+            yield piece
 
 
 def _tokenize_in_order(
-    files: Sequence[Path], tokenizer: Tokenizer, document_format: DocumentFormat, processes: int
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    document_format: DocumentFormat,
+    processes: int,
+    summary: ShardSummary,
 ) -> Generator[_Tokenized, None, None]:
     text_field = document_format.text_field
-    pieces = _pieces(files, document_format)
+    pieces = _pieces(files, document_format, summary.damaged_files)
     if processes == 1:
         for piece in pieces:
             yield tokenize_piece(piece, tokenizer, text_field)

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -101,7 +102,7 @@ class TokenWriter:
             self._max_token = max(self._max_token, high)
             content = tokens.astype(self._dtype).tobytes()
             self._hasher.update(content)
-            with os_errors_as(DataError, f"{self._partial} cannot be written", "free some space"):
+            with os_errors_as(DataError, f"{self.path} cannot be written", "free some space"):
                 self._file.write(content)
         self.num_tokens += len(tokens)
         self.num_documents += num_documents
@@ -145,7 +146,8 @@ class TokenWriter:
 
     def abort(self) -> None:
         """Removes what was written so far; harmless after `commit`."""
-        self._file.close()
+        with suppress(OSError):  # the disk may be too full for what is still in memory
+            self._file.close()
         sidecar_path(self._partial).unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
 

@@ -292,7 +292,7 @@ def _load_json(path: Path) -> FastTokenizer:
     if not path.is_file():
         raise DataError(f"tokenizer {str(path)!r}: no such file")
     try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     except OSError as exc:
         raise DataError(f"tokenizer {str(path)!r}: {exc.strerror}") from exc
     except Exception as exc:  # `tokenizers` raises a bare Exception if it cannot parse a file
@@ -305,7 +305,7 @@ def _configured_end_of_text(path: Path) -> str:
     if not path.is_file():
         return END_OF_TEXT
     try:
-        token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        token = json.loads(path.read_text(encoding="utf-8-sig")).get("eos_token")
     except (OSError, ValueError, AttributeError) as exc:
         raise DataError(f"{path} is not a tokenizer configuration: {exc}") from exc
     if isinstance(token, dict):  # a serialised AddedToken

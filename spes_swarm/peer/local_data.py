@@ -202,7 +202,7 @@ def open_source(
     hf = parse_hf(source)
     if hf is not None:
         return _open_hf(hf, tokenizer, run, say)
-    files = tuple(open_corpus(source, tokenizer, say=say, pause=pause))
+    files = tuple(open_corpus(source, tokenizer, say=say, say_found=say, pause=pause))
     if source == STDLIB:
         return LocalSource(DataConfig(kind="stdlib", python_version=platform.python_version()), files)
     if check_content:

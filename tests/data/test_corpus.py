@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 from spes_swarm.base.errors import DataError
 from spes_swarm.data import readers
 from spes_swarm.data.corpus import default_cache_dir, open_corpus, stdlib_files, unigram_entropy
-from spes_swarm.data.readers import find_documents, parse_piece, read_pieces
+from spes_swarm.data.files import contents
+from spes_swarm.data.files.finding import find_files
+from spes_swarm.data.readers import parse_piece, read_pieces
 from spes_swarm.data.sharding import DocumentFormat
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
@@ -58,7 +60,7 @@ def put(path: Path, content: bytes) -> Path:
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, piece_bytes: int) -> None:
     monkeypatch.setattr(readers, "_PIECE_BYTES", piece_bytes)
-    monkeypatch.setattr(readers, "_READ_BYTES", 4 * piece_bytes)
+    monkeypatch.setattr(contents, "_READ_BYTES", 4 * piece_bytes)
     packs: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
     pack = packs[suffix]
     content = pack(JSONL) if suffix == "" else pack(JSONL[:700]) + pack(JSONL[700:])  # several members are one file
@@ -138,7 +140,7 @@ def test_a_truncated_tail_costs_the_tail(tmp_path: Path, suffix: str, pack: Any)
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
 def test_a_corrupt_stream_is_one_fault(tmp_path: Path, suffix: str, pack: Any) -> None:
-    assert read(put(tmp_path / f"a.jsonl{suffix}", b"not compressed")) == ([], {"corrupt": 1})
+    assert read(put(tmp_path / f"a.jsonl{suffix}", b"\xff damaged")) == ([], {"corrupt": 1})
     documents, broken = read(put(tmp_path / f"b.jsonl{suffix}", pack(JSONL) + b"garbage behind it"))
     assert (documents, broken) == (TEXTS, {"corrupt": 1})
 
@@ -146,7 +148,7 @@ def test_a_corrupt_stream_is_one_fault(tmp_path: Path, suffix: str, pack: Any) -
 def test_records_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "_MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(readers, "_PIECE_BYTES", 100)
-    monkeypatch.setattr(readers, "_READ_BYTES", 64)
+    monkeypatch.setattr(contents, "_READ_BYTES", 64)
     long = json.dumps({"text": "x" * 5000}).encode()
     content = JSONL[:200].rsplit(b"\n", 1)[0] + b"\n" + long + b"\n" + RECORDS[7].encode() + b"\n" + long
     documents, broken = read(put(tmp_path / "a.jsonl", content))
@@ -176,21 +178,21 @@ def test_pieces_do_not_change_the_documents(
     path = put(tmp_path_factory.mktemp("t") / "a.txt", "\n".join(lines).encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_PIECE_BYTES", cut)
-        patch.setattr(readers, "_READ_BYTES", cut)
+        patch.setattr(contents, "_READ_BYTES", cut)
         assert read(path, text_mode="line")[0] == [line for line in lines if line.strip()]
 
 
-def test_find_documents(tmp_path: Path) -> None:
+def test_find_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.jsonl", "sub/c.parquet", "image.png"):
         put(tmp_path / name, b"x")
     everything = [tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "sub" / "c.parquet"]
-    assert find_documents([tmp_path]) == everything
-    assert find_documents([str(tmp_path / "*.txt"), tmp_path / "b.txt"]) == everything[1:2]
+    assert find_files([tmp_path]).files == tuple(everything)
+    assert find_files([str(tmp_path / "*.txt"), tmp_path / "b.txt"]).files == tuple(everything[1:2])
     with pytest.raises(DataError, match=r"image\.png has an unknown suffix; known suffixes: \.txt"):
-        find_documents([tmp_path / "image.png"])
+        find_files([tmp_path / "image.png"])
     with pytest.raises(DataError, match="matches no file"):
-        find_documents([tmp_path / "*.md"])
+        find_files([tmp_path / "*.md"])
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -202,7 +204,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise ImportError(module)
         return real(module, *rest)
 
-    path = put(tmp_path / name, b"x")
+    path = put(tmp_path / name, zstandard.compress(b"x"))
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError, match=rf"{package}: pip install 'spes-swarm\[corpora\]'"):
         read(path)

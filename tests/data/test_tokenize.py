@@ -6,9 +6,13 @@ import gzip
 import json
 import os
 import random
+import re
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +30,7 @@ from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
 from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
+from tests.helpers.small_disk import mounted_disk
 from tests.helpers.token_files import open_checked
 
 BYTES = ByteTokenizer()
@@ -191,6 +196,34 @@ def test_mistakes_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
             assert captured.err.count("\n") == 1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def limited_disk(directory: Path) -> AbstractContextManager[Path]:
+    return mounted_disk(directory, 1 << 20)
+
+
+@contextmanager
+def limited_files(directory: Path) -> Iterator[Path]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        yield directory
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("limited", [limited_disk, limited_files])
+def test_a_full_disk_is_reported_with_the_file_and_leaves_nothing_half_written(
+    limited: Callable[[Path], AbstractContextManager[Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"some text\n" * 200_000)
+    with limited(tmp_path / "full") as full:
+        output = full / "out"
+        assert tokenize.main([str(text), "--output", str(output), "--no-progress", "--processes", "1"]) == 2
+        assert list(output.iterdir()) == []
+    error = capsys.readouterr().err
+    assert re.fullmatch(rf"tokenize: {output}/tokens-00000\.npy cannot be written: .*; free some space\n", error)
 
 
 @pytest.mark.slow

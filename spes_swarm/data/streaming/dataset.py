@@ -24,6 +24,7 @@ from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.base.wording import plural
 from spes_swarm.config.data_source import HfName
+from spes_swarm.data.files.finding import check_is_complete
 from spes_swarm.data.streaming.pieces import MANY_UNITS
 from spes_swarm.data.streaming.rows import RowReader, Unusable, one_line
 
@@ -86,6 +87,9 @@ class StreamedDataset:
             if not files:
                 known = ", ".join(map(str, builder.config.data_files or ())) or "none"
                 raise DataError(f"{source} has no split {split!r} (splits: {known})")
+            if source.is_local and source.config is None:
+                everything = itertools.chain(*builder.config.data_files.values())
+                check_is_complete(Path(source.name), list(map(Path, everything)))
             what = [_identity(file, Path(source.name)) if source.is_local else file for file in files]
             self._rows = RowReader(_format(builder), builder.config)
             members = [member for file in files for member in _members(file)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from spes_swarm.data.chat import ChatTemplate, tokenised_chat
+from spes_swarm.data.files.tables import without_nulls
 from spes_swarm.data.readers import Broken
 from spes_swarm.data.sharding import encoded_parts
 from spes_swarm.data.streaming.rows import Unusable, has_surrogates
@@ -83,12 +84,5 @@ class Preparing:
         if has_surrogates(record):
             self._broken["bad_utf8"] += 1
             return None
-        samples = tokenised_chat(_without_nulls(record), template, self._broken)
+        samples = tokenised_chat(without_nulls(record), template, self._broken)
         return np.concatenate(samples) if samples else None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drops null fields: in a table, each record has the fields of all records."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
