@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
+from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, read_section
 from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
@@ -72,6 +73,13 @@ class PeerConfig(Section):
             )
         if self.live_weights == "bf16" and self.precision == "fp32":
             raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
+        # Sections are frozen; only here do addresses get their normal form.
+        for name, maddrs in (
+            ("initial_peers", peer_addresses(self.initial_peers)),
+            ("host_maddrs", listen_addresses(self.host_maddrs)),
+            ("announce_maddrs", listen_addresses(self.announce_maddrs, announced=True)),
+        ):
+            object.__setattr__(self, name, maddrs)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

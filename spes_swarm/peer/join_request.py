@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_swarm.base.address import check_listen_address, check_peer_address
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.file import RawConfigFile, continued_config_path, default_config_path, read_config_file
@@ -108,14 +107,7 @@ def check_peer(peer: PeerConfig) -> None:
 
     Raises:
         ConfigError: a setting is invalid.
-        AddressError: an address is invalid.
     """
-    for maddr in peer.initial_peers:
-        check_peer_address(maddr)
-    for maddr in peer.host_maddrs:
-        check_listen_address(maddr)
-    for maddr in peer.announce_maddrs:
-        check_listen_address(maddr, announced=True)
     if peer.publish_to is not None:
         parse_location(peer.publish_to)
     if peer.from_hub is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from spes_swarm.base.address import usable_peer_addresses
 from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
@@ -72,6 +74,7 @@ class RunFinder:
             self.initial_peers = self._reach_known_peers()
             return stored
         self.console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
+        deadline = time.monotonic() + peer.bootstrap_timeout_s
         connected = self.ask(
             Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
@@ -87,7 +90,7 @@ class RunFinder:
                 peer.bootstrap_timeout_s + 60.0,
                 peers=connected,
                 run_id=expected,
-                timeout_s=peer.bootstrap_timeout_s,
+                timeout_s=deadline - time.monotonic(),
             )
         except ManifestError as exc:
             if stored is not None and peer.run_id is None:
@@ -108,7 +111,7 @@ class RunFinder:
 
         Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
         """
-        known = self.directory.known_peers()
+        known = usable_peer_addresses(self.directory.known_peers())
         if not known:
             return []
         try:
