@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -17,6 +21,9 @@ from spes_swarm.base.address import (
     without_own,
 )
 from spes_swarm.base.errors import AddressError
+from spes_swarm.config.file import load_config
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.monitor.options import parse_options
 
 # Written out, so that the tests have the same names in every process that collects them.
 PEER = "QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
@@ -244,3 +251,16 @@ def test_the_address_that_reaches_farthest_comes_first() -> None:
     assert best_first([loopback, named, public]) == [public, named, loopback]
     assert best_first([loopback, link_local])[0] == link_local
     assert best_first([]) == []
+
+
+def test_settings_of_a_peer_and_of_the_monitor_are_normal_forms(tmp_path: Path) -> None:
+    path = tmp_path / "peer.yaml"
+    texts = {"initial_peers": [f"'{NORMAL}/'\n{OTHER}"], "host_maddrs": ["/ip4/0.0.0.0/tcp/0/"]}
+    path.write_text(yaml.safe_dump({"peer": texts}), encoding="utf-8")
+    announced = ("/ip4/203.0.113.7/tcp/1/, /ip4/203.0.113.8/tcp/1",)
+    for peer in (load_config(path).peer, dataclasses.replace(PeerConfig(**texts), announce_maddrs=announced)):
+        assert peer.initial_peers == (NORMAL, OTHER)
+        assert peer.host_maddrs == ("/ip4/0.0.0.0/tcp/0",)
+    assert peer.announce_maddrs == ("/ip4/203.0.113.7/tcp/1", "/ip4/203.0.113.8/tcp/1")
+    options = parse_options(["--initial-peers", f"{NORMAL}/,{OTHER}\r\n"])
+    assert options.initial_peers == (NORMAL, OTHER)
