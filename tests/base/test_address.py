@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -255,7 +256,7 @@ def test_the_address_that_reaches_farthest_comes_first() -> None:
 
 def test_settings_of_a_peer_and_of_the_monitor_are_normal_forms(tmp_path: Path) -> None:
     path = tmp_path / "peer.yaml"
-    texts = {"initial_peers": [f"'{NORMAL}/'\n{OTHER}"], "host_maddrs": ["/ip4/0.0.0.0/tcp/0/"]}
+    texts: dict[str, Any] = {"initial_peers": [f"'{NORMAL}/'\n{OTHER}"], "host_maddrs": ["/ip4/0.0.0.0/tcp/0/"]}
     path.write_text(yaml.safe_dump({"peer": texts}), encoding="utf-8")
     announced = ("/ip4/203.0.113.7/tcp/1/, /ip4/203.0.113.8/tcp/1",)
     for peer in (load_config(path).peer, dataclasses.replace(PeerConfig(**texts), announce_maddrs=announced)):
