@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from spes_swarm.base.address import peer_addresses
 from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
 from spes_swarm.base.errors import UserError
 
@@ -110,6 +111,10 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"found {text!r:.40}, expected a positive number")
 
 
+def _addresses(text: str) -> str:
+    return " ".join(peer_addresses([text]))
+
+
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m spes_swarm.publish", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
@@ -123,7 +128,12 @@ def _parser() -> OneLineParser:
     add("--license", metavar="ID", help="for the card: the model's license, a Hub identifier")
     add("--base-model", metavar="USER/REPO", help="for the card: the base of an upcycled model")
     add("--data", metavar="TEXT", help="for the card: what the run trains on")
-    add("--join-address", metavar="MADDR", help="for the card: a peer's address that may be made public")
+    add(
+        "--join-address",
+        type=_addresses,
+        metavar="MADDR",
+        help="for the card: a peer's public address",
+    )
     add("--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--upload-mbps", type=_positive, metavar="MBIT", help="upload rate limit in Mbit/s")
     add("--background", action="store_true", help="run at the lowest CPU and disk priority")

@@ -1,17 +1,24 @@
-"""Multiaddresses: checks of those that users give, before anything starts, and sorting for display."""
+"""Multiaddresses: those that users give are checked before anything starts, and kept in their normal form.
+
+The normal form is the only one that the rest of the package sees: without a slash at the end, with `p2p` and a peer id
+in base58, names of hosts in lower case. What p2pd cannot dial or listen on is refused here.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
+from multiaddr.protocols import PROTOCOLS
 
 from spes_swarm.base.errors import AddressError
 
 _PEER, _HOST, _ANNOUNCED = "initial peer", "host address", "announced address"
+_NAME_AS_IP = re.compile(r"/?ip[46]/([^/:]*[g-z][^/:]*)/", re.I)
 _MAX_CHARS = 256
 _EXAMPLES = {
     _PEER: "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
@@ -19,14 +26,111 @@ _EXAMPLES = {
     _ANNOUNCED: "/ip4/203.0.113.7/tcp/31337",
 }
 
+# What p2pd supports, as names of protocols.
+_LISTENING = r"(ip4|ip6|dns4?|dns6) (tcp( ws)?|udp quic-v1)"
+_REACHED = r"(ip4|ip6|dns4?|dns6) (tcp( ws| wss| tls ws| tls sni ws)?|udp quic-v1)"
+_FORMS = {
+    _PEER: rf"(({_REACHED}|dnsaddr) p2p|({_REACHED} p2p|dnsaddr p2p) p2p-circuit p2p)",
+    _HOST: _LISTENING,
+    _ANNOUNCED: _REACHED,
+}
+_NAMES = ("dns", "dns4", "dns6", "dnsaddr")
 
-def _parse(text: str, role: str) -> Multiaddr:
+# What comes along when an address is copied: it is no part of any address.
+_NOISE = re.compile("[\\[\\]\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff]")
+_LABEL = re.compile(
+    r"[-\u2010-\u2015]{0,2}(initial[-_ ]peers?|(host|announce)[-_ ]maddrs?)\b[:=]?(?=[\s/\"'\[]|$)", re.I
+)
+_BETWEEN = re.compile("[\\s,;|\"'`\u00ab\u00bb\u2018-\u201f\u2039\u203a<>(){}]+|\\\\+(?=\\s|$)")
+
+
+def peer_addresses(texts: Sequence[str]) -> tuple[str, ...]:
+    """Returns the addresses to dial that a user gives, in their normal form; a text may contain several.
+
+    Raises:
+        AddressError: one of them cannot be used, or there is none.
+    """
+    return _addresses(texts, _PEER, peer_address)
+
+
+def listen_addresses(texts: Sequence[str], *, announced: bool = False) -> tuple[str, ...]:
+    """Returns the addresses to listen on, or to announce, that a user gives, as `peer_addresses` does.
+
+    Raises:
+        AddressError: one of them cannot be used, or there is none.
+    """
+    role = _ANNOUNCED if announced else _HOST
+    return _addresses(texts, role, lambda text: listen_address(text, announced=announced))
+
+
+def _addresses(texts: Sequence[str], role: str, parse: Callable[[str], str]) -> tuple[str, ...]:
+    given = _LABEL.sub(" ", _NOISE.sub("", "\n".join(texts)))
+    words = [word.strip("*.:!?") for word in _BETWEEN.split(given)]
+    words = [word for word in words if any(map(str.isalnum, word))]
+    if texts and not words:
+        raise _wrong(texts[0], role, "is empty")
+    for word in words:
+        if word.startswith("-"):
+            raise AddressError(
+                f"found {word!r} in place of an address ({role}): give only addresses there, and other flags by "
+                "themselves (a whole command that was copied is run as it is)"
+            )
+    return tuple(dict.fromkeys(map(parse, words)))
+
+
+def _parse(text: str, role: str) -> list[tuple[str, str]]:
+    """Splits one address into pairs of protocol and value; the values are in their normal form."""
+    lowered = (word.lower() if word.lower() in _KNOWN else word for word in text.split("/"))
     try:
-        return Multiaddr(text)
+        address = Multiaddr(re.sub(r"/ipfs/(?=\w{20})", "/p2p/", "/".join(lowered)))
+        pairs = [(protocol.name, str(value or "")) for protocol, value in address.items()]
     except (MultiaddrError, ValueError, KeyError) as exc:
         culprit = _culprit(text)
         where = "" if culprit == text else f" ({culprit!r} cannot be parsed)"
+        if (named := _NAME_AS_IP.match(text)) is not None:
+            where = f" (a name of a host is written /dns4/{named[1]})"
         raise _wrong(text, role, f"is not a multiaddress{where}") from exc
+    return [_normal(name, value) for name, value in pairs]
+
+
+_KNOWN = {protocol.name for protocol in PROTOCOLS} | {"ipfs"}
+
+
+def _normal(name: str, value: str) -> tuple[str, str]:
+    if name in _NAMES:
+        return name, value.lower().rstrip(".")
+    mapped = ipaddress.IPv6Address(value).ipv4_mapped if name == "ip6" else None
+    return (name, value) if mapped is None else ("ip4", str(mapped))
+
+
+def _checked(pairs: list[tuple[str, str]], text: str, role: str) -> str:
+    """Returns an address in its normal form, if it is one that p2pd supports."""
+    names, port = [name for name, _ in pairs], [value for name, value in pairs if name in ("tcp", "udp")]
+    if not {"ip4", "ip6", *_NAMES} & set(names):
+        raise _wrong(text, role, "has no host")
+    if not port and "dnsaddr" not in names:
+        raise _wrong(text, role, "has no port")
+    if "quic" in names:
+        raise _wrong(text, role, "is of a version of QUIC that libp2p no longer has: write quic-v1 in place of quic")
+    if re.fullmatch(_FORMS[role], " ".join(names)) is None:
+        verb = "listen on" if role == _HOST else "dial"
+        raise _wrong(text, role, f"is of a kind that p2pd cannot {verb}")
+    if role != _HOST and "0" in port:
+        raise AddressError(f"{role} {text!r} has port 0; give the actual port")
+    for name, value in pairs:
+        if name in ("ip4", "ip6") and (problem := _unusable(ipaddress.ip_address(value), role)) is not None:
+            raise _wrong(text, role, problem)
+    return "".join(f"/{name}/{value}" if value else f"/{name}" for name, value in pairs)
+
+
+def _unusable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, role: str) -> str | None:
+    if ip.is_multicast or str(ip) == "255.255.255.255":
+        return f"is not the address of a machine: {ip} stands for several"
+    if role != _HOST and ip.is_unspecified:
+        return f"is not the address of a machine: {ip} only means that a peer listens on all of its addresses"
+    if ip.version == 6 and ip.is_link_local:
+        return "is link-local, which p2pd cannot use"
+    return None
 
 
 def _wrong(text: str, role: str, why: str) -> AddressError:
@@ -45,26 +149,30 @@ def _culprit(text: str) -> str:
     return text
 
 
-def check_peer_address(text: str) -> str:
-    """Checks an address to dial, which needs a host, a port and a peer id.
+def peer_address(text: str) -> str:
+    """Returns an address to dial, which needs a host, a port and a peer id, in its normal form.
 
     Raises:
-        AddressError: it cannot be parsed, or one of them is missing.
+        AddressError: it cannot be parsed, one of them is missing, or p2pd cannot dial it.
     """
-    address = _parse(text, _PEER)
-    names = [protocol.name for protocol in address.protocols()]
-    if names[-1:] != ["p2p"]:
+    pairs = _parse(text, _PEER)
+    if not pairs or pairs[-1][0] != "p2p":
         raise _wrong(text, _PEER, "does not end in a peer id")
-    if not {"ip4", "ip6", "dns", "dns4", "dns6"} & set(names):
-        raise _wrong(text, _PEER, "has no host")
-    if not {"tcp", "udp"} & set(names):
-        raise _wrong(text, _PEER, "has no port")
-    return text
+    return _checked(pairs, text, _PEER)
+
+
+def usable_peer_addresses(texts: Sequence[str]) -> list[str]:
+    """Returns those of stored addresses that can be dialled, in their normal form."""
+    usable = []
+    for text in texts:
+        with suppress(AddressError):
+            usable.append(peer_address(text))
+    return usable
 
 
 def peer_id_of(maddr: str) -> str:
-    """Returns the peer id at the end of an address that `check_peer_address` accepts."""
-    return maddr.rstrip("/").rsplit("/", 1)[-1]
+    """Returns the peer id at the end of an address in its normal form."""
+    return maddr.rsplit("/", 1)[-1]
 
 
 def without_own(maddrs: Sequence[str], own_peer_id: str) -> list[str]:
@@ -82,23 +190,17 @@ def without_own(maddrs: Sequence[str], own_peer_id: str) -> list[str]:
     return others
 
 
-def check_listen_address(text: str, *, announced: bool = False) -> str:
-    """Checks an address to listen on, or to announce to other peers.
+def listen_address(text: str, *, announced: bool = False) -> str:
+    """Returns an address to listen on, or to announce to other peers, in its normal form.
 
     Raises:
-        AddressError: it cannot be parsed, ends in a peer id, or is announced without a port.
+        AddressError: it cannot be parsed, has no port or a peer id, or p2pd cannot use it.
     """
     role = _ANNOUNCED if announced else _HOST
-    address = _parse(text, role)
-    names = [protocol.name for protocol in address.protocols()]
-    if "p2p" in names:
+    pairs = _parse(text, role)
+    if any(name == "p2p" for name, _ in pairs):
         raise AddressError(f"{role} {text!r} must not have a peer id; leave off /p2p/...")
-    ports = [value for protocol, value in address.items() if protocol.name in ("tcp", "udp")]
-    if not ports:
-        raise _wrong(text, role, "has no port")
-    if announced and "0" in [str(port) for port in ports]:
-        raise AddressError(f"{role} {text!r} has port 0; announce the actual port")
-    return text
+    return _checked(pairs, text, role)
 
 
 def best_first(maddrs: Sequence[str]) -> list[str]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -256,6 +257,26 @@ def show(value: Any) -> str:
         return "a section of keys" if isinstance(value, Mapping) else "a list"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def differences(given: Mapping[str, Any], expected: Mapping[str, Any], key: str, most: int = 4) -> str:
+    """Lists the settings, of all sections below the dotted `key`, in which plain values differ; "" if in none."""
+    lines = list(_differences(given, expected, key))
+    more = [f"and {plural(len(lines) - most, 'other')}"] if len(lines) > most else []
+    return ", ".join(lines[:most] + more)
+
+
+def _differences(given: Any, expected: Any, key: str) -> Iterator[str]:
+    if isinstance(given, Mapping) and isinstance(expected, Mapping):
+        for name in [*expected, *(name for name in given if name not in expected)]:
+            yield from _differences(given.get(name), expected.get(name), f"{key}.{name}")
+    elif given != expected:
+        yield f"{key} ({_brief(expected)}, given {_brief(given)})"
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

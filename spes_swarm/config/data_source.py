@@ -8,6 +8,7 @@ WEIGHT*SOURCE + WEIGHT*SOURCE ...   a mixture: windows are drawn from each sourc
 
 from __future__ import annotations
 
+import glob
 import math
 import re
 from collections.abc import Sequence
@@ -76,6 +77,23 @@ def join_mixture(terms: Sequence[Weighted]) -> str:
     if len(terms) == 1:
         return terms[0].source
     return " + ".join(f"{term.weight!r}*{term.source}" for term in terms)
+
+
+def missing_paths(text: str) -> list[str]:
+    """Returns those sources of --data that name a path at which there is nothing.
+
+    Raises:
+        DataError: a mixture is malformed.
+    """
+    return [term.source for term in parse_mixture(text) if _is_missing(term.source)]
+
+
+def _is_missing(source: str) -> bool:
+    path = source.removeprefix(HF_PREFIX)
+    if source == STDLIB or (path != source and not path.startswith((".", "/", "~"))):
+        return False
+    places = {path, path.partition(":")[0]} if path != source else {path}  # hf:DIRECTORY:CONFIG
+    return not glob.has_magic(path) and not any(user_path(place).exists() for place in places)
 
 
 def parse_hf(source: str) -> HfName | None:

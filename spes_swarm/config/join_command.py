@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from pathlib import Path
 
 from spes_swarm.config.data import DataConfig
 from spes_swarm.config.manifest import Manifest
 
 _YOUR_DATA = "YOUR_DATA"
+_CHARS_LEFT_OUT = 16  # of the digest in a run id: 8 are enough for the name of a directory
 
 
 def join_command(manifest: Manifest, address: str, python: str = "python") -> str:
-    """Returns the command with which a newcomer joins through the peer at `address` (a multiaddress)."""
-    command = [python, "-m", "spes_swarm.join", "--initial-peers", address, "--run-id", manifest.run_id]
-    return shlex.join([*command, *data_arguments(manifest.run.data)])
+    """Returns the command with which a newcomer joins through the peers at `address` (multiaddresses).
+
+    Its output directory is named after the run, and is a new one on this machine.
+    """
+    command = [python, "-m", "spes_swarm.join", "--initial-peers", *address.split(), "--run-id", manifest.run_id]
+    name = f"runs/{manifest.run_id[:-_CHARS_LEFT_OUT]}"
+    numbered = (f"{name}-{number}" for number in itertools.count(2))
+    directory = next(path for path in itertools.chain([name], numbered) if not Path(path).exists())
+    return shlex.join([*command, "--output-dir", directory, *data_arguments(manifest.run.data)])
 
 
 def data_arguments(run: DataConfig) -> list[str]:

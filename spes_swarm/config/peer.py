@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
+from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, read_section
 from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
@@ -41,10 +42,10 @@ class PeerConfig(Section):
     kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of this peer's own order of token files; None = the peers divide one order
-    initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run
+    initial_peers: tuple[str, ...] = ()  # multiaddresses of peers of the run; none = found a run
     run_id: Text | None = None  # the run to join; None = that of the initial peers
-    host_maddrs: tuple[Text, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
-    announce_maddrs: tuple[Text, ...] = ()  # multiaddresses to announce; none = those listened on
+    host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
+    announce_maddrs: tuple[str, ...] = ()  # multiaddresses to announce; none = those listened on
     client_mode: bool = False  # accept no connections; for peers that cannot be reached
     assume_reachable: bool = False  # do not check whether others can connect to this peer
     relay: Annotated[str, Pattern(r"auto|off", "auto or off")] = "auto"  # relay others' connections, and use relays
@@ -72,6 +73,13 @@ class PeerConfig(Section):
             )
         if self.live_weights == "bf16" and self.precision == "fp32":
             raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
+        # Sections are frozen; only here do addresses get their normal form.
+        for name, maddrs in (
+            ("initial_peers", peer_addresses(self.initial_peers)),
+            ("host_maddrs", listen_addresses(self.host_maddrs)),
+            ("announce_maddrs", listen_addresses(self.announce_maddrs, announced=True)),
+        ):
+            object.__setattr__(self, name, maddrs)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spes_swarm.base.address import check_listen_address, check_peer_address
+from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.arguments import OneLineParser
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.storage.trackers import check_tracker
@@ -43,7 +43,13 @@ def parse_options(arguments: list[str] | None) -> Options:
         ConfigError: an unknown flag, a wrong value, or flags that contradict each other.
         AddressError: an address that cannot be used.
     """
-    options = Options(**vars(_parser().parse_args(arguments)))
+    given = Options(**vars(_parser().parse_args(arguments)))
+    options = replace(
+        given,
+        initial_peers=peer_addresses(given.initial_peers),
+        host_maddrs=listen_addresses(given.host_maddrs),
+        announce_maddrs=listen_addresses(given.announce_maddrs, announced=True),
+    )
     _check(options)
     return options
 
@@ -54,7 +60,7 @@ def _parser() -> OneLineParser:
     )
     maddrs: dict[str, Any] = {"nargs": "+", "default": [], "metavar": "MADDR"}
     period: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
-    parser.add_argument("--initial-peers", **maddrs, type=check_peer_address, help="addresses of peers of the run")
+    parser.add_argument("--initial-peers", **maddrs, help="addresses of peers of the run")
     parser.add_argument("--run-id", help="refuse any run but this one")
     parser.add_argument(
         "--refresh", **period, default=2.0, dest="refresh_s", help="time between refreshes (default: 2)"
@@ -82,9 +88,8 @@ def _parser() -> OneLineParser:
     entry.add_argument(
         "--identity", type=Path, metavar="FILE", help="file that keeps the peer id (default: a new id each time)"
     )
-    entry.add_argument("--host-maddrs", **maddrs, type=check_listen_address, help="where to listen, with a fixed port")
-    announced = partial(check_listen_address, announced=True)
-    entry.add_argument("--announce-maddrs", **maddrs, type=announced, help="addresses to announce instead")
+    entry.add_argument("--host-maddrs", **maddrs, help="where to listen, with a fixed port")
+    entry.add_argument("--announce-maddrs", **maddrs, help="addresses to announce instead")
     return parser
 
 
@@ -117,7 +122,7 @@ def _check(options: Options) -> None:
             raise ConfigError("--once prints and exits, --bootstrap keeps running: give one of them")
         if options.identity is None:
             raise ConfigError("--bootstrap needs --identity FILE: newcomers dial an entry point by its peer id")
-        if not options.host_maddrs or any(maddr.endswith("/tcp/0") for maddr in options.host_maddrs):
+        if not options.host_maddrs or any(re.search("/(tcp|udp)/0(/|$)", maddr) for maddr in options.host_maddrs):
             raise ConfigError("--bootstrap needs --host-maddrs with a fixed port, such as /ip4/0.0.0.0/tcp/31337")
     elif options.host_maddrs or options.announce_maddrs:
         raise ConfigError("--host-maddrs and --announce-maddrs are for an entry point: give --bootstrap, too")

@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 from hivemind.p2p import PeerID
 
-from spes_swarm.base.address import best_first, peer_id_of
+from spes_swarm.base.address import best_first, peer_id_of, usable_peer_addresses
 from spes_swarm.base.errors import BootstrapError, NetworkProcessError, ProtocolError
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
@@ -252,10 +252,12 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
     try:
         rpc = Rpc(daemon.p2p, _ignore)
         await rpc.start()
-        maddrs = list(dict.fromkeys([*options.initial_peers, *addresses[:_MAX_REMEMBERED]]))
+        maddrs = list(dict.fromkeys([*options.initial_peers, *usable_peer_addresses(addresses)[:_MAX_REMEMBERED]]))
+        deadline = time.monotonic() + options.timeout_s
         try:
             connected = await bootstrap(daemon, maddrs, options.timeout_s if remembered is None else _CALL_TIMEOUT_S)
-            manifest = remembered or await ask_for_manifest(rpc, connected, options.run_id, options.timeout_s)
+            left_s = deadline - time.monotonic()
+            manifest = remembered or await ask_for_manifest(rpc, connected, options.run_id, left_s)
         except BootstrapError:
             if remembered is None:
                 raise

@@ -64,6 +64,11 @@ class InitialModel:
         """
         return cls(name, parse_model(name))
 
+    @property
+    def absolute_name(self) -> str:
+        """The name, independent of the current directory."""
+        return self.name if self.location.path is None else str(self.location.path.absolute())
+
     def description(self, *, with_tokenizer: bool = True) -> Path:
         """Returns a directory with config.json and, if wanted, the tokenizer; fetches them from a Hub.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from spes_swarm.base.address import check_listen_address, check_peer_address
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.file import RawConfigFile, continued_config_path, default_config_path, read_config_file
@@ -82,12 +82,33 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
     flags = dict(vars(options))
     config_path = flags.pop("config", None)
     draft = draft_request(config_path, flags.get("initial_weights"), lambda peer: override(peer, **flags))
-    peer = draft.peer
-    for flag in ("publish_every", "publish_mbps", "publish_keep"):
-        if flags.get(flag) is not None and peer.publish_to is None:
-            raise ConfigError(f"--{flag.replace('_', '-')} requires --publish-to")
-    check_peer(peer)
+    check_peer(draft.peer)
+    _check_effects(flags, draft.peer)
     return draft
+
+
+def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
+    """Refuses flags that would have no effect.
+
+    Settings of a configuration file may have none: several peers can share the file.
+    """
+    directory = RunDirectory(Path(peer.output_dir))
+    stored, founds = directory.raw_manifest(), founds_run(peer)
+    has_data = peer.data is not None or directory.known_data() is not None
+    needs_publishing = (peer.publish_to is not None, "requires --publish-to")
+    joining = "--from-hub resumes" if not peer.initial_peers else "--initial-peers joins"
+    for flag, (has_effect, why) in (
+        ("publish_every", needs_publishing),
+        ("publish_mbps", needs_publishing),
+        ("publish_keep", needs_publishing),
+        ("announce_maddrs", (not peer.client_mode, "is for a peer that accepts connections: leave out --client-mode")),
+        ("bootstrap_timeout_s", (bool(peer.initial_peers), "is for --initial-peers, of which there are none")),
+        ("initial_weights", (founds or stored is not None, f"founds a run, but {joining} one: leave out one of them")),
+        ("data_differs", (not founds, "is for joiners: the data of a founder are those of the run")),
+        ("data_differs", (has_data, "is for data other than the run's: name them with --data")),
+    ):
+        if flag in flags and not has_effect:
+            raise ConfigError(f"--{flag.removesuffix('_s').replace('_', '-')} {why}")
 
 
 def draft_request(
@@ -108,14 +129,7 @@ def check_peer(peer: PeerConfig) -> None:
 
     Raises:
         ConfigError: a setting is invalid.
-        AddressError: an address is invalid.
     """
-    for maddr in peer.initial_peers:
-        check_peer_address(maddr)
-    for maddr in peer.host_maddrs:
-        check_listen_address(maddr)
-    for maddr in peer.announce_maddrs:
-        check_listen_address(maddr, announced=True)
     if peer.publish_to is not None:
         parse_location(peer.publish_to)
     if peer.from_hub is not None:

@@ -13,11 +13,13 @@ from typing import Any
 from spes_swarm.base.address import without_own
 from spes_swarm.base.errors import ConfigError, DataError, UserError
 from spes_swarm.base.strict import read_section
+from spes_swarm.config.data_source import missing_paths
 from spes_swarm.config.experts_wanted import parse_experts
+from spes_swarm.config.manifest import RawManifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig, TrainingConfig
 from spes_swarm.data.corpus import check_source
-from spes_swarm.peer.join_request import check_peer
+from spes_swarm.peer.join_request import check_peer, founds_run
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.location import parse_location, parse_model
 from spes_swarm.storage.run_directory import RunDirectory, lock_identity
@@ -41,7 +43,9 @@ def check_machine(peer: PeerConfig) -> None:
     _check_identity(Path(peer.identity) if peer.identity else directory.identity, peer.initial_peers)
     known_data = directory.known_data()
     if peer.data is not None:
-        check_source(peer.data)
+        # Of a run that exists, PeerData also says what its data are.
+        if peer.data_differs or founds_run(peer) or not missing_paths(peer.data):
+            check_source(peer.data)
     elif known_data is not None:
         try:
             check_source(known_data.source)
@@ -86,6 +90,8 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
             f"output directory {directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
             "choose another --output-dir"
         )
+    if stored is not None and peer.initial_weights is not None:
+        _check_starts_from_model(directory, stored, peer)
     if stored is None and not peer.initial_peers:
         if peer.client_mode:
             raise ConfigError(
@@ -102,6 +108,20 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
         batch_size = read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
         if placement is not None:
             placement.check_batch(batch_size)
+
+
+def _check_starts_from_model(directory: RunDirectory, stored: RawManifest, peer: PeerConfig) -> None:
+    identity = Path(peer.identity) if peer.identity else directory.identity
+    if stored.run["model"].get("initial_weights") is None:
+        problem = "which does not start from an existing model"
+    elif identity.exists() and Identity.load(identity).peer_id != stored.founder:
+        problem = "which another peer founded"
+    else:
+        return  # whether it is this model is checked later
+    raise UserError(
+        f"output directory {directory.path} belongs to run {stored.run_id}, {problem}: choose another --output-dir to "
+        f"found a run from {peer.initial_weights}, or leave out --initial-weights to continue the run"
+    )
 
 
 def check_memory(peer: PeerConfig, run: RunConfig, placement: Placement | None) -> None:

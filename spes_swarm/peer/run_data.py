@@ -17,17 +17,15 @@ A peer whose data differ is rejected before it fetches any weights, unless the u
 from __future__ import annotations
 
 import dataclasses
-import glob
 import math
 import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.data_source import HF_PREFIX, STDLIB, parse_mixture
+from spes_swarm.config.data_source import HF_PREFIX, STDLIB, missing_paths, parse_mixture
 from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
@@ -63,21 +61,24 @@ class PeerData:
                 )
             source = STDLIB if run.kind is None else source_of(run)
         if source is None:
-            raise DataError(f"the run trains on {describe_data(run)}: give --data PATH with the path of your copy")
+            raise DataError(
+                f"the run trains on {describe_data(run)}, and a swarm never moves data: give --data PATH with the path "
+                "of your copy"
+            )
+        if self.peer.seed is not None and source.startswith(HF_PREFIX):
+            raise DataError(f"--seed is the order of token files, but {source} streams: leave it out")
+        if source_of(run) is None and run.kind != "own" and not may_differ and (missing := missing_paths(source)):
+            raise DataError(
+                f"--data {missing[0]!r} does not exist here: the run trains on {describe_data(run)}, and a swarm never "
+                "moves data; give the path of your copy"
+            )
         source = absolute_source(source)
         if run.kind in (None, "own") or may_differ:
             return source, may_differ
         terms = parse_mixture(source)
         here = DataConfig.mixed(tuple((term.weight, described_by_name(term.source)) for term in terms))
         if [part.kind for _, part in run.parts] != [part.kind for _, part in here.parts]:
-            raise _refusal(run, here)
-        for term in terms:
-            is_path = term.source != STDLIB and not term.source.startswith(HF_PREFIX)
-            if is_path and not Path(term.source).exists() and not glob.has_magic(term.source):
-                raise DataError(
-                    f"the run trains on {describe_data(run)}, but --data {self.peer.data or source!r} does not exist "
-                    "here: give the path of your copy"
-                )
+            raise self._refusal(run, here)
         return source, may_differ
 
     def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
@@ -136,9 +137,25 @@ class PeerData:
             return data
         if not may_differ:
             members = [part.member for _, part in parts if part.member is not None]
-            raise _refusal(run, data.described, members[0] if len(members) == len(parts) == 1 else None)
+            raise self._refusal(run, data.described, members[0] if len(members) == len(parts) == 1 else None)
         self.say(f"training on {describe_data(data.described)}, although the run trains on {describe_data(run)}")
         return dataclasses.replace(data, differs=True)
+
+    def _refusal(self, run: DataConfig, here: DataConfig, member: Membership | None = None) -> DataError:
+        hint = ""
+        if run.kind == "corpus" and member is not None and not member.is_indexed:
+            hint = " (if these are shards of it, put its corpus.json beside them)"
+        copy = "leave out --data" if source_of(run) is not None else "give --data PATH with the path of your copy"
+        whose = "the run"
+        if self.peer.data is None:  # they were the run's, but have changed
+            copy = "give --data PATH with the path of an unchanged copy"
+        elif (stored := self.directory.raw_manifest()) is not None:
+            whose = f"output directory {self.directory.path} belongs to run {stored.run_id}, which"
+            copy = f"choose another --output-dir to found or join another run, {copy} to continue this one"
+        return DataError(
+            f"{whose} trains on {describe_data(run)}, but this peer's data are {describe_data(here)}{hint}: {copy}, or "
+            "pass --data-differs if this is intended"
+        )
 
     def _tell_python_version(self, of_run: list[DataConfig]) -> None:
         here = platform.python_version()
@@ -188,15 +205,4 @@ def _same_parts(a: DataConfig, b: DataConfig, same: Callable[[DataConfig, DataCo
     return len(a.parts) == len(b.parts) and all(
         math.isclose(weight_a, weight_b, rel_tol=1e-6) and same(part_a, part_b)
         for (weight_a, part_a), (weight_b, part_b) in zip(a.parts, b.parts, strict=True)
-    )
-
-
-def _refusal(run: DataConfig, here: DataConfig, member: Membership | None = None) -> DataError:
-    hint = ""
-    if run.kind == "corpus" and member is not None and not member.is_indexed:
-        hint = " (if these are shards of it, put its corpus.json beside them)"
-    copy = "leave out --data" if source_of(run) is not None else "give --data PATH with the path of your copy"
-    return DataError(
-        f"the run trains on {describe_data(run)}, but this peer's data are {describe_data(here)}{hint}: {copy}, or "
-        "pass --data-differs if this is intended"
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedModel
 
-from spes_swarm.base.errors import BootstrapError, ConfigError, ManifestError, UserError
+from spes_swarm.base.address import usable_peer_addresses
+from spes_swarm.base.errors import BootstrapError, CheckpointError, ConfigError, ManifestError, UserError
+from spes_swarm.base.strict import differences
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.peer import PeerConfig
@@ -21,7 +23,6 @@ from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
-from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.source import PublicationSource, open_source
 from spes_swarm.storage.run_directory import RunDirectory
@@ -56,22 +57,31 @@ class RunFinder:
         stored = self.directory.manifest()
         peer = self.peer
         if peer.from_hub is not None:
-            self.source = open_source(peer.from_hub, stored.run_id if stored is not None else peer.run_id)
-            self.console.say(f"round {self.source.publication.round} of {self.source.manifest.run_id} is published")
+            self.source = open_source(peer.from_hub, peer.run_id)
+            published = self.source.manifest.run_id
+            if stored is not None and published != stored.run_id:
+                raise UserError(
+                    f"{self._belongs_to(stored)}, but --from-hub {peer.from_hub} has run {published}: choose another "
+                    "--output-dir, or leave out --from-hub"
+                )
+            self.console.say(f"round {self.source.publication.round} of {published} is published")
         if not peer.initial_peers and stored is None:
             if self.source is not None:
-                return self.source.manifest
+                return self._expected(self.source.manifest)
             return self._found()
+        if stored is not None:
+            self._check_weights(stored)
         if not peer.initial_peers and stored is not None:
-            if not _same_run(self.run, stored.run):
+            if differing := _differences(self.run, stored.run):
                 raise UserError(
-                    f"output directory {self.directory.path} belongs to run {stored.run_id}, whose configuration "
-                    "differs from the given one; choose another --output-dir, or leave out --config to continue it"
+                    f"{self._belongs_to(stored)}, whose configuration differs from the given one in {differing}: "
+                    "choose another --output-dir, or leave out --config to continue the run"
                 )
             self.console.say("continuing the run of this output directory")
             self.initial_peers = self._reach_known_peers()
             return stored
         self.console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
+        deadline = time.monotonic() + peer.bootstrap_timeout_s
         connected = self.ask(
             Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
@@ -87,28 +97,49 @@ class RunFinder:
                 peer.bootstrap_timeout_s + 60.0,
                 peers=connected,
                 run_id=expected,
-                timeout_s=peer.bootstrap_timeout_s,
+                timeout_s=deadline - time.monotonic(),
             )
         except ManifestError as exc:
             if stored is not None and peer.run_id is None:
-                raise UserError(
-                    f"output directory {self.directory.path} belongs to run {stored.run_id}: {exc}; "
-                    "choose another --output-dir"
-                ) from exc
+                raise UserError(f"{self._belongs_to(stored)}: {exc}; choose another --output-dir") from exc
             raise
-        if not _same_run(self.run, manifest.run):
+        return self._expected(manifest)
+
+    def _belongs_to(self, stored: Manifest) -> str:
+        return f"output directory {self.directory.path} belongs to run {stored.run_id}"
+
+    def _expected(self, manifest: Manifest) -> Manifest:
+        """Refuses the manifest of a run that is joined if it is not configured as expected."""
+        if differing := _differences(self.run, manifest.run):
             raise ConfigError(
-                f"the `run` section of the configuration differs from that of {manifest.run_id}; a joiner takes "
-                "the run's settings from the swarm: leave the section out"
+                f"the `run` section of the configuration differs from that of {manifest.run_id} in {differing}; a "
+                "joiner takes the run's settings from the swarm: leave the section out"
             )
         return manifest
+
+    def _check_weights(self, stored: Manifest) -> None:
+        """Refuses initial weights other than those from which this peer founded the run of its output directory."""
+        name = self.peer.initial_weights
+        if name is None or stored.founder != self.identity.peer_id:
+            return
+        model = InitialModel.find(name)
+        if self.directory.known_weights() == model.absolute_name:
+            return
+        self.console.say("comparing the initial weights with those of the run")
+        try:
+            self._read_weights(model, stored.run)
+        except (CheckpointError, ConfigError) as exc:
+            raise UserError(
+                f"{self._belongs_to(stored)}, but {exc}: choose another --output-dir to found a run from this model, "
+                "or leave out --initial-weights to continue the run"
+            ) from exc
 
     def _reach_known_peers(self) -> list[str]:
         """Returns the known addresses of an earlier session if any answers: the run may have continued meanwhile.
 
         Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
         """
-        known = self.directory.known_peers()
+        known = usable_peer_addresses(self.directory.known_peers())
         if not known:
             return []
         try:
@@ -133,11 +164,11 @@ class RunFinder:
         run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
         model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(model)
-        run = self._with_initial_weights(run, model, layout)
+        run = self._with_initial_weights(run)
         self.console.say("founding a new run")
         return found_run(run, layout.digest, self.identity)
 
-    def _with_initial_weights(self, run: RunConfig, model: PreTrainedModel, layout: Layout) -> RunConfig:
+    def _with_initial_weights(self, run: RunConfig) -> RunConfig:
         """Returns the configuration with the digest of the initial weights that the user has named."""
         name, expected = self.peer.initial_weights, run.model.initial_weights
         if name is None:
@@ -146,22 +177,31 @@ class RunFinder:
             return run
         self.console.say("reading the initial weights")
         initial = InitialModel.find(name)
-        directory = initial.weights(self.console.say)
-        digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), model)
-        if expected not in (None, digest):
-            raise ConfigError(f"--initial-weights: {name} does not have the weights that the configuration names")
-        model_config, lost = with_repeated(
-            dataclasses.replace(run.model, initial_weights=digest), initial.configuration()
-        )
+        model = dataclasses.replace(run.model, initial_weights=self._read_weights(initial, run))
+        model, lost = with_repeated(model, initial.configuration())
         if lost:
             self.console.say(f"exports will not repeat {', '.join(lost)[:200]} of the model's configuration")
-        return dataclasses.replace(run, model=model_config)
+        return dataclasses.replace(run, model=model)
+
+    def _read_weights(self, model: InitialModel, run: RunConfig) -> str:
+        """Returns the digest of initial weights, which must be those of the run if it names any."""
+        directory = model.weights(self.console.say)
+        empty = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
+        layout = layout_of(empty)
+        digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), empty)
+        if run.model.initial_weights not in (None, digest):
+            raise ConfigError(f"--initial-weights: {model.name} does not have the weights that the run starts from")
+        self.directory.remember_weights(model.absolute_name)
+        return digest
 
 
-def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
-    """Returns True if this run is configured as expected; the founder has filled in digests. None expects nothing."""
+def _differences(given: RunConfig | None, run: RunConfig) -> str:
+    """Lists the settings in which a run is not configured as expected; "" if there is none.
+
+    The founder has filled in digests. None expects nothing.
+    """
     if given is None:
-        return True
+        return ""
     tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
     weights = given.model.initial_weights or run.model.initial_weights
     model = dataclasses.replace(
@@ -171,4 +211,5 @@ def _same_run(given: RunConfig | None, run: RunConfig) -> bool:
         generation=given.model.generation or run.model.generation,
     )
     data = run.data if same_run_data(given.data, run.data) else given.data
-    return dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data) == run
+    expected = dataclasses.replace(given, tokenizer=tokenizer, model=model, data=data)
+    return "" if expected == run else differences(expected.to_dict(), run.to_dict(), "run")

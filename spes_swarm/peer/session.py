@@ -143,7 +143,7 @@ class Session:
         started = time.monotonic()
         peer = self._peer
         directory = RunDirectory(Path(peer.output_dir))
-        stack.callback(os.close, directory.prepare())
+        stack.enter_context(directory.held())
         identity_path = Path(peer.identity) if peer.identity else directory.identity
         identity = Identity.load_or_create(identity_path.absolute())
         stack.callback(os.close, lock_identity(identity_path))

@@ -7,14 +7,19 @@ import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spes_swarm.base.errors import CheckpointError, ManifestError, UserError, os_errors_as
+from spes_swarm.base.errors import CheckpointError, LeftEarlyError, ManifestError, UserError, os_errors_as
 from spes_swarm.base.user_paths import disk_of, existing_parent, replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
+_WEIGHTS = "initial_weights"
+# What a session creates before the directory belongs to a run.
+_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", _PORT, _WEIGHTS}
 _PATIENCE_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
@@ -137,6 +142,21 @@ class RunDirectory:
         """
         self._store(_DATA, json.dumps({"source": source, "differs": differs}))
 
+    def known_weights(self) -> str | None:
+        """Returns the model from which this peer founded the run; None if the file is missing or damaged."""
+        try:
+            return (self.path / _WEIGHTS).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError):
+            return None
+
+    def remember_weights(self, model: str) -> None:
+        """Stores the model whose weights the run starts from, so that they need not be compared at the next start.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self._store(_WEIGHTS, f"{model}\n")
+
     def check(self) -> None:
         """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
 
@@ -175,6 +195,35 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock.touch()
         return self._take_lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Creates the directory, and locks it as `prepare` does, for the duration of a session.
+
+        A session that is refused or stopped before it has joined a run leaves nothing that it has created.
+
+        Raises:
+            UserError: as `prepare`.
+        """
+        created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        before = set() if created else {entry.name for entry in self.path.iterdir()}
+        lock = self.prepare()
+        try:
+            yield
+        except (UserError, LeftEarlyError):
+            if not (self.path / _MANIFEST).exists():
+                self._remove(_MADE - before, created)
+            raise
+        finally:
+            os.close(lock)
+
+    def _remove(self, names: set[str], folders: list[Path]) -> None:
+        for entry in (self.path / name for name in names):
+            with suppress(OSError):
+                entry.unlink() if not entry.is_dir() else entry.rmdir()
+        for folder in folders:  # the inner ones first
+            with suppress(OSError):  # something else is in it
+                folder.rmdir()
 
     def manifest(self) -> Manifest | None:
         """Reads the manifest of the run that this directory belongs to; None for a fresh directory.

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spes_swarm.base.address import best_first, check_listen_address, check_peer_address, peer_id_of, without_own
+from spes_swarm.base.address import (
+    best_first,
+    listen_address,
+    listen_addresses,
+    peer_address,
+    peer_addresses,
+    peer_id_of,
+    usable_peer_addresses,
+    without_own,
+)
 from spes_swarm.base.errors import AddressError
+from spes_swarm.config.file import load_config
+from spes_swarm.config.peer import PeerConfig
+from spes_swarm.monitor.options import parse_options
 
 # Written out, so that the tests have the same names in every process that collects them.
 PEER = "QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
@@ -20,13 +37,91 @@ RELAY = "QmTFHvAKDCj4WxYhTX6EFACrG9sriDHcXAvtboMyB31LCA"
         f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}",
         f"/ip6/2001:db8::1/tcp/31337/p2p/{PEER}",
         f"/dns4/example.org/tcp/31337/p2p/{PEER}",
-        f"/ip4/203.0.113.7/udp/31337/quic/p2p/{PEER}",
+        f"/ip4/203.0.113.7/udp/31337/quic-v1/p2p/{PEER}",
+        f"/ip4/203.0.113.7/tcp/31337/ws/p2p/{PEER}",
+        f"/dns/example.org/tcp/443/wss/p2p/{PEER}",
+        f"/dnsaddr/example.org/p2p/{PEER}",
         f"/ip4/203.0.113.7/tcp/31337/p2p/{RELAY}/p2p-circuit/p2p/{PEER}",
     ],
 )
 def test_addresses_to_dial(text: str) -> None:
-    assert check_peer_address(text) == text
-    assert peer_id_of(text) == peer_id_of(f"{text}/") == PEER
+    assert peer_address(text) == text
+    assert peer_id_of(text) == PEER
+
+
+NORMAL = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
+OTHER = f"/ip4/203.0.113.8/tcp/31337/p2p/{RELAY}"
+CID = "bafzbeigo7gxunl7kkztclq7icmrwkvcxkmznwoskko4237solkzc35523a"  # PEER as a CIDv1 in base32
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        (f"{NORMAL}/", NORMAL),
+        (f"/{NORMAL}", NORMAL),
+        (NORMAL[1:], NORMAL),
+        (NORMAL.replace("p2p", "ipfs"), NORMAL),
+        (NORMAL.replace("/ip4", "/IP4").replace("/tcp/", "/TCP/"), NORMAL),
+        (NORMAL.replace("31337", "031337"), NORMAL),
+        (NORMAL.replace(PEER, CID), NORMAL),
+        (NORMAL.replace("ip4", "ip6/::ffff:203.0.113.7").replace("/203.0.113.7/tcp", "/tcp"), NORMAL),
+        (f"/ip6/2001:DB8:0:0::1/tcp/1/p2p/{PEER}", f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}"),
+        (f"/ip6/[2001:db8::1]/tcp/1/p2p/{PEER}", f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}"),
+        (f"/dns4/Example.ORG./tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/1/p2p/{PEER}"),
+    ],
+)
+def test_an_address_is_kept_in_its_normal_form(text: str, normal: str) -> None:
+    assert peer_addresses([text]) == (normal,)
+    assert peer_addresses([normal]) == (normal,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{0} {1}",
+        "{0},{1}",
+        "{0}, {1},",
+        "{0};{1}",
+        "{0}\n{1}\n",
+        "\r\n{0}\r\n{1}\r\n",
+        "{0} \\\n    {1}",
+        "'{0}' '{1}'",
+        '"{0} {1}"',
+        "\u201c{0}\u201d \u2018{1}\u2019",
+        "`{0}` <{1}>",
+        '["{0}", "{1}"]',
+        "({0}, {1}).",
+        "initial-peers {0} {1}",
+        "--initial-peers {0} {1}",
+        "--initial-peers={0} {1}",
+        "\u2013initial-peers {0} {1}",
+        "initial_peers: [{0}, {1}]",
+        "- {0}\n- {1}",
+        "[{0}]({0}), **{1}**",
+        "\ufeff{0}\u00a0{1}\u200b",
+        "{0} {1} {0}",
+    ],
+)
+def test_what_comes_along_when_addresses_are_copied_is_no_part_of_them(text: str) -> None:
+    assert peer_addresses([text.format(NORMAL, OTHER)]) == (NORMAL, OTHER)
+    assert peer_addresses(text.format(NORMAL, OTHER).split(" ")) == (NORMAL, OTHER)
+
+
+def test_a_copied_command_is_no_address() -> None:
+    for text in (f"python -m spes_swarm.join --initial-peers {NORMAL} --run-id a-1", f"{NORMAL} --run-id a-1"):
+        with pytest.raises(AddressError, match=r"a whole command that was copied is run as it is"):
+            peer_addresses([text])
+
+
+def test_no_address_at_all_is_a_mistake_where_some_are_expected() -> None:
+    assert peer_addresses([]) == listen_addresses([]) == ()
+    for nothing in ("", " ", ",", "initial-peers"):
+        with pytest.raises(AddressError, match="is empty"):
+            peer_addresses([nothing])
+
+
+def test_stored_addresses_that_cannot_be_dialled_are_left_out() -> None:
+    assert usable_peer_addresses([f"{NORMAL}/", "rubbish", NORMAL.replace("tcp/31337", "udp/1/quic")]) == [NORMAL]
 
 
 @pytest.mark.parametrize(
@@ -44,11 +139,25 @@ def test_addresses_to_dial(text: str) -> None:
         (f"/ip4/1.2.3.4/p2p/{PEER}", "has no port"),
         (f"/tcp/31337/p2p/{PEER}", "has no host"),
         (f"/p2p/{PEER}", "has no host"),
+        (f"/ip4/1.2.3.4/udp/1/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/ip4/1.2.3.4/udp/1/quic/p2p/{PEER}", "write quic-v1 in place of quic"),
+        (f"/ip4/1.2.3.4/tcp/1/http/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p-circuit/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}/ip4/1.2.3.4/tcp/1/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/dnsaddr/example.org/tcp/1/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/ip6zone/eth0/ip6/fe80::1/tcp/1/p2p/{PEER}", "of a kind that p2pd cannot dial"),
+        (f"/ip6/fe80::1/tcp/1/p2p/{PEER}", "is link-local"),
+        (f"/ip4/0.0.0.0/tcp/1/p2p/{PEER}", "is not the address of a machine: 0.0.0.0 only means"),
+        (f"/ip6/::/tcp/1/p2p/{PEER}", "is not the address of a machine"),
+        (f"/ip4/224.0.0.1/tcp/1/p2p/{PEER}", "stands for several"),
+        (f"/ip4/example.org/tcp/1/p2p/{PEER}", "a name of a host is written /dns4/example.org"),
+        (PEER, "not a multiaddress"),
+        ("http://203.0.113.7:8080/", "not a multiaddress"),
     ],
 )
 def test_addresses_that_cannot_be_dialled(text: str, why: str) -> None:
     with pytest.raises(AddressError, match=why) as error:
-        check_peer_address(text)
+        peer_address(text)
     assert repr(text) in str(error.value)
     assert str(error.value).endswith("it should look like /ip4/203.0.113.7/tcp/31337/p2p/Qm...")
 
@@ -63,8 +172,9 @@ def test_the_own_address_is_skipped_and_refused_where_there_is_no_other() -> Non
 
 
 def test_addresses_to_listen_on() -> None:
-    for text in ("/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/31337", "/ip6/::/tcp/0", "/ip4/0.0.0.0/udp/4001/quic"):
-        assert check_listen_address(text) == text
+    for text in ("/ip4/0.0.0.0/tcp/0", "/ip4/127.0.0.1/tcp/31337", "/ip6/::/tcp/0", "/ip4/0.0.0.0/udp/4001/quic-v1"):
+        assert listen_address(text) == text
+        assert listen_addresses([f"--host-maddrs '{text}/',"]) == (text,)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +182,23 @@ def test_addresses_to_listen_on() -> None:
     [
         ("0.0.0.0:31337", "host address .* not a multiaddress"),
         ("/ip4/0.0.0.0", "has no port"),
+        ("/ip4/0.0.0.0/udp/4001/quic", "write quic-v1 in place of quic"),
+        ("/ip4/0.0.0.0/tcp/443/wss", "of a kind that p2pd cannot listen on"),
+        ("/ip4/255.255.255.255/tcp/1", "stands for several"),
         (f"/ip4/0.0.0.0/tcp/31337/p2p/{PEER}", "must not have a peer id"),
     ],
 )
 def test_addresses_that_cannot_be_listened_on(text: str, why: str) -> None:
     with pytest.raises(AddressError, match=why):
-        check_listen_address(text)
+        listen_address(text)
 
 
 @pytest.mark.parametrize("text", ["localhost:1", "/ip4/0.0.0.0", "/ip4/0.0.0.0/tcp/99999"])
 def test_the_example_is_of_the_kind_that_was_asked_for(text: str) -> None:
     with pytest.raises(AddressError, match=r"it should look like /ip4/0\.0\.0\.0/tcp/31337$"):
-        check_listen_address(text)
+        listen_address(text)
     with pytest.raises(AddressError, match=r"it should look like /ip4/203\.0\.113\.7/tcp/31337$"):
-        check_listen_address(text, announced=True)
+        listen_address(text, announced=True)
 
 
 @pytest.mark.parametrize(
@@ -101,28 +214,30 @@ def test_the_example_is_of_the_kind_that_was_asked_for(text: str) -> None:
 )
 def test_the_complaint_is_in_our_words_and_says_where(text: str, why: str) -> None:
     with pytest.raises(AddressError) as error:
-        check_peer_address(text)
+        peer_address(text)
     assert str(error.value).startswith(f"initial peer {text!r} {why}")
 
 
 def test_an_announced_address_needs_its_real_port() -> None:
     text = "/ip4/203.0.113.7/tcp/31337"
-    assert check_listen_address(text, announced=True) == text
+    assert listen_address(text, announced=True) == text
     for wrong, why in (
         ("/ip4/203.0.113.7/tcp/0", "port 0"),
         ("/ip4/203.0.113.7", "no port"),
+        ("/ip4/0.0.0.0/tcp/31337", "only means that a peer listens on all of its addresses"),
         ("x", "announced address"),
     ):
         with pytest.raises(AddressError, match=why):
-            check_listen_address(wrong, announced=True)
+            listen_address(wrong, announced=True)
 
 
 @pytest.mark.slow
 @given(st.text(max_size=40) | st.lists(st.sampled_from(["ip4", "tcp", "p2p", "1", "1.2.3.4", PEER, ""])).map("/".join))
+@example(f"/ip6zone/lo/ip6/fe80::1/tcp/1/p2p/{PEER}")
 def test_no_text_fails_in_another_way(text: str) -> None:
-    for check in (check_peer_address, check_listen_address):
+    for parse in (peer_address, listen_address):
         try:
-            assert check(text) == text
+            assert parse(parse(text)) == parse(text)
         except AddressError as error:
             message = str(error)
         else:
@@ -137,3 +252,16 @@ def test_the_address_that_reaches_farthest_comes_first() -> None:
     assert best_first([loopback, named, public]) == [public, named, loopback]
     assert best_first([loopback, link_local])[0] == link_local
     assert best_first([]) == []
+
+
+def test_settings_of_a_peer_and_of_the_monitor_are_normal_forms(tmp_path: Path) -> None:
+    path = tmp_path / "peer.yaml"
+    texts: dict[str, Any] = {"initial_peers": [f"'{NORMAL}/'\n{OTHER}"], "host_maddrs": ["/ip4/0.0.0.0/tcp/0/"]}
+    path.write_text(yaml.safe_dump({"peer": texts}), encoding="utf-8")
+    announced = ("/ip4/203.0.113.7/tcp/1/, /ip4/203.0.113.8/tcp/1",)
+    for peer in (load_config(path).peer, dataclasses.replace(PeerConfig(**texts), announce_maddrs=announced)):
+        assert peer.initial_peers == (NORMAL, OTHER)
+        assert peer.host_maddrs == ("/ip4/0.0.0.0/tcp/0",)
+    assert peer.announce_maddrs == ("/ip4/203.0.113.7/tcp/1", "/ip4/203.0.113.8/tcp/1")
+    options = parse_options(["--initial-peers", f"{NORMAL}/,{OTHER}\r\n"])
+    assert options.initial_peers == (NORMAL, OTHER)

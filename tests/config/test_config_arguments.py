@@ -13,11 +13,13 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.peer import PeerConfig, override
 
+PEER = "/ip4/192.0.2.1/tcp/5/p2p/QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
+
 
 def test_override_applies_the_flags_that_were_given() -> None:
     peer = PeerConfig(experts="3", seed=5)
-    changed = override(peer, experts=None, seed=6, initial_peers=["/ip4/1.2.3.4/tcp/5"], client_mode=True)
-    assert changed == dataclasses.replace(peer, seed=6, initial_peers=("/ip4/1.2.3.4/tcp/5",), client_mode=True)
+    changed = override(peer, experts=None, seed=6, initial_peers=[PEER], client_mode=True)
+    assert changed == dataclasses.replace(peer, seed=6, initial_peers=(PEER,), client_mode=True)
     with pytest.raises(ConfigError, match=r"^command line: peer\.wait_for_peers: found 0, expected a whole number"):
         override(peer, wait_for_peers=0)
 

@@ -25,6 +25,8 @@ from spes_swarm.config.run import (
 )
 from tests.helpers.config_values import VALUES, with_value
 
+PEER = "QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
+
 # ---------------------------------------------------------------------------------------------------- round trip
 
 positive = st.floats(1e-12, 1e6, allow_subnormal=False)
@@ -116,7 +118,7 @@ def test_round_trip(run: RunConfig) -> None:
     st.builds(
         PeerConfig,
         experts=st.sampled_from(["auto", "3", "0,1"]),
-        initial_peers=st.lists(st.sampled_from(["/ip4/1.2.3.4/tcp/1/p2p/Qm", "/dns/a/tcp/2"])),
+        initial_peers=st.lists(st.sampled_from([f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}", f"/dns/a/tcp/2/p2p/{PEER}"])),
         seed=st.none() | st.integers(0, 2**63 - 1),
         upload_mbps=st.none() | positive | st.integers(1, 9),
     )

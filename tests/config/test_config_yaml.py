@@ -55,7 +55,7 @@ def test_every_spelling_of_a_float_is_a_float(tmp_path: Path, text: str) -> None
         ("upload_mbps: .inf", "peer.upload_mbps: found inf, expected a number"),
         ("upload_mbps: .nan", "peer.upload_mbps: found nan, expected a number"),
         ("initial_peers: /ip4/1.2.3.4", "peer.initial_peers: found '/ip4/1.2.3.4', expected a list"),
-        ("initial_peers: [1]", "peer.initial_peers.0: found 1, expected non-empty text"),
+        ("initial_peers: [1]", "peer.initial_peers.0: found 1, expected text"),
         ("device: gpu", "peer.device: found 'gpu', expected auto, cpu, cuda or cuda:N"),
         ("7: 8", "peer.7: unknown key"),
         ("<<: {seed: 1}", "peer.<<: unknown key"),

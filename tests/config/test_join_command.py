@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -44,11 +45,18 @@ UNKNOWN = DataConfig()
         ),
     ],
 )
-def test_the_command_carries_what_a_joiner_needs(data: DataConfig, end: str, note: str | None) -> None:
+def test_the_command_carries_what_a_joiner_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: DataConfig, end: str, note: str | None
+) -> None:
     manifest = found_run(dataclasses.replace(run_config(), data=data), "layout", identity(0))
     assert open_manifest(manifest.to_wire(), "peer").run.data == data
-    expected = f"python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/1/p2p/Qm --run-id {manifest.run_id}{end}"
-    assert join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
+    monkeypatch.chdir(tmp_path)
+    start = f"python -m spes_swarm.join --initial-peers /ip4/192.0.2.7/tcp/1/p2p/Qm --run-id {manifest.run_id}"
+    directory = f"runs/test-{manifest.run_id.removeprefix('test-')[:8]}"
+    for name in (directory, f"{directory}-2", f"{directory}-3"):  # a new one each time
+        expected = f"{start} --output-dir {name}{end}"
+        assert join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
+        Path(name).mkdir(parents=True)
     assert join_note(data) == note
 
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.base.errors import CheckpointError, ManifestError, UserError
+from spes_swarm.base.errors import CheckpointError, LeftEarlyError, ManifestError, SwarmError, UserError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.manifest import FORMAT, MAX_MANIFEST_BYTES, Manifest, found_run, open_manifest
 from spes_swarm.config.run import RunConfig
@@ -244,6 +244,45 @@ def test_a_directory_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
         second.prepare()
     os.close(lock)
     os.close(second.prepare())
+
+
+@pytest.mark.parametrize("there", [[], [""], ["notes.txt", "identity.key"]], ids=["new", "empty", "with files"])
+@pytest.mark.parametrize("error", [UserError, LeftEarlyError])
+def test_a_session_that_joins_no_run_leaves_nothing(
+    tmp_path: Path, there: list[str], error: type[SwarmError], manifest: Manifest
+) -> None:
+    run = RunDirectory(tmp_path / "runs" / "peer")
+    for name in there:
+        run.path.mkdir(parents=True, exist_ok=True)
+        if name:
+            (run.path / name).write_text("mine")
+
+    def session(joins: bool) -> None:
+        with run.held():
+            run.identity.touch()
+            run.metrics.touch()
+            run.remember_port(4001)
+            if joins:
+                run.remember(manifest)
+            raise error("refused")
+
+    with pytest.raises(error, match="refused"):
+        session(joins=False)
+    assert run.path.parent.exists() == run.path.exists() == bool(there)
+    assert {path.name for path in run.path.glob("*")} == set(filter(None, there))
+    with pytest.raises(error, match="refused"):
+        session(joins=True)
+    assert run.identity.exists()
+    assert run.manifest() == manifest
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "peer")
+    with run.held():
+        run.identity.touch()
+        with pytest.raises(UserError, match="in use by another process"), RunDirectory(run.path).held():
+            raise AssertionError("it is in use")
+        assert run.identity.exists()
 
 
 def test_the_check_waits_for_what_is_left_of_a_killed_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ async def entry_point() -> None:
         await collector.refresh()
         command = collector.source.state().join_command
         assert command is not None
-        assert command.endswith(f"--run-id {manifest().run_id}")
+        assert f" --run-id {manifest().run_id} " in command
         entry = command.split("--initial-peers ")[1].split()[0]
         assert entry.startswith("/ip4/127.0.0.1/tcp/")
         assert entry.endswith(identity(9).peer_id)

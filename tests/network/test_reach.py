@@ -80,7 +80,7 @@ def test_a_port_is_free_unless_somebody_listens_on_it() -> None:
         client.close()
     assert port_is_free(f"/ip4/127.0.0.1/tcp/{port}", 5.0)
     assert port_is_free("/ip4/127.0.0.1/tcp/0")
-    assert port_is_free("/ip4/127.0.0.1/udp/5/quic")
+    assert port_is_free("/ip4/127.0.0.1/udp/5/quic-v1")
 
 
 @pytest.mark.slow

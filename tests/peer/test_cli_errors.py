@@ -199,6 +199,13 @@ def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -
         assert maddr in line
         reason = line.split(maddr)[1].split(";")[0]
         assert "connection refused" in reason
+    assert not out.exists()  # not even an identity
+
+
+def test_what_cannot_be_listened_on_is_said_with_advice(out: Path) -> None:
+    line = join("--host-maddrs", "/ip4/203.0.113.7/tcp/31337", out=out).line()
+    assert line.endswith("give --host-maddrs /ip4/0.0.0.0/tcp/31337 --announce-maddrs /ip4/203.0.113.7/tcp/31337")
+    assert not out.exists()
 
 
 def test_a_peer_that_nobody_could_join_does_not_go_on_alone(out: Path) -> None:
@@ -301,7 +308,9 @@ def test_an_output_directory_of_another_run(founder: LocalPeer, tmp_path: Path, 
         assert "choose another --output-dir" in line
     # Its own run is the other one, with which it can still go on.
     line = join("--config", config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}}), out=out).line()
-    assert "differs from the given one" in line
+    assert "whose configuration differs from the given one in " in line
+    assert "run.round.inner_steps (" in line
+    assert ", given 99)" in line
 
 
 @pytest.mark.swarm
@@ -313,7 +322,27 @@ def test_an_output_directory_of_a_live_peer(founder: LocalPeer) -> None:
 def test_a_joiner_cannot_change_the_run(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
     changed = config(tmp_path / "changed.yaml", {"round": {"inner_steps": 99}})
     line = join("--config", changed, "--initial-peers", founder.address(), out=out).line()
+    assert "run.round.inner_steps (" in line
     assert "leave the section out" in line
+    assert not out.exists()
+
+
+@pytest.mark.swarm
+def test_a_wrong_peer_id_at_a_live_address_is_refused_at_once(founder: LocalPeer, out: Path) -> None:
+    wrong = founder.address().replace(founder.address().rsplit("/", 1)[-1], identity(5).peer_id)
+    line = join("--initial-peers", wrong, "--bootstrap-timeout", 3600, out=out).line()
+    assert "no initial peer can be reached" in line
+    assert "another peer answers there" in line
+    assert not out.exists()
+
+
+@pytest.mark.swarm
+def test_an_address_as_it_was_copied(founder: LocalPeer, tmp_path: Path, out: Path) -> None:
+    """It is found; what is wrong here are the data."""
+    missing = ["--data", tmp_path / "none.txt", "--initial-peers", f"“{founder.address()}/”,\r\n"]
+    line = join(*missing, out=out).line()
+    assert "the run trains on the Python standard library, but this peer's data are 'none.txt'" in line
+    assert not out.exists()
 
 
 @pytest.mark.swarm

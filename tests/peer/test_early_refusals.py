@@ -34,6 +34,7 @@ pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
 COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
+PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
 # Imports once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
 # process, without the second that the imports take.
 _SERVER = """
@@ -164,6 +165,18 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
             ["--batch-size", "1000000"],
             "batch_size: found 1000000, expected at most 131072 with sequences of 128 tokens",
         ),
+        (["--initial-weights", "/", "--initial-peers", PEER], "founds a run, but --initial-peers joins one"),
+        (["--initial-weights", "/", "--from-hub", "you/model"], "founds a run, but --from-hub resumes one"),
+        (["--bootstrap-timeout", "5"], "--bootstrap-timeout is for --initial-peers, of which there are none"),
+        (["--data-differs", "--data", "stdlib"], "--data-differs is for joiners"),
+        (["--data-differs", "--initial-peers", PEER], "name them with --data"),
+        (["--publish-keep", "5"], "--publish-keep requires --publish-to"),
+        (
+            ["--client-mode", "--initial-peers", PEER, "--announce-maddrs", "/ip4/192.0.2.1/tcp/1"],
+            "--announce-maddrs is for a peer that accepts connections: leave out --client-mode",
+        ),
+        (["--initial-peers", ""], "initial peer '' is empty"),
+        (["--initial-peers", f"join --initial-peers {PEER} --run-id x"], "found '--run-id' in place of an address"),
         (["--publish-to", "file:/proc/version/models"], "to publish to cannot be written"),
         (["--publish-to", "file:/proc/models"], "to publish to cannot be written"),
         (["--from-hub", "file:/nowhere/models"], "nothing was published"),
@@ -322,6 +335,27 @@ def output(tmp_path: Path) -> RunDirectory:
 def test_an_output_directory_of_another_run(tmp_path: Path, output: RunDirectory) -> None:
     assert "belongs to run test-" in refusal(tmp_path, "--run-id", "another-run")
     assert "not another-run; choose another --output-dir" in refusal(tmp_path, "--run-id", "another-run")
+
+
+@pytest.mark.parametrize("more", [[], ["--initial-peers", PEER], ["--data", "stdlib"]])
+def test_initial_weights_for_a_run_that_starts_from_none(tmp_path: Path, output: RunDirectory, more: list[str]) -> None:
+    """The quickstart, and then a run from an existing model without another --output-dir."""
+    line = refusal(tmp_path, "--initial-weights", tmp_path, *more)
+    assert line.startswith(f"output directory {output.path} belongs to run test-")
+    assert line.endswith(
+        f", which does not start from an existing model: choose another --output-dir to found a run from {tmp_path}, "
+        "or leave out --initial-weights to continue the run"
+    )
+
+
+def test_initial_weights_for_a_run_that_another_peer_founded(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    directory = RunDirectory(tmp_path / "out")
+    started = merged(TINY_RUN, {"model": {"initial_weights": "ab" * 32}})
+    directory.remember(found_run(RunConfig.from_dict(started, "test"), "0" * 64, identity(0)))
+    directory.identity.write_bytes(identity(1).path.read_bytes())
+    line = refusal(tmp_path, "--initial-weights", tmp_path)
+    assert "which another peer founded: choose another --output-dir to found a run from" in line
 
 
 def test_an_output_directory_with_a_damaged_manifest(tmp_path: Path, output: RunDirectory) -> None:

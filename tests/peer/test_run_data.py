@@ -274,12 +274,16 @@ def test_other_data_are_refused_in_one_line_that_names_both(tmp_path: Path, peer
 
 def test_what_is_plainly_other_data_is_refused_before_anything_is_opened(tmp_path: Path, peer: Peer) -> None:
     run = DataConfig(kind="corpus", name="verses.txt", digest="ab" * 32)
-    with pytest.raises(DataError, match=r"trains on 'verses\.txt' \(digest abababababab\): give --data PATH"):
+    with pytest.raises(
+        DataError, match=r"on 'verses\.txt' \(digest abababababab\), and a swarm never moves data: give"
+    ):
         peer.data().choose(run)
     with pytest.raises(DataError, match="this peer's data are the Python standard library"):
         peer.data("stdlib").choose(run)
-    with pytest.raises(DataError, match=r"--data 'verses\.txt' does not exist here: give the path of your copy"):
-        peer.data("verses.txt").choose(run)
+    named = r"the run trains on 'verses\.txt' \(digest abababababab\), and a swarm never moves data; give the path"
+    for missing in ("verses.txt", "hf:./verses.txt", "hf:./verses.txt:en", "0.5*verses.txt + 0.5*stdlib"):
+        with pytest.raises(DataError, match=rf"^--data '[hf:./]*verses\.txt(:en)?' does not exist here: {named}"):
+            peer.data(missing).choose(run)
     with pytest.raises(DataError, match=r"trains on the Python standard library, but this peer's data are 'b\.txt'"):
         peer.data(text_file(tmp_path / "b.txt")).choose(STDLIB)
     assert peer.data("stdlib", differs=True).choose(run) == ("stdlib", True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -29,11 +30,18 @@ from multiaddr import Multiaddr
 from spes_swarm.base.errors import AddressError, BootstrapError, NetworkProcessError
 from spes_swarm.base.lifetime import die_with_parent
 
+# From the messages of p2pd.
+_OTHER_PEER = re.compile(r"peer id mismatch: .* remote key matches (\w+)")
+_NO_PEER = "message did not have trailing newline"
 _SOCKET_PREFIX = "spes_swarm-"
 _LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # the form of hivemind's names for its own socket
 _SOCKET_PATH_BYTES = 107  # Linux's sun_path, without the final NUL
 _START_TIMEOUT_S = 30.0
 _PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier session, killed a moment ago, may still hold the port
+
+
+class WrongAddressError(ConnectionError):
+    """A peer will never answer at an address."""
 
 
 class Daemon:
@@ -73,6 +81,8 @@ class Daemon:
             for maddr in host_maddrs:
                 if not await asyncio.to_thread(port_is_free, maddr, _PORT_TIMEOUT_S):
                     raise AddressError(f"cannot listen on {maddr}: the port is in use")
+                if (problem := _why_not_bound(maddr)) is not None:
+                    raise AddressError(f"cannot listen on {maddr}: {problem}")
         remove_stale_sockets()
         sockets = _make_socket_directory()
         control = HivemindMultiaddr(f"/unix{sockets}/p2pd.sock")
@@ -130,12 +140,18 @@ class Daemon:
         """Dials one address and returns the peer id behind it.
 
         Raises:
+            WrongAddressError: this peer will never answer there.
             OSError: no peer answers there; the message says why.
         """
         address, _, peer_id = maddr.rpartition("/p2p/")
         if peer_id == self.peer_id:
-            raise ConnectionError("that is this peer's own address")
-        await self.connect_peer(peer_id, [address], timeout_s)
+            raise WrongAddressError("that is this peer's own address")
+        try:
+            await self.connect_peer(peer_id, [address], timeout_s)
+        except ConnectionError as exc:
+            if "no good addresses" in str(exc):
+                await _resolve(address)
+            raise
         return peer_id
 
     async def connect_peer(self, peer_id: str, maddrs: Sequence[str], timeout_s: float) -> None:
@@ -153,7 +169,12 @@ class Daemon:
         except OSError:
             raise
         except Exception as exc:  # ControlFailure and similar types derive from Exception directly
-            raise ConnectionError(_dial_reason(str(exc))) from exc
+            reason, is_own = _dial_reason(str(exc), str(parsed[0]) if parsed else "")
+            if is_own and (mismatch := _OTHER_PEER.search(reason)) is not None:
+                raise WrongAddressError(f"another peer answers there, {mismatch[1]}; ask for a new address") from exc
+            if is_own and _NO_PEER in reason:
+                raise WrongAddressError("what answers there is not a peer; ask for a new address") from exc
+            raise ConnectionError(reason) from exc
 
     async def disconnect(self, peer_id: str) -> None:
         """Closes all connections to a peer, if there are any."""
@@ -235,39 +256,78 @@ class _PendingCalls(dict[Any, asyncio.Future[Any]]):
         return future is not None and not future.done()
 
 
-def _dial_reason(message: str) -> str:
-    """The useful end of libp2p's "failed to dial: ... * [/ip4/...] dial tcp 1.2.3.4:5: connect: connection refused"."""
+def _dial_reason(message: str, address: str) -> tuple[str, bool]:
+    """The useful end of libp2p's "failed to dial: ... * [/ip4/...] dial tcp 1.2.3.4:5: connect: connection refused".
+
+    libp2p also dials other addresses that it knows of the peer. Also returns whether the reason is that of `address`.
+    """
     lines = [line.strip(" *") for line in message.splitlines() if line.strip()]
     tried = [line for line in lines if line.startswith("[")]  # one for each address
-    words = tried or [line for line in lines if "dial" in line or "connect" in line] or lines or [""]
+    own = [line for line in tried if line.startswith(f"[{address}]")]
+    words = own or tried or [line for line in lines if "dial" in line or "connect" in line] or lines or [""]
     detail = words[-1]
-    return detail.rsplit("] ", 1)[-1] or "the dial failed"
+    return detail.rsplit("] ", 1)[-1] or "the dial failed", bool(own) or len(tried) == 1
+
+
+async def _resolve(address: str) -> None:
+    """Raises an OSError that says why the host of an address to dial cannot be resolved, if it is a name."""
+    _, kind, host, *_ = address.split("/")
+    family = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}.get(kind)
+    if family is None:
+        return
+    try:
+        await asyncio.get_running_loop().getaddrinfo(host, None, family=family)
+    except socket.gaierror as exc:
+        known = exc.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        raise (WrongAddressError if known else ConnectionError)(f"no address of {host!r}: {exc.strerror}") from exc
 
 
 def port_is_free(maddr: str, timeout_s: float = 0.0) -> bool:
-    """Returns True if no process listens on the TCP port of a host address; waits for that up to `timeout_s`.
+    """Returns True if no process listens on the port of a host address; waits for that up to `timeout_s`.
 
-    p2pd shares its ports (SO_REUSEPORT): on a port that another p2pd uses, it would start and get half of the other's
-    connections.
+    p2pd shares its TCP ports (SO_REUSEPORT): on a port that another p2pd uses, it would start and get half of the
+    other's connections.
     """
-    values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
-    host, port = values.get("ip4") or values.get("ip6"), int(values.get("tcp") or 0)
-    if host is None or port == 0:
-        return True
     deadline = time.monotonic() + timeout_s
-    while True:
-        with socket.socket(socket.AF_INET6 if "ip6" in values else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not count
-            try:
-                probe.bind((host, port))
-                probe.listen()
-                return True
-            except OSError as exc:
-                if exc.errno != errno.EADDRINUSE:
-                    return True  # no such address, or no permission: p2pd reports it better
+    while _bind_error(maddr) == errno.EADDRINUSE:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
+    return True
+
+
+def _bind_error(maddr: str) -> int | None:
+    """Returns why this machine cannot listen on an address, as the system's error number; None if it can."""
+    values = {protocol.name: value for protocol, value in Multiaddr(maddr).items()}
+    host, port = values.get("ip4") or values.get("ip6"), values.get("tcp") or values.get("udp")
+    if host is None or port is None:
+        return None
+    family = socket.AF_INET6 if "ip6" in values else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM if "tcp" in values else socket.SOCK_DGRAM) as probe:
+            if "tcp" in values:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # lingering connections do not count
+            probe.bind((host, int(port)))
+            if "tcp" in values:
+                probe.listen()
+    except OSError as exc:
+        return exc.errno
+    return None
+
+
+def _why_not_bound(maddr: str) -> str | None:
+    """Returns why this machine cannot listen on an address, with advice; None if it can, or if p2pd knows better."""
+    error = _bind_error(maddr)
+    if error == errno.EACCES:
+        return "permission denied; choose a port above 1023"
+    if error != errno.EADDRNOTAVAIL or maddr.startswith("/ip6/::/"):
+        return None
+    announced = re.sub("/0(?=/|$)", "/31337", maddr)  # one has to choose a port
+    _, _, _, transport = announced.split("/", 3)
+    return (
+        "no network interface of this machine has this address; if it is the public address of a router, give "
+        f"--host-maddrs /ip4/0.0.0.0/{transport} --announce-maddrs {announced}"
+    )
 
 
 def with_port(host_maddrs: Sequence[str], port: int | None) -> list[str]:
@@ -316,25 +376,33 @@ def remove_stale_sockets() -> None:
 async def bootstrap(daemon: Daemon, maddrs: Sequence[str], timeout_s: float) -> list[str]:
     """Connects to the initial peers, retrying with back-off until one answers. Returns the ids of those that did.
 
+    An address that can never answer is dialled once.
+
     Raises:
         BootstrapError: none answered within `timeout_s`; the message names each address and why it failed.
     """
+    left = list(maddrs)
     deadline = asyncio.get_running_loop().time() + timeout_s
     delay_s = 0.5
     reasons: dict[str, str] = {}
     while True:
         remaining_s = max(deadline - asyncio.get_running_loop().time(), 1.0)
         outcomes = await asyncio.gather(
-            *(daemon.connect(maddr, min(10.0, remaining_s)) for maddr in maddrs), return_exceptions=True
+            *(daemon.connect(maddr, min(10.0, remaining_s)) for maddr in left), return_exceptions=True
         )
         connected = [outcome for outcome in outcomes if isinstance(outcome, str)]
         if connected:
             return connected
-        for maddr, outcome in zip(maddrs, outcomes, strict=True):
+        for maddr, outcome in zip(left, outcomes, strict=True):
             if "backoff" not in str(outcome):  # libp2p refuses to redial at once; the earlier failure is the reason
                 reasons[maddr] = str(outcome)
-        if asyncio.get_running_loop().time() + delay_s > deadline:
+        left = [
+            maddr for maddr, outcome in zip(left, outcomes, strict=True) if not isinstance(outcome, WrongAddressError)
+        ]
+        if not left or asyncio.get_running_loop().time() + delay_s > deadline:
             details = "; ".join(f"{maddr}: {reasons.get(maddr, 'no answer')}" for maddr in maddrs)
+            if not left:
+                raise BootstrapError(f"no initial peer can be reached: {details}")
             several = f"none of the {len(maddrs)} initial peers answered"
             raise BootstrapError(
                 f"{'the initial peer did not answer' if len(maddrs) == 1 else several} within {timeout_s:.0f} s "

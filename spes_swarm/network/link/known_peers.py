@@ -17,8 +17,7 @@ from typing import Any
 from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
-from spes_swarm.base.address import check_peer_address, peer_id_of
-from spes_swarm.base.errors import AddressError
+from spes_swarm.base.address import peer_id_of, usable_peer_addresses
 from spes_swarm.network.link.daemon import Daemon
 
 _MAX_PEERS = 128
@@ -33,12 +32,9 @@ _DIALS_AT_A_TIME = 4
 
 def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     """Returns the usable ones of the addresses that another peer reports as its own."""
-    maddrs: list[str] = []
-    for maddr in value[:_MAX_MADDRS] if isinstance(value, list) else []:
-        if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS and maddr.endswith(f"/p2p/{peer_id}"):
-            with suppress(AddressError):
-                maddrs.append(check_peer_address(maddr))
-    return maddrs
+    given = value[:_MAX_MADDRS] if isinstance(value, list) else []
+    maddrs = [maddr for maddr in given if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS]
+    return [maddr for maddr in usable_peer_addresses(maddrs) if peer_id_of(maddr) == peer_id]
 
 
 @dataclass(slots=True)
