@@ -14,8 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.config.command_line import OneLineParser
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -68,7 +69,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--publish-mbps", type=float, metavar="MBIT", help="upload limit (default: a tenth of --upload-mbps, or 10)"
     )
     hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a tag (default: all)")
-    hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="resume a published run, with or without peers")
+    hub.add_argument(
+        "--from-hub",
+        metavar="USER/REPO[@REVISION]|file:DIR",
+        help="resume a published run, with or without peers",
+    )
     return parser.parse_args(arguments)
 
 

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_swarm.base.arguments import command_parser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import two_columns
+from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.config.run import RunConfig

@@ -5,7 +5,7 @@ A file may begin with `base: NAME.yaml`, a file beside it whose settings it chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +62,13 @@ def paper_config_path() -> Path:
 def continued_config_path() -> Path:
     """The configuration inside the package for training an existing model; it has no `model` section."""
     return default_config_path().with_name("continued.yaml")
+
+
+def setting_keys() -> Iterator[str]:
+    """Yields the dotted keys of all settings; of the model's, which depend on its type, those of the quickstart."""
+    yield from RunConfig.keys("run")
+    yield from (f"run.model.settings.{key}" for key in load_yaml(default_config_path())["run"]["model"]["settings"])
+    yield from PeerConfig.keys("peer")
 
 
 def load_config(path: str | Path | None = None) -> ConfigFile:
