@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.wording import two_columns
+from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
@@ -151,10 +151,14 @@ def _table(made: Plan, speed: Speed | None) -> str:
             ("seconds of the steps of a round", f"{speed.round_step_seconds:,.0f}"),
         ]
         parts.append(f"speed\n{two_columns(rows)}")
+    covered = f"{made.covered_experts} of {made.num_experts}"
+    if made.covered_experts < made.num_experts:
+        covered += f"; experts take turns of {plural(made.turn_rounds, 'round')}, and stay as they are between them"
     costs = [
         ("bytes each way in a round", gigabytes(made.round_bytes)),
         ("seconds for them", f"{made.round_seconds:,.0f}"),
         ("bytes each way for a local step", gigabytes(made.step_bytes)),
+        (f"experts that {plural(made.peers, 'such peer')} {'covers' if made.peers == 1 else 'cover'}", covered),
         ("such peers that cover all experts", str(made.covering_peers)),
     ]
     parts.append(f"swarm of {made.peers}\n{two_columns(costs)}")

@@ -118,6 +118,9 @@ def test_ranks_on_gpus_share_the_host() -> None:
         planned(CUDA, 10**12, ranks=3)
 
 
+TURNS = "experts take turns of 10 rounds, and stay as they are between them"
+
+
 def test_as_many_experts_as_fit() -> None:
     memory = needed(3, choices(CUDA)[-1])
     with pytest.raises(CapacityError) as raised:
@@ -159,6 +162,21 @@ def test_the_quickstart_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--micro-batch-size          4\n" in printed(capsys, "--device", "cpu", "--batch-size", "4")
 
 
+@pytest.mark.parametrize(
+    ("peers", "row"),
+    [
+        (1, "experts that 1 such peer covers    1 of 4; " + TURNS),
+        (3, "experts that 3 such peers cover    3 of 4; " + TURNS),
+        (4, "experts that 4 such peers cover    4 of 4"),
+        (20, "experts that 20 such peers cover   4 of 4"),
+    ],
+)
+def test_a_plan_says_how_many_experts_such_peers_cover(peers: int, row: str) -> None:
+    made = plan(RUN, 1, machine(CPU, 10**12), peers)
+    assert row in command._table(made, None).splitlines()
+    assert (made.covered_experts, made.num_experts) == (min(peers, 4), 4)
+
+
 def test_experts_that_skip_rounds_cost_fewer_bytes_and_are_copied_for_checkpoints() -> None:
     def made(**changes: Any) -> Plan:
         return plan(
@@ -196,6 +214,7 @@ def test_json_has_everything_that_the_table_has(capsys: pytest.CaptureFixture[st
                 "bytes_each_way_in_a_round",
                 "bytes_each_way_for_a_local_step",
                 "seconds_for_them",
+                "experts_that_16_such_peers_cover",
                 "such_peers_that_cover_all_experts",
             }
 
