@@ -39,6 +39,8 @@ from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
+from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.target import check_target
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.ranks.group import RankGroup
@@ -151,6 +153,11 @@ class Joining:
         self._source = finder.source
         self._initial_peers = finder.initial_peers
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
+        if (target := self._peer.publish_to) is not None:
+            if parse_location(target).repo_id is not None:
+                self._console.say(f"asking the Hub whether this peer may publish to {target}")
+            if (unknown := check_target(target, self.manifest.run_id)) is not None:
+                self._console.say(f"{unknown}; training starts, and publishing is tried when a round is due")
 
     def _settle_reach(self) -> None:
         self._reach = self._check_reach()
