@@ -73,17 +73,6 @@ class Plan:
             "reference_storage": self.reference_storage,
         }
 
-    def peer(self) -> PeerConfig:
-        """Returns a peer with these settings."""
-        return self.choice.apply(
-            PeerConfig(
-                experts=str(self.experts),
-                batch_size=self.batch_size,
-                micro_batch_size=str(self.micro_batch_size),
-                reference_storage=self.reference_storage,
-            )
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
         values = {name: value for name, value in asdict(self).items() if name != "choice"}
