@@ -96,7 +96,6 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-storage", metavar="device|host|disk|ranks", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
-    peer.add_argument("--live-weights", metavar="fp32|bf16", help="form of the trained matrices (default: fp32)")
     peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )

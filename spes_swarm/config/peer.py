@@ -29,8 +29,6 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Where they are: on the device, in host memory (beside a GPU), in files of output_dir, or divided among the ranks.
     foreign_storage: Annotated[str, Pattern(r"device|host|disk|ranks", "device, host, disk or ranks")] = "device"
-    # Form of the trained matrices: fp32, or bf16 with the lower halves of the fp32 masters beside the moments.
-    live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
@@ -70,8 +68,6 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
-        if self.live_weights == "bf16" and self.precision == "fp32":
-            raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> Self:

@@ -33,7 +33,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, lower_halves_device, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
@@ -312,7 +312,7 @@ class Joining:
         order = replica_of(*settings, self._held, at_a_time, self._step, self._kernel.kernel)
         if self._ranks is not None:
             self._ranks.send_order(order)
-        return order.build(self._device, self._ranks, lower_halves_device(self._peer, self._device))
+        return order.build(self._device, self._ranks)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 
-from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
@@ -34,15 +33,10 @@ class StepSettings:
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
-
-        Raises:
-            ConfigError: bf16 weights are requested, but this device computes in fp32.
         """
         without_effect = _without_effect(peer, device, num_ranks)
         usual = "bf16" if device.type == "cuda" else "fp32"
         precision = usual if peer.precision == "auto" else peer.precision
-        if peer.live_weights == "bf16" and precision != "bf16":
-            raise ConfigError(f"--live-weights bf16: {device} computes in fp32 by default; add --precision bf16")
         return cls(
             precision=precision,
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
@@ -71,11 +65,6 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
         try_kernel(peer.kernel, device, StepSettings.of(peer, device).precision)
     if peer.compile:
         check_compiler(device)
-
-
-def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
-    """Returns where the lower halves of bf16 weights are kept: with the moments."""
-    return torch.device("cpu") if peer.optimizer_states == "host" else device
 
 
 def kernel_of(
@@ -112,7 +101,6 @@ def replica_of(
         held=tuple(held),
         kernel=kernel,
         foreign_experts=settings.foreign_experts,
-        live_weights=peer.live_weights,
         foreign_storage=settings.foreign_storage,
         output_dir=peer.output_dir,
         activation_checkpointing=peer.activation_checkpointing,
