@@ -4,8 +4,7 @@
     bash scripts/gpu_check.sh --quick       small sizes, on a CPU too: what the tests run
 
 - tests: those marked `cuda`.
-- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop;
-  and the kernel that `auto` chooses.
+- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop.
 - storage: the gradients and the peak memory of a step with other peers' experts in host memory and on a disk, compared
   with those on the device.
 - losses: the output layer with its loss, in chunks and with liger_kernel: time, memory, error of the gradients.
@@ -41,7 +40,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.foreign.storage import new_storage
-from spes_swarm.model.kernel_choice import Layer, LayerShape, choose_kernel, try_kernel
+from spes_swarm.model.kernel_trial import Layer, LayerShape, try_kernel
 from spes_swarm.model.kernels import KERNELS, LoopKernel
 from spes_swarm.model.output_head import IGNORED_TARGET, chunked_loss, liger_loss, load_liger
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
@@ -127,7 +126,7 @@ def peak_bytes_of(action: Callable[[], object], device: torch.device) -> int | N
 
 
 def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
-    """Measures one layer of experts with each kernel, forward and backward, and reports which one `auto` chooses."""
+    """Measures one layer of experts with each kernel, forward and backward."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     shape = LayerShape(tokens=8192, top_k=8, dim=2048, ffn=1024, experts=64, held=8)
     if quick:
@@ -143,7 +142,7 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
         error = layer.distance(kernel, LoopKernel())
         if not error < 5e-2:
             raise RuntimeError(f"kernel {name} is off by {error:.2%}")
-        seconds = layer.seconds(kernel)
+        seconds = seconds_of(partial(layer.compute, kernel), device)
         found.append(
             {
                 "kernel": name,
@@ -154,8 +153,7 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
                 "relative_error": error,
             }
         )
-    choice = choose_kernel(shape, device, precision)
-    return [*found, {"kernel": "auto", "picks": choice.kernel, "because": choice.kernel_reason}]
+    return found
 
 
 def measure_losses(device: torch.device, quick: bool) -> list[Row]:

@@ -102,7 +102,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument(
         "--optimizer-states", metavar="device|int8|host", help="where the optimiser's moments are (default: device)"
     )
-    peer.add_argument("--kernel", metavar="auto|torch|loop|megablocks", help="expert kernel (default: auto, measured)")
+    peer.add_argument("--kernel", metavar="torch|megablocks|loop", help="expert kernel (default: torch)")
     peer.add_argument("--compile", action="store_true", help="compile the model's layers with torch.compile")
     peer.add_argument("--seed", type=int, help="an order of its own for token files (default: the peers divide them)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")

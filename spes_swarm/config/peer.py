@@ -36,7 +36,8 @@ class PeerConfig(Section):
     optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
-    kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
+    # How the experts of a layer are computed.
+    kernel: Annotated[str, Pattern(r"torch|megablocks|loop", "torch, megablocks or loop")] = "torch"
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of this peer's own order of token files; None = the peers divide one order
     initial_peers: tuple[Text, ...] = ()  # multiaddresses of peers of the run; none = found a run

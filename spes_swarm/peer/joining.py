@@ -33,7 +33,7 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
@@ -305,11 +305,9 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
-        settings, at_a_time = (self._run, self._peer, self._device), self._fits.micro_batch_size
-        self._kernel = kernel_of(*settings, len(self._held), at_a_time)
-        self._console.say(f"expert kernel {self._kernel.kernel}: {self._kernel.kernel_reason}")
+        at_a_time = self._fits.micro_batch_size
         self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes}")
-        order = replica_of(*settings, self._held, at_a_time, self._step, self._kernel.kernel)
+        order = replica_of(self._run, self._peer, self._device, self._held, at_a_time, self._step)
         if self._ranks is not None:
             self._ranks.send_order(order)
         return order.build(self._device, self._ranks)
@@ -361,7 +359,7 @@ class Joining:
             round=self._table.round,
             seconds=time.monotonic() - self._context.started,
             ranks=self._num_ranks,
-            **asdict(self._kernel),
+            kernel=self._peer.kernel,
         )
         text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
         self._console.say(text)
