@@ -9,6 +9,7 @@ import pytest
 
 from spes_swarm.config.file import setting_keys
 from spes_swarm.config.peer import PeerConfig
+from tests.helpers.repository import ROOT
 
 COMMANDS = ["join", "plan", "monitor.__main__", "publish", "export", "tokenize", "upcycle", "evaluate"]
 
@@ -123,3 +124,21 @@ def test_every_option_has_a_help_text_and_places_their_forms(capsys: pytest.Capt
 @pytest.mark.parametrize("module", ["plan", "tokenize", "upcycle", "evaluate"])
 def test_help_names_the_other_defaults(capsys: pytest.CaptureFixture[str], module: str) -> None:
     assert "(default: " in outcome(capsys, module, "--help")[1]
+
+
+def flags_of(capsys: pytest.CaptureFixture[str], module: str) -> set[str]:
+    return set(re.findall(r"--[a-z-]+", outcome(capsys, module, "--help")[1]))
+
+
+def test_the_flags_in_the_readme_are_those_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    rows = re.findall(r"^\| `(--[a-z-]+)(?: ([^`]*))?` \|", readme, re.MULTILINE)
+    _, text, _ = outcome(capsys, "join", "--help")
+    assert len(rows) > 20
+    for flag, value in rows:
+        assert re.search(rf"^  {flag}\b", text, re.MULTILINE), flag
+        if "|" in value and "N" not in value:  # a choice is spelt alike; `\|` in a table
+            assert f"{flag} {value}".replace("\\|", "|") in " ".join(text.split()), flag
+    for module, arguments in re.findall(r"-m spes_swarm\.(\w+)((?: [^\n`#]*)?)", readme):
+        module = "monitor.__main__" if module == "monitor" else module
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= flags_of(capsys, module), (module, arguments)
