@@ -118,7 +118,7 @@ def check_target(text: str, run_id: str) -> str | None:
             return without_advice(str(exc))
         raise
     if current is not None:
-        _check_run(current, run_id, target.label)
+        _check_run(current, run_id, text)
     return None
 
 
