@@ -1,10 +1,8 @@
-"""Compares forms of an optimiser's moments and of trained weights: the loss after training, and the time of a step.
+"""Compares forms of an optimiser's moments: the loss after training, and the time of a step.
 
     .venv/bin/python scripts/bench_optimizer_states.py
     .venv/bin/python scripts/bench_optimizer_states.py --optimiser muon
-    .venv/bin/python scripts/bench_optimizer_states.py --live-weights
 
-With `--live-weights` all steps are under bf16 autocast, and bf16 weights with fp32 masters are compared with fp32 ones.
 The model of quickstart-paper.yaml is trained alone on the standard library's source, once per form and seed, with half
 of the experts held and a schedule as long as the training. The floor is what a change of every initial weight by one
 unit in the last place does to the loss. Prints a table and writes JSON.
@@ -19,8 +17,8 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,15 +30,13 @@ from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
-from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.model.sparse_model import SparseModel, build_model
-from spes_swarm.training.gradients import Gradients, autocast, loss_weights
+from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.optimiser.moment_storage import FORMS
 from spes_swarm.training.optimiser.registry import make_optimiser
 
 FLOOR = "device, one ulp"  # of each initial weight
-HALVED = "bf16 weights"
 EVALUATION_BATCH = 16
 
 
@@ -59,7 +55,7 @@ class Outcome:
 class Training:
     """One training with its own model."""
 
-    def __init__(self, run: RunConfig, sampler: Sampler, variant: str, seed: int, precision: str) -> None:
+    def __init__(self, run: RunConfig, sampler: Sampler, variant: str, seed: int) -> None:
         training = run.training
         model = build_model(run.model.type, run.model.settings, seed, "cpu")
         if variant == FLOOR:
@@ -67,17 +63,14 @@ class Training:
                 for parameter in model.parameters():
                     parameter.copy_(torch.nextafter(parameter, torch.tensor(torch.inf)))
         self._run, self._sampler, self._variant, self._seed = run, sampler, variant, seed
-        self._autocast = partial(autocast, torch.device("cpu"), precision)
         self._sparse = SparseModel(model, range(run.model.num_experts // 2))
-        if variant == HALVED:
-            self._sparse.halve(LowerHalves(torch.device("cpu")))
         self._optimiser = make_optimiser(self._sparse, training, form=variant if variant in FORMS else "device")
         self._gradients = Gradients(
             self._sparse,
             loss_weights(training),
             training.batch_size,
             device=torch.device("cpu"),
-            autocast=self._autocast,
+            autocast=nullcontext,
             warn=lambda kind, text: None,
         )
 
@@ -113,7 +106,7 @@ class Training:
     def _held_out_loss(self) -> float:
         losses: list[float] = []
         for batch_BS in self._sampler.evaluation_batches(self._run.evaluation.sequences, EVALUATION_BATCH):
-            with self._autocast():
+            with torch.no_grad():
                 losses += cross_entropy_of_sequences(self._sparse.module, torch.from_numpy(batch_BS)).tolist()
         return statistics.fmean(losses)
 
@@ -141,7 +134,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--optimiser", default="adamw", help="the run's training.optimiser (default: adamw)")
-    parser.add_argument("--live-weights", action="store_true", help="compare forms of weights instead of moments")
     parser.add_argument("--json", type=Path, default=Path("runs/optimizer_states.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -152,8 +144,7 @@ def main() -> int:
     run = dataclasses.replace(run, training=training)
     files = open_corpus(STDLIB, load_tokenizer(run.tokenizer.name))
     outcomes: list[Outcome] = []
-    precision, variants = ("bf16", ("device", HALVED, FLOOR)) if options.live_weights else ("fp32", (*FORMS, FLOOR))
-    for variant in variants:
+    for variant in (*FORMS, FLOOR):
         for seed in range(options.seeds):
             sampler = Sampler(
                 TokenStream(files),
@@ -162,7 +153,7 @@ def main() -> int:
                 peer_seed=seed,
                 holdout_fraction=run.evaluation.holdout_fraction,
             )
-            outcomes.append(Training(run, sampler, variant, seed, precision).train(options.steps))
+            outcomes.append(Training(run, sampler, variant, seed).train(options.steps))
             print(outcomes[-1], flush=True)
     show(outcomes)
     options.json.parent.mkdir(parents=True, exist_ok=True)

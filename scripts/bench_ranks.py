@@ -76,7 +76,6 @@ def replica_of_size(hidden: int, batch_size: int, device_type: str) -> Replica:
         held=tuple(range(HELD)),
         kernel="torch",
         foreign_experts="bf16" if device_type == "cuda" else "fp32",
-        live_weights="fp32",
         activation_checkpointing="none",
         compile=False,
         precision="bf16" if device_type == "cuda" else "fp32",

@@ -4,11 +4,10 @@
     bash scripts/gpu_check.sh --quick       small sizes, on a CPU too: what the tests run
 
 - tests: those marked `cuda`.
-- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop;
-  and the kernel that `auto` chooses.
+- kernels: one layer of experts with each expert kernel, forward and backward: time, memory, distance from the loop.
 - storage: the gradients and the peak memory of a step with other peers' experts in host memory and on a disk, compared
   with those on the device.
-- losses: the output layer with its loss, in chunks and with liger_kernel: time, memory, error of the gradients.
+- losses: the output layer with its loss and gradients: time and memory.
 - bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
 - steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
   peak of memory against the planned one.
@@ -41,9 +40,9 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.foreign.storage import new_storage
-from spes_swarm.model.kernel_choice import Layer, LayerShape, choose_kernel, try_kernel
+from spes_swarm.model.kernel_trial import Layer, LayerShape, try_kernel
 from spes_swarm.model.kernels import KERNELS, LoopKernel
-from spes_swarm.model.output_head import IGNORED_TARGET, chunked_loss, liger_loss, load_liger
+from spes_swarm.model.output_head import IGNORED_TARGET, linear_loss
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
 from spes_swarm.testing.benchmark import SIZES, quickstart_run
@@ -127,7 +126,7 @@ def peak_bytes_of(action: Callable[[], object], device: torch.device) -> int | N
 
 
 def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
-    """Measures one layer of experts with each kernel, forward and backward, and reports which one `auto` chooses."""
+    """Measures one layer of experts with each kernel, forward and backward."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     shape = LayerShape(tokens=8192, top_k=8, dim=2048, ffn=1024, experts=64, held=8)
     if quick:
@@ -143,7 +142,7 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
         error = layer.distance(kernel, LoopKernel())
         if not error < 5e-2:
             raise RuntimeError(f"kernel {name} is off by {error:.2%}")
-        seconds = layer.seconds(kernel)
+        seconds = seconds_of(partial(layer.compute, kernel), device)
         found.append(
             {
                 "kernel": name,
@@ -154,49 +153,25 @@ def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
                 "relative_error": error,
             }
         )
-    choice = choose_kernel(shape, device, precision)
-    return [*found, {"kernel": "auto", "picks": choice.kernel, "because": choice.kernel_reason}]
-
-
-def measure_losses(device: torch.device, quick: bool) -> list[Row]:
-    """Measures the output layer with its loss and gradients, chunked and with liger_kernel."""
-    rows, dim, vocabulary = (64, 16, 300) if quick else (8192, 2048, 50304)
-    generator = torch.Generator(device).manual_seed(0)
-    draw = partial(torch.randn, generator=generator, device=device)
-    leaves = [draw((rows, dim)).requires_grad_(), draw((vocabulary, dim)).mul_(dim**-0.5).requires_grad_()]
-    targets = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
-    targets[::5] = IGNORED_TARGET
-    found: list[Row] = []
-    exact: list[Tensor] | None = None
-    for name, function in {"chunked": chunked_loss, "liger": liger_loss}.items():
-        if name == "liger" and (missing := missing_liger(device)) is not None:
-            found.append({"loss": name, "missing": missing})
-            continue
-
-        def step(function: Callable[..., tuple[Tensor, ...]] = function) -> list[Tensor]:
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss, *reported = function(*leaves, targets, 1e-4)
-            return [loss.detach(), *reported, *torch.autograd.grad(loss, leaves)]
-
-        results = step()
-        exact = results if exact is None else exact
-        pairs = zip(results, exact, strict=True)
-        error = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
-        del results
-        if not error < 2e-2:
-            raise RuntimeError(f"loss {name} is off by {error:.2%}")
-        row = {"loss": name, "ms": 1e3 * seconds_of(step, device), "peak_bytes": peak_bytes_of(step, device)}
-        found.append({**row, "relative_error": error})
     return found
 
 
-def missing_liger(device: torch.device) -> str | None:
-    """Returns why liger_kernel cannot be used here, or None."""
-    if find_spec("liger_kernel") is None:
-        return "liger_kernel is not installed: pip install liger-kernel"
-    if device.type != "cuda":
-        return "liger_kernel needs a CUDA device"
-    return "liger_kernel does not load" if load_liger() is None else None
+def measure_losses(device: torch.device, quick: bool) -> list[Row]:
+    """Measures the output layer with its loss and gradients."""
+    rows, dim, vocabulary = (64, 16, 300) if quick else (8192, 2048, 50304)
+    generator = torch.Generator(device).manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device=device)
+    hidden_ND = draw((rows, dim)).requires_grad_()
+    weight_VD = draw((vocabulary, dim)).mul_(dim**-0.5).requires_grad_()
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator, device=device)
+    targets[::5] = IGNORED_TARGET
+
+    def step() -> tuple[Tensor, ...]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss, *_ = linear_loss(hidden_ND, weight_VD, targets, 1e-4)
+        return torch.autograd.grad(loss, (hidden_ND, weight_VD))
+
+    return [{"loss": "chunked", "ms": 1e3 * seconds_of(step, device), "peak_bytes": peak_bytes_of(step, device)}]
 
 
 def new_model(case: StepCase, device: torch.device) -> SparseModel:

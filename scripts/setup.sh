@@ -28,9 +28,21 @@ fi
     echo "setup: $python cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2
     exit 2
 }
-echo "setup: installing into .venv (a few minutes the first time)"
+install() {
+    # Of pip's output, what shows that it gets on: each package, each download with its size, the unpacking.
+    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@" -c scripts/constraints.txt |
+        sed -nu -e '/\.metadata/d' -e 's/^Collecting \([^ ]*\).*/setup:   \1/p' \
+            -e 's/^ *Downloading \([^ ]*\) (\(.*\))$/setup:   downloading \1, \2/p' \
+            -e 's/^Installing collected packages: .*/setup:   unpacking/p' || {
+        echo "setup: pip has failed, see above; mend the reason and run this again, which goes on from there" >&2
+        exit 1
+    }
+}
 # torch first and on its own: asked for as a dependency, pip may take a CUDA build of several GB.
-torch=$(grep '^torch==' scripts/constraints.txt)
-.venv/bin/python -m pip install --quiet --disable-pip-version-check "$torch" -c scripts/constraints.txt
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c scripts/constraints.txt
+echo "setup: torch into .venv (1 of 2; a few minutes the first time)"
+install "$(grep '^torch==' scripts/constraints.txt)"
+echo "setup: spes_swarm and what else it needs (2 of 2)"
+install -e '.[dev]'
 echo "$wanted" >"$stamp"
+echo "setup: done; found a run with"
+echo "  .venv/bin/python -m spes_swarm.join --num-threads 1"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import two_columns
+from spes_swarm.config.command_line import OneLineParser
 
 _COMMANDS = {
     "join": "join a run, or found one",

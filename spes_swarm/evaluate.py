@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.convert.evaluation import Evaluation

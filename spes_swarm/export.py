@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, exit_code, shard_bytes
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, exit_code, shard_bytes
+from spes_swarm.config.command_line import OneLineParser
 
 if TYPE_CHECKING:
     from spes_swarm.publishing.publication import Publication

@@ -14,8 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.config.command_line import OneLineParser
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -68,7 +69,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--publish-mbps", type=float, metavar="MBIT", help="upload limit (default: a tenth of --upload-mbps, or 10)"
     )
     hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a tag (default: all)")
-    hub.add_argument("--from-hub", metavar="USER/REPO[@REVISION]", help="resume a published run, with or without peers")
+    hub.add_argument(
+        "--from-hub",
+        metavar="USER/REPO[@REVISION]|file:DIR",
+        help="resume a published run, with or without peers",
+    )
     return parser.parse_args(arguments)
 
 
@@ -91,14 +96,13 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-storage", metavar="device|host|disk|ranks", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
-    peer.add_argument("--live-weights", metavar="fp32|bf16", help="form of the trained matrices (default: fp32)")
     peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )
     peer.add_argument(
         "--optimizer-states", metavar="device|int8|host", help="where the optimiser's moments are (default: device)"
     )
-    peer.add_argument("--kernel", metavar="auto|torch|loop|megablocks", help="expert kernel (default: auto, measured)")
+    peer.add_argument("--kernel", metavar="torch|megablocks|loop", help="expert kernel (default: torch)")
     peer.add_argument("--compile", action="store_true", help="compile the model's layers with torch.compile")
     peer.add_argument("--seed", type=int, help="an order of its own for token files (default: the peers divide them)")
     peer.add_argument("--num-threads", type=int, metavar="N", help="CPU threads")

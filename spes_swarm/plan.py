@@ -3,7 +3,7 @@
     python -m spes_swarm.plan --config configs/spes-2b.yaml --memory 16GB --host-memory 24GB --experts 1
 
 Prints the memory of a peer by class, the settings with which it fits, and the cost of a round. Fetches only config.json
-of a model on the Hub. With --calibrate it also measures the speed of a peer on this machine, which takes some seconds.
+of a model on the Hub.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code
+from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.wording import two_columns
+from spes_swarm.base.wording import plural, two_columns
+from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.config.run import RunConfig
-    from spes_swarm.peer.calibration import Speed
     from spes_swarm.peer.memory.plan import Plan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -49,7 +49,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--upload", type=float, default=20.0, metavar="MBIT", help="upload bandwidth in Mbit/s")
     add("--download", type=float, default=100.0, metavar="MBIT", help="download bandwidth in Mbit/s")
     add("--peers", type=int, default=16, metavar="N", help="peers in the swarm")
-    add("--calibrate", action="store_true", help="measure the speed of a peer on this machine, for some seconds")
     add("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
 
@@ -83,8 +82,6 @@ def _run(options: argparse.Namespace) -> None:
     from spes_swarm.peer.memory.plan import Machine, plan
 
     device = torch.device("cuda" if options.device == "gpu" else "cpu")
-    if options.calibrate and device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--calibrate measures on this machine, which has no GPU; give --device cpu, or leave it out")
     run = _read_run(options)
     wanted = parse_experts(options.experts, run.model.num_experts)
     experts = None if wanted == "auto" else len(wanted) if isinstance(wanted, tuple) else wanted
@@ -97,12 +94,7 @@ def _run(options: argparse.Namespace) -> None:
         ranks=options.ranks,
     )
     made = plan(run, experts, machine, options.peers, options.batch_size)
-    speed = None
-    if options.calibrate:
-        from spes_swarm.peer.calibration import calibrate
-
-        speed = calibrate(run, made.peer(), device, options.ranks)
-    print(json.dumps(_to_json(made, speed), indent=1) if options.json else _table(made, speed))
+    print(json.dumps(made.to_json(), indent=1) if options.json else _table(made))
 
 
 def _read_run(options: argparse.Namespace) -> RunConfig:
@@ -118,13 +110,7 @@ def _read_run(options: argparse.Namespace) -> RunConfig:
     return run
 
 
-def _to_json(made: Plan, speed: Speed | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return made.to_json() | {"speed": None if speed is None else asdict(speed)}
-
-
-def _table(made: Plan, speed: Speed | None) -> str:
+def _table(made: Plan) -> str:
     from spes_swarm.peer.memory.capacity import gigabytes
 
     def sizes(title: str, classes: dict[str, int], peak: int) -> str:
@@ -140,20 +126,14 @@ def _table(made: Plan, speed: Speed | None) -> str:
         sizes("host memory", host, made.host_peak),
         f"settings\n{two_columns(settings)}",
     ]
-    if speed is not None:
-        rows = [
-            ("device", speed.device),
-            ("tokens per second", f"{speed.tokens_per_second:,.0f}"),
-            (f"seconds of a step of {made.batch_size} sequences", f"{speed.step_seconds:,.3g}"),
-            ("TFLOP/s", f"{speed.teraflops:,.3g}"),
-            ("model FLOPs utilisation", "unknown" if speed.mfu is None else f"{speed.mfu:.1%}"),
-            ("seconds of the steps of a round", f"{speed.round_step_seconds:,.0f}"),
-        ]
-        parts.append(f"speed\n{two_columns(rows)}")
+    covered = f"{made.covered_experts} of {made.num_experts}"
+    if made.covered_experts < made.num_experts:
+        covered += f"; experts take turns of {plural(made.turn_rounds, 'round')}, and stay as they are between them"
     costs = [
         ("bytes each way in a round", gigabytes(made.round_bytes)),
         ("seconds for them", f"{made.round_seconds:,.0f}"),
         ("bytes each way for a local step", gigabytes(made.step_bytes)),
+        (f"experts that {plural(made.peers, 'such peer')} {'covers' if made.peers == 1 else 'cover'}", covered),
         ("such peers that cover all experts", str(made.covering_peers)),
     ]
     parts.append(f"swarm of {made.peers}\n{two_columns(costs)}")

@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 
 from spes_swarm.base.address import peer_addresses
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.base.errors import UserError
+from spes_swarm.config.command_line import OneLineParser
 
 
 def go_to_background() -> None:

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import DataError
 from spes_swarm.base.wording import two_columns
+from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.data.files.finding import Found
@@ -50,8 +51,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="file",
         help="unit of a document in a plain text file",
     )
-    add("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
-    add("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N")
+    add("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="CPU processes")
+    add("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N", help="tokens in a shard")
     add("--overwrite", action="store_true", help="replace existing shards")
     add("--progress", action=argparse.BooleanOptionalAction, default=sys.stderr.isatty(), help="show a progress bar")
     return parser.parse_args(arguments)

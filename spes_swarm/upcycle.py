@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import two_columns
+from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.convert.upcycling import Comparison, UpcyclingReport

@@ -34,15 +34,36 @@ def test_python_m_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert "use python -m spes_swarm.join" in capsys.readouterr().err
 
 
+def copy_repository(destination: Path) -> None:
+    """What is built is built from a copy, because setuptools leaves files beside the sources."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    for name in files:
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+
+
+@pytest.mark.slow
+def test_in_the_folder_that_holds_a_clone_the_package_is_imported_and_not_the_clone(tmp_path: Path) -> None:
+    clone, site = tmp_path / "spes_swarm", tmp_path / "site"
+    copy_repository(clone)
+    site.mkdir()
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(site)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=clone, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # Without this environment's own site-packages.
+    code = f"import site; site.addsitedir({str(site)!r}); import spes_swarm; print(spes_swarm.__file__)"
+    for folder in (tmp_path, clone, site):
+        done = subprocess.run([sys.executable, "-ESc", code], cwd=folder, capture_output=True, text=True)
+        assert done.stdout == f"{clone}/spes_swarm/__init__.py\n", done.stderr
+
+
 @pytest.mark.swarm
 def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     source, unpacked, empty = tmp_path / "source", tmp_path / "unpacked", tmp_path / "empty"
-    # Built from a copy, because setuptools leaves its build directory beside the sources.
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    for name in files:
-        target = source / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((ROOT / name).read_bytes())
+    copy_repository(source)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
     subprocess.run([*build, str(tmp_path), str(source)], check=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -1,41 +1,18 @@
-"""Command lines: mistakes and failures are reported in one line, without usage text or a traceback."""
+"""How commands end: failures and interruptions are reported in one line, without a traceback."""
 
 from __future__ import annotations
 
-import argparse
 import re
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from spes_swarm.base.errors import ConfigError, UserError
-from spes_swarm.base.version import __version__
+from spes_swarm.base.errors import UserError
 
 # Shards of publications: an interrupted transfer resumes after the last complete file.
 MAX_SHARD_SIZE = "1GB"
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser with --version whose `parse_args` raises ConfigError for unknown flags and wrong values."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.add_argument("--version", action="version", version=f"spes_swarm {__version__}")
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake."""
-        raise ConfigError(f"{message}; see --help")
-
-
-def command_parser(command: str, documentation: str | None) -> OneLineParser:
-    """Returns the parser of `python -m spes_swarm.COMMAND`, described by the last paragraph of its documentation."""
-    return OneLineParser(
-        prog=f"python -m spes_swarm.{command}",
-        description=(documentation or "").rpartition("\n\n")[2],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
 
 
 def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:

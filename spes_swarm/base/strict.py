@@ -79,6 +79,14 @@ class Section:
         """Converts a section to plain JSON values: dicts, lists and scalars that share nothing with it."""
         return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
 
+    @classmethod
+    def keys(cls, key: str) -> Iterator[str]:
+        """Yields the dotted keys of the fields, and of those of nested sections, of a section whose key is `key`."""
+        for name, hint in _hints(cls).items():
+            yield f"{key}.{name}"
+            if _is_section(hint):
+                yield from hint.keys(f"{key}.{name}")
+
     def _check(self) -> None:
         """Checks several fields against each other; the message of a ConfigError starts with the dotted key."""
 

@@ -1,11 +1,12 @@
 """Configuration files: YAML with the optional sections `run:` and `peer:`.
 
-A file may begin with `base: NAME.yaml`, a file beside it whose settings it changes.
+A file may begin with `base: FILE.yaml`, whose settings it changes: a path, relative to the file, or the name of a
+configuration that comes with the package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import check_section, nearest_key, show
 from spes_swarm.base.strict_yaml import load_yaml
+from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 
@@ -64,6 +66,13 @@ def continued_config_path() -> Path:
     return default_config_path().with_name("continued.yaml")
 
 
+def setting_keys() -> Iterator[str]:
+    """Yields the dotted keys of all settings; of the model's, which depend on its type, those of the quickstart."""
+    yield from RunConfig.keys("run")
+    yield from (f"run.model.settings.{key}" for key in load_yaml(default_config_path())["run"]["model"]["settings"])
+    yield from PeerConfig.keys("peer")
+
+
 def load_config(path: str | Path | None = None) -> ConfigFile:
     """Reads a configuration file.
 
@@ -86,9 +95,11 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
         ConfigError: as `load_config`, except for errors in the model.
     """
     source = str(path)
-    content = _read_content(Path(path))
+    if not (path := Path(path)).exists() and path.name in (shipped := _shipped()):
+        raise ConfigError(f"{path} does not exist; the {path.name} of this package is {shipped[path.name]}")
+    content = _read_content(path)
     if (base := content.pop("base", None)) is not None:
-        content = _overlay(_read_base(Path(path), base), content)
+        content = _overlay(_read_base(path, base), content)
         source += f" (with its base {base})"
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
@@ -113,17 +124,33 @@ def _read_content(path: Path) -> dict[str, Any]:
 
 
 def _read_base(path: Path, name: Any) -> dict[str, Any]:
-    if not isinstance(name, str) or not name or Path(name).name != name:
-        raise ConfigError(f"{path}: base: found {show(name)}, expected the name of a file beside this one")
-    if name == path.name:
-        raise ConfigError(f"{path}: base: found {show(name)}, expected the name of another file beside this one")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{path}: base: found {show(name)}, expected a file beside this one, or its path")
+    base = path.parent / user_path(name)
+    shipped = _shipped()
+    if not base.exists() and name in shipped:
+        base = shipped[name]
+    if not base.exists():
+        raise ConfigError(
+            f"{path}: base: {base} does not exist; give a path, or one of those that come with the package: "
+            + ", ".join(sorted(shipped))
+        )
+    if base.resolve() == path.resolve():
+        raise ConfigError(f"{path}: base: found {show(name)}, expected another file than this one")
     try:
-        content = _read_content(path.with_name(name))
+        content = _read_content(base)
     except ConfigError as exc:
         raise ConfigError(f"{path}: base: {exc}") from None
     if "base" in content:
         raise ConfigError(f"{path}: base: {name} has a base itself; name that one, and copy what {name} changes")
     return content
+
+
+def _shipped() -> dict[str, Path]:
+    """The configurations inside the package and, in a clone, beside it, by name."""
+    packaged = default_config_path().parent
+    folders = (packaged.parents[1] / "configs", packaged)
+    return {path.name: path for folder in folders for path in folder.glob("*.yaml")}
 
 
 def _overlay(base: Any, changes: Any) -> Any:

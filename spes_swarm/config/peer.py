@@ -30,8 +30,6 @@ class PeerConfig(Section):
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
     # Where they are: on the device, in host memory (beside a GPU), in files of output_dir, or divided among the ranks.
     foreign_storage: Annotated[str, Pattern(r"device|host|disk|ranks", "device, host, disk or ranks")] = "device"
-    # Form of the trained matrices: fp32, or bf16 with the lower halves of the fp32 masters beside the moments.
-    live_weights: Annotated[str, Pattern(r"fp32|bf16", "fp32 or bf16")] = "fp32"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
@@ -39,7 +37,8 @@ class PeerConfig(Section):
     optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
-    kernel: Text = "auto"  # expert kernel: torch, loop or megablocks; auto: the fastest that works on this device
+    # How the experts of a layer are computed.
+    kernel: Annotated[str, Pattern(r"torch|megablocks|loop", "torch, megablocks or loop")] = "torch"
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides
     seed: Seed | None = None  # of this peer's own order of token files; None = the peers divide one order
     initial_peers: tuple[str, ...] = ()  # multiaddresses of peers of the run; none = found a run
@@ -71,8 +70,6 @@ class PeerConfig(Section):
             raise ConfigError(
                 "assume_reachable: found true, expected false in client_mode, which accepts no connections"
             )
-        if self.live_weights == "bf16" and self.precision == "fp32":
-            raise ConfigError("live_weights: found bf16, expected fp32 with precision fp32")
         # Sections are frozen; only here do addresses get their normal form.
         for name, maddrs in (
             ("initial_peers", peer_addresses(self.initial_peers)),

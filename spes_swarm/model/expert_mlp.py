@@ -239,8 +239,7 @@ class _HeldGradient:
 
     def __init__(self, parameter_HYX: Tensor, kernel: ExpertKernel, is_needed: bool) -> None:
         self._kernel = kernel
-        dtype = torch.promote_types(parameter_HYX.dtype, torch.float32)  # in which micro-batches accumulate
-        self._total_HYX = torch.zeros_like(parameter_HYX, dtype=dtype) if is_needed and len(parameter_HYX) else None
+        self._total_HYX = torch.zeros_like(parameter_HYX) if is_needed and len(parameter_HYX) else None
 
     def add(self, one: _Pass, grad_y_NY: Tensor, x_NX: Tensor) -> None:
         """Writes the gradients of the experts of one pass."""

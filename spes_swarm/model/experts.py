@@ -22,7 +22,6 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.expert_mlp import ExpertWeights, Routing, expert_mlp
 from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.storage import ForeignStorage
-from spes_swarm.model.half_weights import LowerHalves, halve, read_master, write_master
 from spes_swarm.model.kernels import ExpertKernel
 
 # The two stacked parameters of a transformers v5 experts module: (E, 2F, D), gate rows first, and (E, D, F).
@@ -135,7 +134,6 @@ class SparseExperts(nn.Module):
         # Replaced by memory plans, which have no data to sort.
         self.route: Callable[[Tensor, int, int], Routing] = partial(Routing.of, dispatch=kernel.dispatch)
         self.held = check_held(held, self.num_experts)
-        self.lower: LowerHalves | None = None  # of the held experts' weights, if they are halved
         self.foreign = nn.ModuleDict()
         self._storage = foreign_storage or ForeignStorage()
         device = down_EDF.device
@@ -166,10 +164,7 @@ class SparseExperts(nn.Module):
         frozen = FrozenStack((len(self.others), R, C), form, device, self._storage)
         for slot, expert in enumerate(self.others):
             frozen.write(slot, tensors[expert])
-        parameter = nn.Parameter(held_HRC)
-        self.register_parameter(projection, parameter)
-        if self.lower is not None:
-            halve(parameter, self.lower)
+        self.register_parameter(projection, nn.Parameter(held_HRC))
         self.foreign[projection] = frozen
 
     def _frozen(self, projection: str) -> FrozenStack:
@@ -183,13 +178,15 @@ class SparseExperts(nn.Module):
         For an expert that ranks share, the rows of other ranks are zeros.
         """
         if expert in self.held:
-            return read_master(getattr(self, projection), self.held.index(expert))
+            parameter: Tensor = getattr(self, projection)
+            return parameter.detach()[self.held.index(expert)]
         return self._frozen(projection).read(self.others.index(expert))
 
     def write(self, projection: str, expert: int, matrix: Tensor) -> None:
         """Overwrites one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F); others' experts are rounded."""
         if expert in self.held:
-            write_master(getattr(self, projection), matrix, self.held.index(expert))
+            parameter: Tensor = getattr(self, projection)
+            parameter.detach()[self.held.index(expert)].copy_(matrix)
         else:
             frozen, index = self._frozen(projection), self.others.index(expert)
             self._storage.written(frozen, index, frozen.write(index, matrix))
@@ -214,16 +211,10 @@ class SparseExperts(nn.Module):
         }
         self.held = held
         device = self.slot_of_expert.device
-        dtype = torch.float32 if self.lower is not None else self.down_proj.dtype
         for projection in PROJECTIONS:
-            self._store(projection, current.pop(projection), dtype, self._frozen(projection).form, device)
+            form = self._frozen(projection).form
+            self._store(projection, current.pop(projection), self.down_proj.dtype, form, device)
         self.slot_of_expert = self._slot_table(device)
-
-    def halve(self, lower: LowerHalves) -> None:
-        """Halves the weights of the held experts, now and after every `hold`."""
-        self.lower = lower
-        for projection in PROJECTIONS:
-            halve(getattr(self, projection), lower)
 
     def pop_routed_tokens(self) -> Tensor:
         """Returns the routed copies of tokens per expert (E,), int64, since the last call; counted in training only."""

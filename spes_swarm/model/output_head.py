@@ -2,20 +2,15 @@
 
 The logits of a batch are by far its largest tensor: 256 sequences of 2048 tokens with Qwen's vocabulary of 151,665
 would take 318 GB in fp32. So the layer and the loss are one function here, and its gradients are computed along with
-it, chunk by chunk; this takes no additional matrix product, and what is kept is the gradient of the weight. On a GPU,
-the package liger_kernel does the same in fewer operations, if it is installed.
+it, chunk by chunk; this takes no additional matrix product, and what is kept is the gradient of the weight.
 
 Tensor suffixes: N rows (positions), C rows of one chunk, D model dim, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,8 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spes_swarm.model.expert_mlp import compute_dtype
-
-_LOGGER = logging.getLogger(__name__)
 
 IGNORED_TARGET = -100
 # Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
@@ -68,17 +61,14 @@ def _measured_head(model: Any) -> nn.Linear | None:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or "bias" in dict(head.named_parameters()) or model.base_model is model:
         return None
-    # In bf16 a small factor could pass for rounding, but products of equal operands have equal bits.
-    is_bf16 = head.weight.dtype == torch.bfloat16
-    rtol, atol = (0.0, 0.0) if is_bf16 else (1e-4, 1e-6)
     ids_BS = torch.tensor([[0, 1]], device=head.weight.device)
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(head.weight.device.type, torch.bfloat16, enabled=is_bf16):
+        with torch.autocast(head.weight.device.type, enabled=False):
             logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
             hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
-            same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=rtol, atol=atol)
+            same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=1e-4, atol=1e-6)
     finally:
         model.train(was_training)
     return head if same else None
@@ -96,53 +86,8 @@ def linear_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_
         targets_N: int64.
         z_weight: factor of the mean squared log-sum-exp.
     """
-    if weight_VD is not None and rows_NX.is_cuda and liger_applies(rows_NX, weight_VD, z_weight):
-        return liger_loss(rows_NX, weight_VD, targets_N, z_weight)
-    return chunked_loss(rows_NX, weight_VD, targets_N, z_weight)
-
-
-def chunked_loss(rows_NX: Tensor, weight_VD: Tensor | None, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
-    """Returns what `linear_loss` returns, computed with torch on any device and in any dtype."""
     losses: tuple[Tensor, ...] = _LinearLoss.apply(rows_NX, weight_VD, targets_N, z_weight)  # type: ignore[no-untyped-call]
     return losses
-
-
-def liger_applies(rows_ND: Tensor, weight_VD: Tensor, z_weight: float) -> bool:
-    """Returns True if `liger_loss` can be used and is as exact here as `chunked_loss`.
-
-    Liger sums the weight's gradient, and rounds the z-loss that it reports, in the dtype of its operands, so they must
-    be fp32; autocast may still multiply in bf16. With a z-loss weight of 0 it reports no log-sum-exp, and it computes
-    the weight's gradient only together with that of the hidden states.
-    """
-    in_fp32 = rows_ND.dtype == weight_VD.dtype == torch.float32
-    return in_fp32 and rows_ND.requires_grad and z_weight > 0.0 and load_liger() is not None
-
-
-def liger_loss(rows_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, z_weight: float) -> tuple[Tensor, ...]:
-    """Returns what `linear_loss` returns, computed by liger_kernel; requires `liger_applies`."""
-    fused = load_liger()
-    assert fused is not None
-    found = fused(
-        rows_ND, weight_VD, targets_N, ignore_index=IGNORED_TARGET, lse_square_scale=z_weight, return_z_loss=True
-    )
-    weighted_z = found.z_loss.detach()  # already a part of the loss
-    return found.loss, found.loss.detach() - weighted_z, weighted_z / z_weight
-
-
-@functools.cache
-def load_liger() -> Callable[..., Any] | None:
-    """Returns liger_kernel's loss; None if it is not installed, or, with a warning, if it does not load."""
-    if find_spec("liger_kernel") is None:
-        return None
-    try:
-        function: Callable[..., Any] = importlib.import_module(
-            "liger_kernel.transformers.functional"
-        ).liger_fused_linear_cross_entropy
-    except Exception as exc:  # it, or triton, was built for another torch
-        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
-        _LOGGER.warning("liger_kernel does not load: %s; the loss is computed with torch", reason)
-        return None
-    return function
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -154,9 +99,7 @@ class _LinearLoss(torch.autograd.Function):
         valid_N = targets_N != IGNORED_TARGET
         share_N = valid_N / valid_N.sum().clamp_min(1)
         grad_NX = torch.empty_like(rows_NX) if ctx.needs_input_grad[0] else None
-        grad_VD = None
-        if weight_VD is not None and ctx.needs_input_grad[1]:  # chunks and micro-batches accumulate in fp32
-            grad_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        grad_VD = torch.zeros_like(weight_VD) if weight_VD is not None and ctx.needs_input_grad[1] else None
         nats = torch.zeros((), device=rows_NX.device)
         squares = nats.clone()
         for rows in head.chunks():

@@ -25,7 +25,6 @@ from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
 from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage
-from spes_swarm.model.half_weights import LowerHalves, copy_master, halve_matrices, write_master
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.norm import replace_norms
 from spes_swarm.model.truncation import redraw_tails
@@ -215,7 +214,7 @@ class SparseModel:
 
     def _copy(self, slot: TensorSlot, out: Tensor) -> None:
         if slot.expert is None:
-            copy_master(self._shared[slot.name], out)
+            out.copy_(self._shared[slot.name].detach())
             return
         experts, _, projection = slot.name.rpartition(".")
         out.copy_(self._experts[experts].read(projection, slot.expert))
@@ -223,7 +222,7 @@ class SparseModel:
     def _write(self, slot: TensorSlot, values: Tensor) -> None:
         self.revision += 1
         if slot.expert is None:
-            write_master(self._shared[slot.name], values)
+            self._shared[slot.name].detach().copy_(values)
             return
         experts, _, projection = slot.name.rpartition(".")
         self._experts[experts].write(projection, slot.expert, values)
@@ -275,16 +274,6 @@ class SparseModel:
         return isinstance(self.foreign_storage, SharedStorage)
 
     # Training
-
-    def halve(self, lower: LowerHalves) -> None:
-        """Halves the trained matrices: they are bf16 from now on, and must be used under autocast.
-
-        Blocks are still read and written in fp32, bit for bit if the lower halves are kept. Call it when the model is
-        on its device, before the optimiser is created.
-        """
-        halve_matrices(self.module, lower)
-        for experts in self._experts.values():
-            experts.halve(lower)
 
     def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
         """Changes the held experts; all weights keep their values, as far as `SparseExperts.hold` does.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.base.address import listen_addresses, peer_addresses
-from spes_swarm.base.arguments import OneLineParser
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.command_line import OneLineParser
 from spes_swarm.storage.trackers import check_tracker
 
 

@@ -33,12 +33,14 @@ from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
-from spes_swarm.peer.step_settings import StepSettings, check_tools, kernel_of, lower_halves_device, replica_of
+from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
 from spes_swarm.port.messages import Presence, Reach, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
+from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.target import check_target
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.ranks.group import RankGroup
@@ -151,6 +153,11 @@ class Joining:
         self._source = finder.source
         self._initial_peers = finder.initial_peers
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
+        if (target := self._peer.publish_to) is not None:
+            if parse_location(target).repo_id is not None:
+                self._console.say(f"asking the Hub whether this peer may publish to {target}")
+            if (unknown := check_target(target, self.manifest.run_id)) is not None:
+                self._console.say(f"{unknown}; training starts, and publishing is tried when a round is due")
 
     def _settle_reach(self) -> None:
         self._reach = self._check_reach()
@@ -300,14 +307,12 @@ class Joining:
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
-        settings, at_a_time = (self._run, self._peer, self._device), self._fits.micro_batch_size
-        self._kernel = kernel_of(*settings, len(self._held), at_a_time)
-        self._console.say(f"expert kernel {self._kernel.kernel}: {self._kernel.kernel_reason}")
+        at_a_time = self._fits.micro_batch_size
         self._console.say(f"building {self._run.model.type} on {self._device}{self._step.notes}")
-        order = replica_of(*settings, self._held, at_a_time, self._step, self._kernel.kernel)
+        order = replica_of(self._run, self._peer, self._device, self._held, at_a_time, self._step)
         if self._ranks is not None:
             self._ranks.send_order(order)
-        return order.build(self._device, self._ranks, lower_halves_device(self._peer, self._device))
+        return order.build(self._device, self._ranks)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""
@@ -356,7 +361,7 @@ class Joining:
             round=self._table.round,
             seconds=time.monotonic() - self._context.started,
             ranks=self._num_ranks,
-            **asdict(self._kernel),
+            kernel=self._peer.kernel,
         )
         text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
         self._console.say(text)

@@ -154,7 +154,7 @@ def _check_identity(path: Path, initial_peers: Sequence[str]) -> None:
 
 
 def _check_publications(peer: PeerConfig) -> None:
-    """Checks publications in directories; a Hub is contacted only to fetch or publish."""
+    """Checks publications in directories, and whether there is a token for a Hub, which is contacted later."""
     if peer.from_hub is not None:
         source = parse_location(peer.from_hub, with_revision=True)
         if source.path is not None:
@@ -167,3 +167,7 @@ def _check_publications(peer: PeerConfig) -> None:
             from spes_swarm.publishing.directory import DirectoryTarget
 
             DirectoryTarget(target.path).check_rights()
+        else:
+            from spes_swarm.publishing.client import check_access
+
+            check_access(peer.publish_to)

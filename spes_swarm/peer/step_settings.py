@@ -8,12 +8,10 @@ from typing import Self
 
 import torch
 
-from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
-from spes_swarm.model.kernel_choice import KernelChoice, LayerShape, choose_kernel, try_kernel
-from spes_swarm.model.kernels import load_kernel
+from spes_swarm.model.kernel_trial import try_kernel
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.ranks.orders import Replica
 
@@ -34,15 +32,10 @@ class StepSettings:
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
-
-        Raises:
-            ConfigError: bf16 weights are requested, but this device computes in fp32.
         """
         without_effect = _without_effect(peer, device, num_ranks)
         usual = "bf16" if device.type == "cuda" else "fp32"
         precision = usual if peer.precision == "auto" else peer.precision
-        if peer.live_weights == "bf16" and precision != "bf16":
-            raise ConfigError(f"--live-weights bf16: {device} computes in fp32 by default; add --precision bf16")
         return cls(
             precision=precision,
             foreign_experts=usual if peer.foreign_experts == "auto" else peer.foreign_experts,
@@ -65,32 +58,11 @@ def check_tools(peer: PeerConfig, device: torch.device) -> None:
     """Fails early if building or running the model lacks something.
 
     Raises:
-        ConfigError: the expert kernel is unknown or does not work, or no compiler works.
+        ConfigError: the expert kernel does not work, or no compiler works.
     """
-    if peer.kernel != "auto":
-        try_kernel(peer.kernel, device, StepSettings.of(peer, device).precision)
+    try_kernel(peer.kernel, device, StepSettings.of(peer, device).precision)
     if peer.compile:
         check_compiler(device)
-
-
-def lower_halves_device(peer: PeerConfig, device: torch.device) -> torch.device:
-    """Returns where the lower halves of bf16 weights are kept: with the moments."""
-    return torch.device("cpu") if peer.optimizer_states == "host" else device
-
-
-def kernel_of(
-    run: RunConfig, peer: PeerConfig, device: torch.device, num_held: int, micro_batch_size: int
-) -> KernelChoice:
-    """Returns the expert kernel of a peer; "auto" is measured on the largest layer of the run, which takes seconds.
-
-    Raises:
-        ConfigError: the peer names a kernel that is unknown or does not load.
-    """
-    if peer.kernel != "auto":
-        return KernelChoice(peer.kernel, f"as set, with {load_kernel(peer.kernel).source}")
-    tokens = micro_batch_size * run.training.sequence_length
-    shape = LayerShape.largest(run.model.type, run.model.settings, tokens, num_held)
-    return choose_kernel(shape, device, StepSettings.of(peer, device).precision)
 
 
 def replica_of(
@@ -100,19 +72,14 @@ def replica_of(
     held: Sequence[int],
     micro_batch_size: int,
     settings: StepSettings,
-    kernel: str,
 ) -> Replica:
-    """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it.
-
-    All ranks use the same kernel, which rank 0 chooses first: see `kernel_of`.
-    """
+    """Returns what each rank of a peer needs to build the model of a run, and to compute gradients of it."""
     return Replica(
         model_type=run.model.type,
         settings=dict(run.model.settings),
         held=tuple(held),
-        kernel=kernel,
+        kernel=peer.kernel,
         foreign_experts=settings.foreign_experts,
-        live_weights=peer.live_weights,
         foreign_storage=settings.foreign_storage,
         output_dir=peer.output_dir,
         activation_checkpointing=peer.activation_checkpointing,

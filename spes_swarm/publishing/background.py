@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
+from spes_swarm.publishing.client import without_advice
 from spes_swarm.storage.checkpoint_writing import Written
 from spes_swarm.storage.metrics_file import Metrics
 
@@ -59,6 +61,7 @@ class Publishing:
     _has_failed: bool = field(default=False, init=False)
     _retry_at: float = field(default=0.0, init=False)
     _retry_s: float = field(default=_MIN_RETRY_S, init=False)
+    _leaving: bool = field(default=False, init=False)
 
     @classmethod
     def wanted_by(cls, peer: PeerConfig, network: Port, metrics: Metrics, **others: Any) -> Self | None:
@@ -105,6 +108,15 @@ class Publishing:
         self.look()
 
     def _start(self, due: int) -> None:
+        try:
+            self._launch(due)
+        except (OSError, subprocess.SubprocessError) as exc:  # this machine is short of processes, memory or disk
+            if self._output is not None:
+                self._output.close()
+            self._fail(f"publishing cannot start: {getattr(exc, 'strerror', None) or exc}")
+        self._volunteer()
+
+    def _launch(self, due: int) -> None:
         command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self.target]
         command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self.upload_mbps)]
         if self.keep is not None:
@@ -120,7 +132,6 @@ class Publishing:
             start_new_session=True,  # Ctrl-C reaches only the trainer
             preexec_fn=lambda: die_with_parent(parent),
         )
-        self._volunteer()
 
     def look(self) -> None:
         """Starts a publication whose checkpoint has been written, and handles one that has ended; cheap to call while
@@ -135,22 +146,33 @@ class Publishing:
             return
         lines = self._last_lines()
         process, self._process = self._process, None
-        summary = _summary(lines[-1]) if lines and process.returncode == 0 else None
-        self._has_failed = summary is None
-        self._volunteer()
+        # Libraries may print as well, even after the result.
+        found = (summary for line in reversed(lines) if (summary := _summary(line)) is not None)
+        summary = next(found, None) if process.returncode == 0 else None
         if summary is None:
-            detail = lines[-1][-500:] if lines else f"publishing exited with code {process.returncode}"
-            self.metrics.write("fault", kind="publish", peer=self.peer_id, detail=detail)
-            self.say(f"{detail}; training continues, and publishing is retried in {self._retry_s:.0f} s")
-            self._retry_at = time.monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+            reasons = [line.removeprefix("publish: ") for line in lines if line.startswith("publish: ")]
+            ended = f"publishing {_ending(process.returncode)}"
+            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]))
+            self._volunteer()
             return
+        self._has_failed = False
+        self._volunteer()
         self._retry_s = _MIN_RETRY_S
         self._published = max(self._published, int(summary["round"]))
         if summary["status"] == "published":
             fields = ("round", "digest", "revision", "bytes_sent", "seconds")
             self.metrics.write("publish", **{key: summary.get(key) for key in fields})
             self.say(f"round {summary['round']} is published")
+
+    def _fail(self, reason: str) -> None:
+        """Reports why a round was not published, and sets the time of the next attempt."""
+        self._has_failed = True
+        detail = without_advice(reason[-500:])
+        self.metrics.write("fault", kind="publish", peer=self.peer_id, detail=detail)
+        follows = "it is not tried again" if self._leaving else f"publishing is tried again in {self._retry_s:.0f} s"
+        self.say(f"{detail}; {follows}")
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
 
     def _last_lines(self) -> list[str]:
         assert self._output is not None
@@ -178,20 +200,33 @@ class Publishing:
                     self._start(round_number)
             stop.wait(_POLL_S)
 
-    def stop(self, wait_s: float) -> None:
-        """Waits up to `wait_s` for a running publication, then kills it; the next one resumes from there."""
+    def stop(self, wait_s: float, stop: threading.Event) -> None:
+        """Waits up to `wait_s`, or until `stop` is set, for a running publication, then kills it; the next one resumes
+        from there.
+        """
+        self._leaving = True
         if wait_s > 0:
             self.look()  # the last checkpoint may have been one to publish
         if self._process is None:
             return
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
+        deadline = time.monotonic() + wait_s
+        if wait_s > 0 and self._process.poll() is None:
+            self.say("waiting for the publication to finish; if this peer is stopped before, the next one resumes it")
+        while self._process.poll() is None and time.monotonic() < deadline and not stop.is_set():
+            stop.wait(_POLL_S)
+        if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
             self._last_lines()  # closes the output
             self._process = None  # not a failure
         self.look()
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    killed = f"was killed by signal {-code}"
+    return f"{killed}, as by a system that runs out of memory" if -code == signal.SIGKILL else killed
 
 
 def _summary(line: str) -> dict[str, Any] | None:

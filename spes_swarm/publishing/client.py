@@ -17,10 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, TypeVar
 
 import httpx2
-from huggingface_hub import HfApi, constants, set_client_factory
+from huggingface_hub import HfApi, constants, get_token, set_client_factory
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -41,8 +42,12 @@ ATTEMPTS: Final = 5
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 LONGEST_RETRY_AFTER_S: Final = 900.0  # if the Hub asks for a longer wait, the call fails
+# A check at the start of a session does not wait long: the Hub is not needed yet.
+QUICK: Final = httpx2.Timeout(10.0)
 _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _OFFICIAL: Final = frozenset({"https://huggingface.co", "https://hf.co"})
+
+AGAIN: Final = "run the command again to continue"  # advice where nothing else tries again
 
 T = TypeVar("T")
 # What the library raises for failed requests; it wraps errors of its threads in RuntimeError.
@@ -88,9 +93,9 @@ class _Counted(httpx2.SyncByteStream):
 TRAFFIC: Final = Traffic()
 
 
-def _make_client() -> httpx2.Client:
+def _make_client(timeout: httpx2.Timeout) -> httpx2.Client:
     client = default_client_factory()
-    client.timeout = TIMEOUT
+    client.timeout = timeout
 
     def count(request: httpx2.Request) -> None:
         if isinstance(request.stream, httpx2.SyncByteStream):
@@ -119,9 +124,9 @@ def uses_xet() -> bool:
     return bool(is_xet_available())
 
 
-def hub_api() -> HfApi:
+def hub_api(timeout: httpx2.Timeout | None = None) -> HfApi:
     """Configures the library for this process and returns its API object; contacts no server."""
-    set_client_factory(_make_client)
+    set_client_factory(partial(_make_client, timeout or TIMEOUT))
     disable_progress_bars()
     hub_logging.set_verbosity(logging.CRITICAL)
     if "HF_HUB_DISABLE_XET" not in os.environ:
@@ -129,17 +134,17 @@ def hub_api() -> HfApi:
     return HfApi(endpoint=endpoint(), library_name="spes_swarm")
 
 
-def patiently(call: Callable[[], T]) -> T:
+def patiently(call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
     """Retries an idempotent call while the Hub is busy or the connection fails.
 
     Raises:
         The exception of the last attempt.
     """
-    for attempt in range(ATTEMPTS):
+    for attempt in range(attempts):
         try:
             return call()
         except FAILURES as exc:
-            wait_or_raise(exc, attempt)
+            wait_or_raise(exc, attempt + ATTEMPTS - attempts)
     raise AssertionError("the loop returns or raises")
 
 
@@ -153,6 +158,19 @@ def wait_or_raise(exc: Exception, attempt: int) -> None:
     if wait_s is None or attempt == ATTEMPTS - 1:
         raise exc
     time.sleep(wait_s)
+
+
+def without_advice(message: str) -> str:
+    """Removes from the message of a HubError the advice to try again, for where that happens anyway."""
+    return message.removesuffix(f"; {AGAIN}").removesuffix("; try again later")
+
+
+def is_passing(exc: BaseException | None) -> bool:
+    """Returns True for a failure of the connection or the Hub, which says nothing about what the Hub allows."""
+    exc = None if exc is None else root_of(exc)
+    if isinstance(exc, HfHubHTTPError):
+        return exc.response.status_code in _TRANSIENT
+    return isinstance(exc, httpx2.TransportError | json.JSONDecodeError)
 
 
 def _pause_after(exc: BaseException, attempt: int) -> float | None:
@@ -177,6 +195,19 @@ def root_of(exc: BaseException) -> BaseException:
     return exc
 
 
+def check_access(label: str) -> None:
+    """Checks what can be known without contacting the Hub.
+
+    Raises:
+        HubError: there is no token, or the Hub must not be contacted.
+    """
+    with translate_hub_errors(label):
+        if constants.is_offline_mode():
+            raise OfflineModeIsEnabled
+        if get_token() is None:
+            raise LocalTokenNotFoundError
+
+
 @contextmanager
 def translate_hub_errors(label: str) -> Iterator[None]:
     """Maps exceptions of the library to a HubError that explains them to the user, and names the repository.
@@ -199,9 +230,9 @@ def _meaning(exc: BaseException, label: str) -> str:
     if isinstance(exc, HfHubHTTPError):
         return _meaning_of_status(exc, label)
     if isinstance(exc, httpx2.TimeoutException):
-        return f"{label}: the Hub does not answer in time; run the command again to continue"
+        return f"{label}: the Hub does not answer in time; {AGAIN}"
     if isinstance(exc, httpx2.HTTPError):
-        return f"{label}: the connection to the Hub failed ({type(exc).__name__}); run the command again to continue"
+        return f"{label}: the connection to the Hub failed ({type(exc).__name__}); {AGAIN}"
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{label}: this machine's disk is full"
     if isinstance(exc, OSError) and exc.strerror:

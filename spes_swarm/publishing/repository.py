@@ -19,6 +19,7 @@ from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.client import (
     ATTEMPTS,
     FAILURES,
+    QUICK,
     TRAFFIC,
     hub_api,
     patiently,
@@ -38,18 +39,22 @@ _UPLOAD_THREADS = 2
 class RepositoryTarget:
     """A model repository; see `Target`. The library provides the token: HF_TOKEN, or `hf auth login`."""
 
-    def __init__(self, repo_id: str, *, private: bool = False) -> None:
+    def __init__(self, repo_id: str, *, private: bool = False, patient: bool = True) -> None:
+        """With `patient` False, the Hub is asked once, and has ten seconds to answer."""
         self.label = repo_id
         self._private = private
-        self._api = hub_api()
+        self._api = hub_api(None if patient else QUICK)
+        self._attempts = ATTEMPTS if patient else 1
 
     def check_rights(self) -> None:
         """See `Target`."""
         with translate_hub_errors(self.label):
-            user = patiently(lambda: self._api.whoami(cache=True))
-            if patiently(self._head) is not None:
-                patiently(lambda: self._api.auth_check(self.label, write=True))
+            user = patiently(lambda: self._api.whoami(cache=True), self._attempts)
+            if patiently(self._head, self._attempts) is not None:
+                patiently(lambda: self._api.auth_check(self.label, write=True), self._attempts)
                 return
+        if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise HubError(f"{self.label} does not exist, and this token can only read; use one with write access")
         owner = self.label.split("/")[0]
         if owner not in {user.get("name"), *(org.get("name") for org in user.get("orgs", ()))}:
             raise HubError(f"{self.label} does not exist, and this token cannot create it; use your own user name")
@@ -62,7 +67,7 @@ class RepositoryTarget:
     def newest(self) -> Publication | None:
         """See `Target`."""
         with translate_hub_errors(self.label):
-            head = patiently(self._head)
+            head = patiently(self._head, self._attempts)
             return None if head is None else read_publication(self.label, head)
 
     def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from spes_swarm.base.errors import ConfigError, PublicationError, SupersededError
+from spes_swarm.base.errors import ConfigError, HubError, PublicationError, SupersededError
 from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.location import TAG, parse_location
 from spes_swarm.publishing.publication import Publication
@@ -82,10 +82,10 @@ class Target(Protocol):
         """Removes all rounds but the newest `keep` and those with an additional tag; returns the removed rounds."""
 
 
-def open_target(text: str, *, private: bool = False) -> Target:
+def open_target(text: str, *, private: bool = False, patient: bool = True) -> Target:
     """Returns the target that `--to` names (USER/REPO or file:DIRECTORY); contacts no server.
 
-    A repository that has to be created is `private` if so wanted.
+    A repository that has to be created is `private` if so wanted. Without `patient`, its calls fail soon.
 
     Raises:
         ConfigError: `text` is malformed.
@@ -97,7 +97,29 @@ def open_target(text: str, *, private: bool = False) -> Target:
     if location.path is not None:
         return DirectoryTarget(location.path)
     assert location.repo_id is not None
-    return RepositoryTarget(location.repo_id, private=private)
+    return RepositoryTarget(location.repo_id, private=private, patient=patient)
+
+
+def check_target(text: str, run_id: str) -> str | None:
+    """Checks whether a run may be published there; returns why that is unknown if the Hub cannot be asked just now.
+
+    Raises:
+        HubError: publishing is not allowed.
+        PublicationError: the target belongs to another run, or its publication is invalid.
+    """
+    from spes_swarm.publishing.client import is_passing, without_advice
+
+    target = open_target(text, patient=False)
+    try:
+        target.check_rights()
+        current = target.newest()
+    except HubError as exc:
+        if is_passing(exc.__cause__):
+            return without_advice(str(exc))
+        raise
+    if current is not None:
+        _check_run(current, run_id, text)
+    return None
 
 
 def check_tag(tag: str | None) -> None:
@@ -128,10 +150,14 @@ def is_there(current: Publication | None, run_id: str, round_number: int, digest
     """
     if current is None:
         return False
-    if current.run_id != run_id:
-        raise PublicationError(f"{label} belongs to run {current.run_id}, not {run_id}; choose another one")
+    _check_run(current, run_id, label)
     if current.round > round_number:
         raise SupersededError(f"{label} has round {current.round} already, which is newer than round {round_number}")
     if current.round == round_number and current.digest != digest:
         raise SupersededError(f"{label} has another state of round {round_number}; the next round can be published")
     return current.round == round_number
+
+
+def _check_run(current: Publication, run_id: str, label: str) -> None:
+    if current.run_id != run_id:
+        raise PublicationError(f"{label} belongs to run {current.run_id}, not {run_id}; choose another one")

@@ -195,7 +195,7 @@ class Trainer:
         if setup.publishing is not None:
             if self.run_is_over:
                 setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
-            setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0)
+            setup.publishing.stop(_FINISH_PUBLISHING_S if self._finished() else 0.0, setup.stop)
         self._step_memory.raise_if_failed()
 
     def _finished(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from tests.helpers.repository import ROOT
@@ -134,25 +134,57 @@ def test_an_empty_section_changes_nothing(tmp_path: Path, changes: str) -> None:
     assert load_config(yaml_file(tmp_path, f"base: base.yaml\n{changes}")) == load_config(default_config_path())
 
 
+def test_a_base_that_comes_with_the_package_is_found_from_anywhere(tmp_path: Path) -> None:
+    assert load_config(yaml_file(tmp_path, "base: quickstart.yaml\n")) == load_config(default_config_path())
+    # In a clone, those of configs/ are found, too.
+    (run, _), expected = (
+        load_config(yaml_file(tmp_path, "base: spes-2b.yaml\n")),
+        load_config(ROOT / "configs/spes-2b.yaml"),
+    )
+    assert run == expected.run
+    # A file beside it comes first.
+    (tmp_path / "quickstart.yaml").write_text("peer: {seed: 3}")
+    assert load_config(yaml_file(tmp_path, "base: quickstart.yaml\n")) == (None, PeerConfig(seed=3))
+
+
+def test_a_base_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/base.yaml").write_text("peer: {seed: 3}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for base in ("../shared/base.yaml", str(tmp_path / "shared/base.yaml"), "~/shared/base.yaml"):
+        assert load_config(yaml_file(tmp_path / "mine", f"base: {base}\n")) == (None, PeerConfig(seed=3))
+
+
+def test_a_configuration_of_the_package_that_is_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "quickstart-paper.yaml")
+    path = default_config_path().with_name("quickstart-paper.yaml")
+    assert str(caught.value).endswith(f"does not exist; the quickstart-paper.yaml of this package is {path}")
+
+
 @pytest.mark.parametrize(
     ("base", "message"),
     [
         ("other.yaml", "f.yaml: base: "),
-        ("other.yaml", "other.yaml: cannot be read"),
+        ("other.yaml", "other.yaml does not exist; give a path, or one of those that come with the package: continued"),
+        ("configs/quickstart.yaml", "configs/quickstart.yaml does not exist"),
+        ("~nobody-of-this-name/f.yaml", "there is no such home directory"),
+        (".", "cannot be read: Is a directory"),
         ("chained.yaml", "f.yaml: base: chained.yaml has a base itself"),
         ("quickstart.yaml\nrnu:", "rnu: unknown key, did you mean run?"),
         ("misspelt.yaml", "f.yaml (with its base misspelt.yaml): run.trainig: unknown key"),
-        ("../f.yaml", "f.yaml: base: found '../f.yaml', expected the name of a file beside this one"),
         ("3", "f.yaml: base: found 3, expected"),
         ('""', "f.yaml: base: found '', expected"),
-        ("f.yaml", "f.yaml: base: found 'f.yaml', expected the name of another file"),
+        ("f.yaml", "f.yaml: base: found 'f.yaml', expected another file than this one"),
+        ("./f.yaml", "f.yaml: base: found './f.yaml', expected another file than this one"),
     ],
 )
 def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> None:
     (tmp_path / "chained.yaml").write_text("base: misspelt.yaml\n")
     (tmp_path / "misspelt.yaml").write_text("run: {trainig: {}}\n")
     (tmp_path / "quickstart.yaml").write_text(default_config_path().read_text())
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(UserError, match=re.escape(message)):
         load_config(yaml_file(tmp_path, f"base: {base}\n"))
 
 

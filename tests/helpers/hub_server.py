@@ -131,7 +131,7 @@ class HubServer:
         self._process.communicate()
 
 
-def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProcess]:
+def launch_by_itself(hub: HubServer, token: str = TOKEN) -> Callable[[Sequence[str], Path], PeerProcess]:
     """Starts `join` as a user of this Hub would: the library finds the Hub when it is imported."""
 
     def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
@@ -141,7 +141,7 @@ def launch_by_itself(hub: HubServer) -> Callable[[Sequence[str], Path], PeerProc
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**hub.environment(), "OMP_NUM_THREADS": "1"},
+                env={**hub.environment(token), "OMP_NUM_THREADS": "1"},
             )
 
     return launch

@@ -17,7 +17,6 @@ from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.model.foreign.storage import ForeignStorage
-from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
@@ -183,7 +182,6 @@ class LoneTrainer:
         run: RunConfig | None = None,
         foreign_form: str = "fp32",
         foreign_storage: ForeignStorage | None = None,
-        live_weights: str = "fp32",
         **setup: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -196,9 +194,6 @@ class LoneTrainer:
         self.network = StubNetwork(reference, contribution_N, HELD, RoundClock.of(self.run))
         self.port = LocalPort(self.network)
         self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
-        if live_weights == "bf16":
-            self.model.halve(LowerHalves(torch.device("cpu")))
-            setup["precision"] = "bf16"
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spes_swarm.model.kernel_choice import Layer, LayerShape
+from spes_swarm.model.kernel_trial import Layer, LayerShape
 from spes_swarm.model.kernels import LoopKernel
 from spes_swarm.model.kernels.megablocks import Megablocks, MegablocksKernel
 

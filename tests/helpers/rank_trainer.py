@@ -37,7 +37,7 @@ OTHERS = (2, 4)  # the experts held from the second round on
 FORMS = {"device": "fp32", "ranks": "int8"}  # of others' experts, by where they are stored
 
 
-def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device", live_weights: str = "fp32") -> Replica:
+def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device", precision: str = "fp32") -> Replica:
     """The model of a lone trainer."""
     return Replica(
         model_type=run.model.type,
@@ -46,10 +46,9 @@ def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device", liv
         kernel="torch",
         foreign_experts=FORMS[storage],
         foreign_storage=storage,
-        live_weights=live_weights,
         activation_checkpointing="none",
         compile=False,
-        precision=live_weights,
+        precision=precision,
         micro_batch_size=1,
         num_threads=1,
         losses=loss_weights(run.training),
@@ -63,7 +62,7 @@ def train(
     rounds: int = ROUNDS,
     on_round: Callable[[], None] = lambda: None,
     storage: str = "device",
-    live_weights: str = "fp32",
+    precision: str = "fp32",
 ) -> dict[str, Any]:
     """Trains for some rounds; returns what must not depend on the number of ranks, the losses, and the bytes of others'
     experts. A `storage` other than the device's is used if there are several ranks.
@@ -75,13 +74,13 @@ def train(
         evaluation={"every_rounds": 2},
     )
     if ranks is not None:
-        ranks.send_order(replica(run, storage=storage, live_weights=live_weights))
+        ranks.send_order(replica(run, storage=storage, precision=precision))
     lone = LoneTrainer(
         directory,
         run,
         FORMS[storage],
         SharedStorage(ranks) if ranks is not None and storage == "ranks" else None,
-        live_weights,
+        precision=precision,
         max_rounds=rounds,
         micro_batch_size=1,
         ranks=ranks,
@@ -118,7 +117,7 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
 
 def main(arguments: list[str]) -> int:
     """Trains as rank 0; returns the exit code."""
-    directory, rounds, storage, live_weights = arguments
+    directory, rounds, storage, precision = arguments
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
@@ -126,7 +125,7 @@ def main(arguments: list[str]) -> int:
     try:
         with ranks:
             outcome = train(
-                Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage, live_weights
+                Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage, precision
             )
             print(json.dumps(outcome), flush=True)
     except RankError as exc:

@@ -14,7 +14,7 @@ import torch
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.expert_mlp import Routing
-from spes_swarm.model.kernel_choice import Layer, LayerShape
+from spes_swarm.model.kernel_trial import Layer, LayerShape
 from spes_swarm.model.kernels import Groups, LoopKernel, load_kernel
 from spes_swarm.model.kernels.megablocks import _prebuilt
 from tests.helpers import megablocks_parts

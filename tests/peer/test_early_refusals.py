@@ -81,7 +81,7 @@ for line in sys.stdin:
 def server() -> Iterator[subprocess.Popen[str]]:
     names = [f"spes_swarm.{name}" if name != "monitor" else "spes_swarm.monitor.__main__" for name in COMMANDS]
     command = [sys.executable, "-c", _SERVER, " ".join(HEAVY), *names]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN_PATH": os.devnull}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -200,6 +200,13 @@ def test_a_run_section_with_a_mistake(tmp_path: Path, run_section: dict[str, Any
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"run": merged(TINY_RUN, run_section)}), encoding="utf-8")
     assert why in refusal(tmp_path, "--config", path)
+
+
+def test_publishing_without_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    line = refusal(tmp_path, "--publish-to", "you/model")
+    assert line == "publishing to you/model needs a Hub token: set HF_TOKEN, or run `hf auth login`"
 
 
 def test_a_model_that_cannot_fit(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import SwarmView
 from spes_swarm.publishing.background import Publishing
+from spes_swarm.publishing.client import AGAIN
 from spes_swarm.storage.checkpoint_writing import Written
 from spes_swarm.storage.metrics_file import Metrics
 
@@ -69,7 +70,7 @@ def metrics(tmp_path: Path) -> Iterator[Metrics]:
     opened.close()
 
 
-def volunteer(metrics: Metrics, periods: int) -> Publishing:
+def volunteer(metrics: Metrics, periods: int, say: Callable[[str], None] = lambda text: None) -> Publishing:
     return Publishing(
         cast(Port, Network(periods)),
         metrics,
@@ -80,7 +81,7 @@ def volunteer(metrics: Metrics, periods: int) -> Publishing:
         every=EVERY,
         keep=None,
         upload_mbps=1.0,
-        say=lambda text: None,
+        say=say,
     )
 
 
@@ -147,3 +148,102 @@ def test_the_last_round_of_a_run_does_not_wait_forever(
     volunteer(metrics, periods).publish_last(7, clock, timeout_s=600.0)
     assert target.published == [7]
     assert clock.now == pytest.approx(published_at, abs=1.0)
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, code: int, output: str) -> None:
+    """Makes each publication end with this code and output."""
+
+    def run(command: Sequence[str], *, stdout: Any, **_: Any) -> SimpleNamespace:
+        stdout.write(output.encode())
+        return SimpleNamespace(poll=lambda: code, returncode=code)
+
+    monkeypatch.setattr(subprocess, "Popen", run)
+
+
+SUMMARY = json.dumps({"status": "published", "round": 10})
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "said"),
+    [
+        (0, SUMMARY, "round 10 is published"),
+        (0, f"a warning\n{SUMMARY}\na library's last words", "round 10 is published"),
+        (2, "publish: user/model: the disk is full", "user/model: the disk is full; publishing is tried again in 30 s"),
+        (
+            2,
+            f"a warning\npublish: user/model: the Hub does not answer in time; {AGAIN}\nlast words",
+            "user/model: the Hub does not answer in time; publishing is tried again in 30 s",
+        ),
+        (
+            -9,
+            "",
+            "publishing was killed by signal 9, as by a system that runs out of memory; publishing is",
+        ),
+        (
+            1,
+            "Traceback\nValueError: what",
+            "publishing exited with code 1: ValueError: what; publishing is",
+        ),
+        (0, "", "publishing exited with code 0; publishing is tried again"),
+    ],
+)
+def test_what_is_said_about_a_publication(
+    monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget, code: int, output: str, said: str
+) -> None:
+    ended(monkeypatch, code, output)
+    lines: list[str] = []
+    publishing = volunteer(metrics, 0, lines.append)
+    train(publishing, target, 10)
+    assert len(lines) == 1
+    assert lines[0].startswith(said)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), subprocess.SubprocessError("preexec_fn")])
+def test_a_publication_that_cannot_start_ends_no_peer(
+    monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    lines: list[str] = []
+    train(volunteer(metrics, 0, lines.append), target, 30)
+    (line,) = lines  # the next attempt is due in half a minute
+    assert line.startswith("publishing cannot start: ")
+
+
+def test_a_peer_that_leaves_promises_no_other_attempt(
+    monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget
+) -> None:
+    lines: list[str] = []
+    publishing = volunteer(metrics, 0, lines.append)
+    code: list[int] = []
+
+    def run(command: Sequence[str], *, stdout: Any, **_: Any) -> SimpleNamespace:
+        stdout.write(b"publish: user/model: no room left")
+        return SimpleNamespace(poll=lambda: code[0] if code else None, returncode=2)
+
+    monkeypatch.setattr(subprocess, "Popen", run)
+    train(publishing, target, 10)
+    stop = threading.Event()
+    monkeypatch.setattr(stop, "wait", lambda timeout: code.append(2))
+    publishing.stop(600.0, stop)
+    assert lines[0].startswith("waiting for the publication to finish")
+    assert lines[1:] == ["user/model: no room left; it is not tried again"]
+
+
+def test_a_peer_that_is_told_to_leave_does_not_wait_for_its_publication(
+    monkeypatch: pytest.MonkeyPatch, metrics: Metrics, target: FakeTarget
+) -> None:
+    killed: list[bool] = []
+
+    def run(command: Sequence[str], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(poll=lambda: None, kill=lambda: killed.append(True), wait=lambda: -9)
+
+    monkeypatch.setattr(subprocess, "Popen", run)
+    publishing = volunteer(metrics, 0)
+    train(publishing, target, 10)
+    stop = threading.Event()
+    stop.set()
+    publishing.stop(600.0, stop)
+    assert killed == [True]

@@ -21,7 +21,7 @@ from spes_swarm.publishing.directory import DirectoryTarget
 from spes_swarm.publishing.location import parse_location
 from spes_swarm.publishing.pack import RunFacts, pack
 from spes_swarm.publishing.publication import read_export
-from spes_swarm.publishing.target import Published, open_target, round_of
+from spes_swarm.publishing.target import Published, check_target, open_target, round_of
 from tests.helpers.publications import manifest_of, packed, snapshot
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -105,6 +105,11 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path, exports: list[Path]) -> 
     other = pack(snapshot(2, manifest_of(name="other")), tmp_path / "other", RunFacts())
     with pytest.raises(PublicationError, match=f"belongs to run {manifest_of().run_id}"):
         target.publish(tmp_path / "other", other, "message")
+    # A peer of the other run learns it at its start.
+    with pytest.raises(PublicationError, match=f"belongs to run {manifest_of().run_id}, not other-run; choose another"):
+        check_target(f"file:{tmp_path}", "other-run")
+    assert check_target(f"file:{tmp_path}", manifest_of().run_id) is None
+    assert check_target(f"file:{tmp_path}/new/one", "other-run") is None
 
 
 @pytest.mark.slow

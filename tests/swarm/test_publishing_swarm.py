@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
-from tests.helpers.hub_server import TOKEN, HubServer, launch_by_itself
+from tests.helpers.hub_server import STRANGER_TOKEN, TOKEN, HubServer, launch_by_itself
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import TINY_RUN, merged
 
@@ -123,14 +123,16 @@ def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, 
             assert a.rounds()[event["round"]]["digest"] == event["digest"]
 
 
-def test_a_hub_that_refuses_costs_no_round(tmp_path: Path, hub: HubServer) -> None:
+def test_a_hub_that_fails_costs_no_round(tmp_path: Path, hub: HubServer) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"experts_per_peer": 8})}), "utf-8")
-    hub.fail_next("status", match="whoami", times=-1, status=401)
+    hub.fail_next("status", match="whoami", times=-1, status=503)
     with start(
         hub, tmp_path / "a", "--config", config, "--publish-to", REPOSITORY, "--publish-every", 1, "--max-rounds", 400
     ) as peer:
         fault = peer.wait_for("fault", lambda event: event["kind"] == "publish")
+        assert f"{REPOSITORY}: the Hub answered with an error (503); " in peer.text()
+        assert "; training starts, and publishing is tried when a round is due" in peer.text()
         assert TOKEN not in fault["detail"]
         assert str(tmp_path) not in fault["detail"]
         after = max(peer.rounds())
@@ -139,3 +141,18 @@ def test_a_hub_that_refuses_costs_no_round(tmp_path: Path, hub: HubServer) -> No
     with pytest.raises(LocalPeerError):
         peer.wait_for("publish", timeout_s=0)
     assert published(hub) is None
+
+
+@pytest.mark.parametrize(
+    ("token", "why"), [("hf_wrong", "does not accept the token"), (STRANGER_TOKEN, "this token cannot create it")]
+)
+def test_a_token_that_may_not_publish_is_refused_before_the_first_round(
+    tmp_path: Path, hub: HubServer, token: str, why: str
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"run": TINY_RUN}), "utf-8")
+    arguments = ["--config", str(config), "--publish-to", REPOSITORY, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+    with LocalPeer(tmp_path / "a", arguments, launch_by_itself(hub, token)) as peer:
+        assert peer.wait() == 2
+        assert why in peer.text()
+        assert not peer.rounds()

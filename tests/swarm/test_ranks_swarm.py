@@ -18,7 +18,7 @@ pytestmark = pytest.mark.swarm
 def join_with_ranks(running: Swarm) -> LocalPeer:
     """The second peer of a swarm, once both are in the same round."""
     launch, running.launch = running.launch, launch_ranks
-    peer = running.join("--wait-for-peers", 2, "--precision", "bf16", "--live-weights", "bf16")  # the other's are fp32
+    peer = running.join("--wait-for-peers", 2, "--precision", "bf16")  # the other's is fp32
     running.launch = launch
     together = peer.wait_for("round", lambda event: event["peers"] == 2 and event["round"] > 2)["round"]
     running.peers[0].wait_for_round(together)
@@ -35,8 +35,7 @@ def assert_nobody_is_left(tree: list[psutil.Process]) -> None:
 def test_two_ranks_commit_what_one_rank_commits(tmp_path: Path) -> None:
     rounds = 4
     arguments = ["--experts", "1,4", "--seed", "5", "--micro-batch-size", "1", "--max-rounds", rounds]
-    # The ranks exchange half of the bytes, and rank 0 alone has the fp32 weights that it commits.
-    arguments += ["--precision", "bf16", "--live-weights", "bf16"]
+    arguments += ["--precision", "bf16"]
     with swarm(tmp_path) as running:
         alone = running.found(*arguments, name="alone")
         running.launch = launch_ranks

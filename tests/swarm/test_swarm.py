@@ -44,7 +44,7 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
             done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
             assert 4 * (inner_steps - 0.5) - 3 <= done, number
         held = [set(peer.events("join")[0]["experts"]) for peer in peers]
-        assert {peer.events("join")[0]["kernel"] for peer in peers} == {"torch"}  # `auto` on a CPU
+        assert {peer.events("join")[0]["kernel"] for peer in peers} == {"torch"}
         assert set().union(*held) == set(range(8))
         assert peers[0].rounds()[20]["eval_loss"] < peers[0].rounds()[1]["eval_loss"]
         assert not [fault for peer in peers for fault in peer.events("fault")]

@@ -110,17 +110,17 @@ def test_a_checkpoint_holds_the_moment_it_was_taken_however_far_training_is_when
 
 
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-@pytest.mark.parametrize(("states", "weights"), [*((form, "fp32") for form in FORMS), ("device", "bf16")])
+@pytest.mark.parametrize("states", FORMS)
 def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(
-    make: Make, states: str, weights: str, optimiser: str
+    make: Make, states: str, optimiser: str
 ) -> None:
     run = run_config(training={"optimiser": optimiser})
-    peer = make(run=run, optimizer_states=states, live_weights=weights)
+    peer = make(run=run, optimizer_states=states)
     one_round(peer)
     peer.trainer._saver._finish()
     checkpoint = newest(peer)
     one_round(peer)
-    again = make(run=run, optimizer_states=states, live_weights=weights)
+    again = make(run=run, optimizer_states=states)
     reference_N = again.network.reference.values_N
     checkpoint.reference(again.model.layout, reference_N)
     again.network.reference.finish(1, [(block, version) for block, version in enumerate(checkpoint.meta.versions)])

@@ -110,11 +110,6 @@ class MegablocksKernel:
         return self._gmm(a, b, counts_G, trans_a, trans_b)
 
 
-def would_be_downloaded() -> bool:
-    """Returns True if `load_megablocks` would take the prebuilt operations: it then runs code from the Hub."""
-    return importlib.util.find_spec("megablocks") is None and importlib.util.find_spec("kernels") is not None
-
-
 def load_megablocks() -> MegablocksKernel:
     """Returns the kernel with the operations of the installed package, or else with the prebuilt ones.
 

@@ -22,5 +22,5 @@ def load_kernel(name: str) -> ExpertKernel:
         ConfigError: the kernel is unknown, or something it needs is missing or does not load.
     """
     if name not in KERNELS:
-        raise ConfigError(f"unknown expert kernel {name!r}; known: auto, {', '.join(sorted(KERNELS))}")
+        raise ConfigError(f"unknown expert kernel {name!r}; known: {', '.join(KERNELS)}")
     return KERNELS[name]()

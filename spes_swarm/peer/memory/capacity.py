@@ -4,7 +4,7 @@ A peer needs, where N is the number of weights and T the number trained here (sh
 
 - on the device: 8 bytes per trained weight (weight, gradient), its moments (4 bytes each, or 1 in 8 bits; AdamW has two
   for each weight, Muon one), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight.
-  Moments can be in host memory instead; the lower halves of bf16 weights are then there too;
+  Moments can be in host memory instead;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
   its results at the codec's size, and a copy of the moments in fp32 while a checkpoint is written. With error feedback,
   a round keeps its encoded contributions and up to 4 T of rounding errors, too, and a checkpoint also copies the live
@@ -46,7 +46,6 @@ from spes_swarm.training.optimiser.moment_storage import MOMENTS, MomentBytes, m
 from spes_swarm.training.optimiser.registry import matrix_moments
 
 _WEIGHT, _GRADIENT = 4, 4  # bytes per trained weight
-_HALF_WEIGHT = 2
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
 _SMALLEST_FORM = FORMS[-1]  # of others' experts
@@ -71,7 +70,6 @@ class Workload:
     optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
     matrix_moments: tuple[str, ...] = MOMENTS  # of experts and hidden matrices; other weights have AdamW's
     hidden_weights: int = 0  # number of shared weights that are hidden matrices
-    live_weights: str = "fp32"  # form of the trained matrices: "fp32" or "bf16"
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
@@ -93,7 +91,6 @@ class Workload:
             optimizer_states=peer.optimizer_states,
             matrix_moments=matrix_moments(run.training.optimiser),
             hidden_weights=sum(slot.size for slot in layout.blocks[SHARED_BLOCK].slots if slot.name in hidden),
-            live_weights=peer.live_weights,
             result_bytes=max(codec.num_bytes(layout.num_elements) for codec in codecs),
             kept_codec=codecs[0] if codecs[0].error_feedback else None,
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
@@ -128,11 +125,9 @@ class Workload:
         """Returns the bytes of training on the device of rank 0 by class, without activations."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         trained = shared + num_experts * expert
-        halves_apart = self.live_weights == "bf16" and self.optimizer_states == "host"
-        weight = _HALF_WEIGHT if halves_apart else _WEIGHT
         return {
-            "shared": weight * shared,
-            "held": weight * num_experts * expert,
+            "shared": _WEIGHT * shared,
+            "held": _WEIGHT * num_experts * expert,
             "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
             "optimiser": int(self.moment_bytes(self.optimizer_states, num_experts).on_device),
@@ -154,8 +149,6 @@ class Workload:
         }
         if self.optimizer_states == "host":
             host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
-            if self.live_weights == "bf16":
-                host["lower_halves"] = _HALF_WEIGHT * trained
         if self.foreign_storage == "host":
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":

@@ -19,7 +19,6 @@ class Choice:
     foreign_experts: str = "bf16"
     activation_checkpointing: str = "none"
     optimizer_states: str = "device"
-    live_weights: str = "fp32"
     foreign_storage: str = "device"
 
     def to_dict(self) -> dict[str, Any]:
@@ -44,13 +43,11 @@ _CHOICES = {
         replace(_FAST, activation_checkpointing="selective"),
         _LAYERS,
         _INT8,
-        replace(_INT8, live_weights="bf16"),  # no casts of weights are kept for backward
         replace(_INT8, optimizer_states="host"),
-        replace(_INT8, optimizer_states="host", live_weights="bf16"),
         replace(_INT8, optimizer_states="int8"),
         replace(_INT4, optimizer_states="int8"),
-        replace(_INT4, optimizer_states="host", live_weights="bf16"),
-        replace(_INT8, optimizer_states="host", live_weights="bf16", foreign_storage="host"),
+        replace(_INT4, optimizer_states="host"),
+        replace(_INT8, optimizer_states="host", foreign_storage="host"),
     ),
     "cpu": (
         _ON_CPU,
@@ -81,7 +78,6 @@ def step_shape(peer: PeerConfig, device: torch.device, num_held: int, num_ranks:
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
         num_ranks=num_ranks,
-        live_weights=peer.live_weights,
         precision=settings.precision,
         activation_checkpointing=peer.activation_checkpointing,
         on_gpu=device.type == "cuda",

@@ -49,6 +49,9 @@ class Plan:
     round_bytes: int  # that a peer sends, and as many that it receives; the mean, where experts skip rounds
     step_bytes: int  # round_bytes over H of the first rounds
     round_seconds: float  # to send round_bytes
+    num_experts: int  # of the model
+    covered_experts: int  # trained at a time if all `peers` are such peers; if these are not all, experts take turns
+    turn_rounds: int  # the length of a turn
     covering_peers: int  # how many such peers hold every expert once
 
     @property
@@ -69,17 +72,6 @@ class Plan:
             "micro_batch_size": self.micro_batch_size,
             "reference_storage": self.reference_storage,
         }
-
-    def peer(self) -> PeerConfig:
-        """Returns a peer with these settings."""
-        return self.choice.apply(
-            PeerConfig(
-                experts=str(self.experts),
-                batch_size=self.batch_size,
-                micro_batch_size=str(self.micro_batch_size),
-                reference_storage=self.reference_storage,
-            )
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
@@ -163,6 +155,9 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
         round_bytes=round_bytes,
         step_bytes=round_bytes // RoundClock.of(run).inner_steps_after(0),
         round_seconds=8 * round_bytes / 1e6 / min(machine.upload, machine.download),
+        num_experts=run.model.num_experts,
+        covered_experts=min(run.model.num_experts, peers * wanted),
+        turn_rounds=run.ownership.rotate_every_rounds,
         covering_peers=-(-run.model.num_experts // wanted),
     )
 

@@ -32,7 +32,6 @@ from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.storage import foreign_bytes
-from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.output_head import assume_output_head, chunks_of
@@ -53,7 +52,6 @@ class StepShape:
     foreign_experts: str  # one of `frozen_stack.FORMS`
     foreign_storage: str = "device"  # where they are; see PeerConfig
     num_ranks: int = 1
-    live_weights: str = "fp32"  # or "bf16"
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -63,7 +61,7 @@ class StepShape:
 class StepMemory:
     """Bytes of a step in which B sequences are computed at a time."""
 
-    weights: int  # of the whole model on the device: others' experts as stored, and both halves of bf16 weights
+    weights: int  # of the whole model on the device: others' experts as stored
     gradients: int
     optimiser: int  # all moments in fp32
     activations: int  # everything else at the peak, except logits
@@ -94,8 +92,6 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     ):
         model = build_empty_model(run.model.type, run.model.settings)
         sparse = SparseModel(model, range(shape.num_held), foreign_form=shape.foreign_experts)
-        if shape.live_weights == "bf16":
-            sparse.halve(LowerHalves(torch.device("cpu")))
         checkpoint_activations(model, shape.activation_checkpointing)
         assume_output_head(model)
         for module in model.modules():

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from spes_swarm.model.half_weights import read_piece, write_piece
 from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 
@@ -20,9 +19,9 @@ from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 class PeerAdamW(PeerOptimiser):
     """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says how the moments are stored.
 
-    `device` is torch's own step, unless weights are halved. The other forms take the same step piece by piece: the
-    moments and halved weights of a piece are expanded or fetched, updated, and written back. In 8 bits this takes 38
-    bytes per element of a piece, 40 MB on a GPU, whatever the size of the model.
+    `device` is torch's own step. The other forms take the same step piece by piece: moments are expanded or fetched,
+    updated, and written back. In 8 bits this takes 38 bytes per element of a piece, 40 MB on a GPU, whatever the size
+    of the model.
     """
 
     expert_moments: ClassVar[tuple[str, ...]] = MOMENTS
@@ -87,16 +86,14 @@ class PeerAdamW(PeerOptimiser):
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], noise_N: Tensor) -> None:
         assert parameter.grad is not None
         state, storage = self._state_of(parameter), self._storage(parameter)
-        gradient_N = parameter.grad.reshape(-1)
+        weights_N, gradient_N = parameter.detach().view(-1), parameter.grad.reshape(-1)
         num_steps = self.num_steps(parameter)
         for piece in storage.pieces(parameter):
             first_N, second_N = (
                 storage.read(state, moment, piece).to(parameter.device, non_blocking=True) for moment in MOMENTS
             )
-            weights_N = read_piece(parameter, piece)
             steps = torch.full((), float(num_steps), device=parameter.device)  # it is increased in place
-            _adamw([weights_N], [gradient_N[piece]], [first_N], [second_N], [steps], group)
-            write_piece(parameter, piece, weights_N)
+            _adamw([weights_N[piece]], [gradient_N[piece]], [first_N], [second_N], [steps], group)
             for moment, moment_N in zip(MOMENTS, (first_N, second_N), strict=True):
                 storage.write(state, moment, piece, moment_N, noise_N[: len(moment_N)])
         state["step"] += 1

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.model.half_weights import read_master, write_master
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.protocol.consensus.layout import TensorSlot
 from spes_swarm.protocol.ownership.moment_rules import largest_ratio
@@ -95,12 +94,13 @@ class WarmUp:
     @torch.no_grad()
     def step(self, model: SparseModel, take: Callable[[], object]) -> None:
         """Takes an optimiser step, of which experts in warm-up keep a fraction that grows linearly to 1."""
-        before: list[tuple[nn.Parameter, int, Tensor, float]] = []
+        before: list[tuple[Tensor, Tensor, float]] = []
         for expert, done in self._done.items():
             for _, parameter, row in _rows(model, expert):
-                before.append((parameter, row, read_master(parameter, row).clone(), (done + 1) / (self._num_steps + 1)))
+                live = parameter.detach()[row]
+                before.append((live, live.clone(), (done + 1) / (self._num_steps + 1)))
         with torch.enable_grad():
             take()
-        for parameter, row, old, share in before:
-            write_master(parameter, read_master(parameter, row).sub_(old).mul_(share).add_(old), row)
+        for live, old, share in before:
+            live.sub_(old).mul_(share).add_(old)
         self._done = {expert: done + 1 for expert, done in self._done.items() if done + 1 < self._num_steps}

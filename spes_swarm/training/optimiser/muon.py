@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spes_swarm.model.half_weights import read_piece, write_piece
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.moment_storage import MOMENTS, MOMENTUM, batch_elements
 
@@ -172,10 +171,9 @@ class PeerMuon(PeerAdamW):
         rate = each.group["lr"]
         start = each.pieces[0].start
         for piece in each.pieces:
-            weights_N = read_piece(each.parameter, piece)
+            weights_N = each.parameter.detach().view(-1)[piece]
             weights_N.mul_(1 - rate * each.group["weight_decay"])
             weights_N.add_(update_N[piece.start - start : piece.stop - start], alpha=-rate * _scale(*each.shape))
-            write_piece(each.parameter, piece, weights_N)
 
 
 def _scale(rows: int, columns: int) -> float:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from spes_swarm.model.half_weights import is_halved
 from spes_swarm.training.optimiser.moment_storage import (
     EightBitStorage,
     Fp32Storage,
@@ -36,8 +35,7 @@ class PeerOptimiser(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any], form: str) -> None:
         super().__init__(params, defaults)
         self.form = form
-        halved = any(is_halved(parameter) for group in self.param_groups for parameter in group["params"])
-        self._in_pieces = form != "device" or halved
+        self._in_pieces = form != "device"
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the names of the moments that parameters of a group have."""

@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 def make_optimiser(model: SparseModel, training: TrainingConfig, *, form: str = "device") -> PeerOptimiser:
     """Makes the optimiser of a run for a model; `form`, one of `moment_storage.FORMS`, says how moments are stored.
 
-    The model must be on its device, and halved if it is to be. Pass the optimiser to `SparseModel.hold`.
+    The model must be on its device. Pass the optimiser to `SparseModel.hold`.
     """
     return _OPTIMISERS[training.optimiser].make(model, training, form)
 

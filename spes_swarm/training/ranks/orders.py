@@ -13,7 +13,6 @@ from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import compile_layers
 from spes_swarm.model.foreign.shares import Gathering, SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage, new_storage
-from spes_swarm.model.half_weights import LowerHalves
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 
@@ -29,7 +28,6 @@ class Replica:
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
     foreign_storage: str = "device"  # where they are: see `new_storage`, or "ranks"
     output_dir: str = "."  # of the peer
-    live_weights: str = "fp32"  # form of the trained matrices, or "bf16"
     activation_checkpointing: str
     compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
@@ -38,13 +36,10 @@ class Replica:
     losses: LossWeights
     device_type: str  # "cpu" or "cuda"
 
-    def build(
-        self, device: torch.device, ranks: Gathering | None = None, lower_halves: torch.device | None = None
-    ) -> SparseModel:
+    def build(self, device: torch.device, ranks: Gathering | None = None) -> SparseModel:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
 
-        `ranks` is needed if they share others' experts. `lower_halves` is where the lower halves of bf16 weights are
-        kept; None: nowhere, because this rank takes no optimiser steps.
+        `ranks` is needed if they share others' experts.
 
         Raises:
             CapacityError: the disk of `output_dir` has too little space.
@@ -61,8 +56,6 @@ class Replica:
         if self.compile:
             compile_layers(sparse.module)
         sparse.module.to(device)
-        if self.live_weights == "bf16":
-            sparse.halve(LowerHalves(lower_halves))
         return sparse
 
     @classmethod

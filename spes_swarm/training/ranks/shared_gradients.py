@@ -164,7 +164,7 @@ def compute_share(
     gradients: list[Tensor] = []
     for _, parameter in model.trainable_parameters():
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
     group.reduce(gradients)
     return float(summary[1]), summary[2:].to(torch.int64).view(shape).numpy()

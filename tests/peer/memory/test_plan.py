@@ -75,7 +75,7 @@ def test_the_fastest_settings_that_fit_are_chosen() -> None:
 
 def test_classes_are_those_of_the_settings() -> None:
     made = planned(CPU, 10**12)
-    peer = made.peer()
+    peer = made.choice.apply(PeerConfig(reference_storage=made.reference_storage))
     work = Workload.of(RUN, peer, CPU)
     step = step_memory(RUN, step_shape(peer, CPU, 1), made.micro_batch_size)
     assert made.device == work.device_bytes(1) | {"activations": step.activations, "logits": step.logits}
@@ -118,6 +118,9 @@ def test_ranks_on_gpus_share_the_host() -> None:
         planned(CUDA, 10**12, ranks=3)
 
 
+TURNS = "experts take turns of 10 rounds, and stay as they are between them"
+
+
 def test_as_many_experts_as_fit() -> None:
     memory = needed(3, choices(CUDA)[-1])
     with pytest.raises(CapacityError) as raised:
@@ -155,8 +158,22 @@ def test_the_quickstart_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert (made["experts"], made["covering_peers"], made["batch_size"], made["micro_batch_size"]) == (4, 2, 8, 8)
     assert (made["foreign_experts"], made["activation_checkpointing"]) == ("fp32", "none")
     assert made["round_seconds"] == pytest.approx(8 * made["round_bytes"] / 1e7)
-    assert made["speed"] is None
     assert "--micro-batch-size          4\n" in printed(capsys, "--device", "cpu", "--batch-size", "4")
+
+
+@pytest.mark.parametrize(
+    ("peers", "row"),
+    [
+        (1, "experts that 1 such peer covers    1 of 4; " + TURNS),
+        (3, "experts that 3 such peers cover    3 of 4; " + TURNS),
+        (4, "experts that 4 such peers cover    4 of 4"),
+        (20, "experts that 20 such peers cover   4 of 4"),
+    ],
+)
+def test_a_plan_says_how_many_experts_such_peers_cover(peers: int, row: str) -> None:
+    made = plan(RUN, 1, machine(CPU, 10**12), peers)
+    assert row in command._table(made).splitlines()
+    assert (made.covered_experts, made.num_experts) == (min(peers, 4), 4)
 
 
 def test_experts_that_skip_rounds_cost_fewer_bytes_and_are_copied_for_checkpoints() -> None:
@@ -196,6 +213,7 @@ def test_json_has_everything_that_the_table_has(capsys: pytest.CaptureFixture[st
                 "bytes_each_way_in_a_round",
                 "bytes_each_way_for_a_local_step",
                 "seconds_for_them",
+                "experts_that_16_such_peers_cover",
                 "such_peers_that_cover_all_experts",
             }
 
@@ -246,9 +264,3 @@ def test_a_configuration_without_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(yaml.safe_dump({"peer": {"device": "cpu"}}), encoding="utf-8")
     assert command.main(["--config", str(path)]) == 2
     assert "a plan needs a `run` section" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_calibration_on_a_missing_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--calibrate"]) == 2
-    assert "which has no GPU; give --device cpu" in capsys.readouterr().err

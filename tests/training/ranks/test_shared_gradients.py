@@ -38,12 +38,12 @@ class Rank:
 
 
 @contextmanager
-def two_ranks(directory: Path, storage: str, rounds: int = ROUNDS, live_weights: str = "fp32") -> Iterator[list[Rank]]:
+def two_ranks(directory: Path, storage: str, rounds: int = ROUNDS, precision: str = "fp32") -> Iterator[list[Rank]]:
     """Rank 0 trains in a directory; rank 1 is what torchrun starts. `storage` is that of others' experts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    commands = [(rank_trainer.main, [str(directory), str(rounds), storage, live_weights]), (join.main, [])]
+    commands = [(rank_trainer.main, [str(directory), str(rounds), storage, precision]), (join.main, [])]
     ranks: list[Rank] = []
     with ExitStack() as stack:
         for number, (main, arguments) in enumerate(commands):
@@ -69,15 +69,15 @@ def wait_for_a_round(ranks: list[Rank]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("storage", "live_weights"), [("device", "fp32"), ("ranks", "fp32"), ("device", "bf16"), ("ranks", "bf16")]
+    ("storage", "precision"), [("device", "fp32"), ("ranks", "fp32"), ("device", "bf16"), ("ranks", "bf16")]
 )
-def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path, storage: str, live_weights: str) -> None:
+def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path, storage: str, precision: str) -> None:
     """Through merges, a change of experts and evaluations, and through signals, which torchrun sends to all ranks."""
-    with two_ranks(tmp_path / "two", storage, live_weights=live_weights) as ranks:
+    with two_ranks(tmp_path / "two", storage, precision=precision) as ranks:
         wait_for_a_round(ranks)
         for number in (signal.SIGTERM, signal.SIGINT):
             ranks[1].process.send_signal(number)
-        alone = rank_trainer.train(tmp_path / "one", storage=storage, live_weights=live_weights)
+        alone = rank_trainer.train(tmp_path / "one", storage=storage, precision=precision)
         (code, output), other = [rank.end() for rank in ranks]
     assert code == 0, output
     assert other == (0, "")
