@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes, show_any_text
 from spes_swarm.base.errors import UserError
 
 
@@ -39,6 +39,7 @@ def go_to_background() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    show_any_text()
     started = time.monotonic()
     options: argparse.Namespace | None = None
     try:

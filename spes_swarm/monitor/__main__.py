@@ -7,7 +7,6 @@ them. See options.py for the options, and state.py for what is shown.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.errors import NetworkProcessError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.monitor.history_file import read_history
@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     try:
         options = parse_options(arguments)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # without UTF-8, curves become question marks instead of errors
+        show_any_text()
         return asyncio.run(_until_stopped(_replay(options) if options.replay is not None else _watch(options)))
     except UserError as exc:
         # The message may quote peers: keep it on one line, without control characters.

@@ -78,3 +78,50 @@ def test_a_signal_interrupts_only_what_may_be() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
+
+
+# A wait inside a library that no signal ends: this thread locks the same mutex twice.
+_STUCK = """
+import ctypes, sys
+from spes_swarm.peer.stop_signals import StopSignals
+signals = StopSignals()
+signals.install()
+signals.early_code = 7
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+lock(mutex)
+if sys.argv[1] == "joining":
+    with signals.interruptible():
+        print("waiting", flush=True)
+        lock(mutex)
+print("waiting", flush=True)
+lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "numbers", "code", "said"),
+    [
+        ("joining", [signal.SIGTERM], 7, ""),
+        ("joining", [signal.SIGINT], 7, ""),
+        (
+            "training",
+            [signal.SIGINT, signal.SIGINT],
+            130,
+            "join: stopped immediately; only the last checkpoint is kept\n",
+        ),
+    ],
+)
+def test_a_wait_inside_a_library_ends(phase: str, numbers: list[int], code: int, said: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STUCK, phase], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            for number in numbers:
+                process.send_signal(number)
+                time.sleep(0.2)  # two signals of one kind that arrive together are one
+            _, stderr = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert (process.returncode, stderr) == (code, said)
