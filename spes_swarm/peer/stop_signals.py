@@ -64,17 +64,16 @@ class StopSignals:
     def _watch(self, received: socket.socket) -> None:
         """Receives each signal when it arrives, even if the main thread does not."""
         unhandled = 0
-        while received.recv(1):
+        while number := received.recv(1):
             came = time.monotonic()
             while self._handled_at < came - 1 and time.monotonic() < came + _STUCK_S:
                 time.sleep(_POLL_S)
             if self._handled_at >= came - 1:
-                unhandled = 0
                 continue
             unhandled += 1
             if self._interrupts:  # there is nothing to lose
                 os._exit(self.early_code)
-            if unhandled > 1:
+            if number[0] == signal.SIGINT and (unhandled > 1 or self.requested.is_set()):
                 print(f"join: {STOPPED}", file=sys.stderr, flush=True)
                 os._exit(130)
 
