@@ -133,7 +133,7 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             if placement is not None and placement.rank > 0:
                 return _follow(arguments, placement)
             options = parse_arguments(arguments)
-            with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", print):
+            with said_if_slow("still checking the request and importing libraries; Ctrl-C stops", print):
                 session = _prepare(options, placement, signals)
         session.run()
     except LeftEarlyError:

@@ -106,7 +106,7 @@ async def _watch(options: Options) -> None:
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
         from spes_swarm.protocol.members.identity import Identity
-        from spes_swarm.storage.run_directory import lock_file
+        from spes_swarm.storage.run_directory import locked_identity
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         identity_path = options.identity
@@ -121,10 +121,8 @@ async def _watch(options: Options) -> None:
             run_id=options.run_id,
             timeout_s=options.timeout_s,
         )
-        Identity.load_or_create(network.identity_path)
-        if options.identity is not None:
-            lock = lock_file(network.identity_path, f"identity file {options.identity}", "each monitor needs its own")
-            cleanup.callback(os.close, lock)
+        peer_id = Identity.load_or_create(network.identity_path).peer_id
+        cleanup.enter_context(locked_identity(network.identity_path, peer_id, "each monitor needs its own"))
         remembered = history.manifest() if history is not None else None
         watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])
         try:

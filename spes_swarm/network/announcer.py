@@ -15,6 +15,7 @@ from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from spes_swarm.protocol.members.twin import TwinWatch
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class Announcer:
     in_round: bool = False
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
+    twins: TwinWatch = field(init=False)
     _records: Records | None = field(default=None, init=False)
     _expires: dict[str, float] = field(default_factory=dict, init=False)
     _lease_expires: float = field(default=0.0, init=False)
@@ -45,6 +47,7 @@ class Announcer:
         self._config = self.run_state.run.round
         self._reference = self.run_state.reference
         self._leases = self.run_state.leases
+        self.twins = TwinWatch(self._config.progress_ttl_s)
 
     def open(self, records: Records) -> None:
         """Sets where records are written; none are written before."""
@@ -111,8 +114,10 @@ class Announcer:
     def _progress(self, presence: Presence) -> Progress:
         # A commit is announced at once, before the trainer has its losses.
         losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
+        expires = self._next_expiration("progress", self._config.progress_ttl_s)
+        self.twins.wrote(expires, self.now())
         return Progress(
-            expires=self._next_expiration("progress", self._config.progress_ttl_s),
+            expires=expires,
             name=presence.name,
             state=presence.state,
             reachable=self.reachable(),

@@ -22,7 +22,7 @@ from spes_swarm.base.errors import AddressError
 from spes_swarm.network.link.daemon import Daemon
 
 _MAX_PEERS = 128
-_MAX_MADDRS = 8
+MAX_MADDRS = 8
 _MAX_MADDR_CHARS = 256
 _FORGET_S = 24 * 3600.0
 _DIAL_TIMEOUT_S = 3.0
@@ -34,7 +34,7 @@ _DIALS_AT_A_TIME = 4
 def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     """Returns the usable ones of the addresses that another peer reports as its own."""
     maddrs: list[str] = []
-    for maddr in value[:_MAX_MADDRS] if isinstance(value, list) else []:
+    for maddr in value[:MAX_MADDRS] if isinstance(value, list) else []:
         if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS and maddr.endswith(f"/p2p/{peer_id}"):
             with suppress(AddressError):
                 maddrs.append(check_peer_address(maddr))
