@@ -9,12 +9,11 @@ a YAML file. Most of those fetch their data from the Hugging Face Hub. Task file
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code
+from spes_swarm.base.arguments import command_parser, end_program, exit_code
 from spes_swarm.base.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,4 +98,4 @@ def _table(evaluation: Evaluation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

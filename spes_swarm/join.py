@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import OneLineParser, exit_code
+from spes_swarm.base.arguments import OneLineParser, end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.peer.stop_signals import STOPPED, StopSignals
@@ -177,4 +177,4 @@ def _follow(arguments: list[str] | None, placement: Placement) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -12,12 +12,11 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spes_swarm.base.arguments import command_parser, exit_code
+from spes_swarm.base.arguments import command_parser, end_program, exit_code
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import two_columns
 
@@ -161,4 +160,4 @@ def _table(made: Plan, speed: Speed | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

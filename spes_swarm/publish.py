@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, shard_bytes, show_any_text
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, OneLineParser, end_program, shard_bytes, show_any_text
 from spes_swarm.base.errors import UserError
 
 
@@ -133,4 +133,4 @@ def _parser() -> OneLineParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

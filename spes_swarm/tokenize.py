@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import command_parser, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import command_parser, end_program, exit_code, interrupt_on_sigterm
 from spes_swarm.base.wording import two_columns
 
 if TYPE_CHECKING:
@@ -101,4 +101,4 @@ def _table(summary: ShardSummary, tokenizer: Tokenizer) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

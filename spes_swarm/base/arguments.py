@@ -64,6 +64,12 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def end_program(code: int) -> NoReturn:
+    """Exits. A Ctrl-C while libraries clean up ends the program at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
 def report_interrupt(program: str) -> None:
     """Makes an unhandled Ctrl-C end the program with one line instead of a traceback; call it before slow imports."""
     show_any_text()

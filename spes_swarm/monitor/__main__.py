@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from spes_swarm.base.arguments import show_any_text
+from spes_swarm.base.arguments import end_program, show_any_text
 from spes_swarm.base.errors import NetworkProcessError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.monitor.history_file import read_history
@@ -105,6 +105,7 @@ async def _watch(options: Options) -> None:
         # hivemind imports torch, which takes seconds: a mistyped flag or a replay must not wait for it.
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
+        from spes_swarm.network.link.wire import report_loop_errors
         from spes_swarm.protocol.members.identity import Identity
         from spes_swarm.storage.run_directory import locked_identity
 
@@ -124,6 +125,7 @@ async def _watch(options: Options) -> None:
         peer_id = Identity.load_or_create(network.identity_path).peer_id
         cleanup.enter_context(locked_identity(network.identity_path, peer_id, "each monitor needs its own"))
         remembered = history.manifest() if history is not None else None
+        report_loop_errors(lambda detail: print(f"monitor: {detail}", file=sys.stderr))
         watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])
         try:
             collector = Collector(watcher, history, options.refresh_s)
@@ -133,6 +135,7 @@ async def _watch(options: Options) -> None:
             else:
                 await _follow(options, collector, listener)
         finally:
+            report_loop_errors(lambda detail: None)  # whatever is still under way then fails
             await watcher.stop()
 
 
@@ -220,4 +223,4 @@ async def _serve(source: StateSource, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

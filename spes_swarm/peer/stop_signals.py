@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from spes_swarm.base.errors import LeftEarlyError
 
@@ -56,6 +57,16 @@ class StopSignals:
         self._sent.setblocking(False)
         signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(received,), name="spes-signals", daemon=True).start()
+        sys.unraisablehook = self._send_again
+
+    def _send_again(self, unraisable: Any) -> None:
+        """Python drops an interrupt that arrives in a destructor or in a callback of the garbage collector."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            sys.__unraisablehook__(unraisable)
+            return
+        if isinstance(unraisable.exc_value, _Interrupted):
+            self.requested.clear()
+        threading.Timer(_POLL_S, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     def _set_handlers(self) -> None:
         for number in _HANDLED:

@@ -64,7 +64,7 @@ def test_a_stuck_network_process_keeps_nobody(tmp_path: Path) -> None:
 
 def test_a_signal_interrupts_only_what_may_be() -> None:
     signals = StopSignals()
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before, hook = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)), sys.unraisablehook
     try:
         signals.install()
         with signals.interruptible():
@@ -79,6 +79,7 @@ def test_a_signal_interrupts_only_what_may_be() -> None:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
         signal.set_wakeup_fd(-1)
+        sys.unraisablehook = hook
 
 
 # A wait inside a library that no signal ends: a thread locks the same mutex twice.
@@ -129,3 +130,30 @@ def test_a_wait_inside_a_library_ends(phase: str, numbers: list[int], code: int,
         finally:
             process.kill()
     assert (process.returncode, stderr) == (code, said)
+
+
+_DROPPED = """
+import signal, sys, threading
+from spes_swarm.base.errors import LeftEarlyError
+from spes_swarm.peer.stop_signals import StopSignals
+
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+signals = StopSignals()
+signals.install()
+try:
+    with signals.interruptible():
+        Destroyed()
+        threading.Event().wait()
+except LeftEarlyError:
+    sys.exit(7)
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _DROPPED], capture_output=True, text=True, cwd=ROOT, timeout=OBEYS_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, "")

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, RankError
 from spes_swarm.base.wording import plural, said_if_slow
@@ -34,6 +34,7 @@ _STEP_S = 3600.0  # by which one rank may finish its share of a step after anoth
 _POLL_S = 0.1
 _DIAL_S = 5.0
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
 _LOST = "another rank of this peer has ended"
 
 
@@ -208,7 +209,7 @@ class RankGroup:
         self._usable = True
 
 
-def _open_store(placement: Placement, stop: threading.Event | None) -> dist.Store:
+def _open_store(placement: Placement, stop: threading.Event | None) -> Store:
     """Opens the store through which the ranks find each other: torchrun's, or else that of rank 0.
 
     Unlike torch's own rendezvous, it does not wait inside the library, which handles no signals there.
@@ -225,7 +226,7 @@ def _open_store(placement: Placement, stop: threading.Event | None) -> dist.Stor
 
     if not is_server:
         _poll(answers, f"rank 0 of this peer has not started: nothing listens on {host}:{port}", stop)
-    return dist.TCPStore(
+    return _tcp_store(
         host,
         port,
         placement.world_size,
