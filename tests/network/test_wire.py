@@ -309,9 +309,11 @@ def test_errors_in_the_loop_are_one_line_and_what_is_cancelled_is_none(caplog: p
     reported: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        del writer
         served.set()
-        await reader.read()
+        try:
+            await reader.read()
+        finally:
+            writer.close()
 
     def fail() -> None:
         raise ValueError("unexpected")
@@ -320,11 +322,13 @@ def test_errors_in_the_loop_are_one_line_and_what_is_cancelled_is_none(caplog: p
         report_loop_errors(reported.append)
         asyncio.get_running_loop().call_soon(fail)
         server = await asyncio.start_server(serve, "127.0.0.1")
-        await asyncio.open_connection(*server.sockets[0].getsockname())
-        await served.wait()  # the stream is still being served when the loop ends
+        other.connect(server.sockets[0].getsockname())
+        await served.wait()
+        server.close()  # the stream is still being served when the loop ends
 
     served = asyncio.Event()
-    asyncio.run(run())
+    with socket.socket() as other:
+        asyncio.run(run())
     assert len(reported) == 1
     assert "ValueError('unexpected')" in reported[0]
     assert "\n" not in reported[0]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
 from spes_swarm.base.arguments import exit_code
-from spes_swarm.peer.panel import LivePanel, PeerConsole
+from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.training.setup import TrainingStatus
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import REASONABLE_S, TINY_RUN
@@ -20,32 +22,34 @@ from tests.helpers.swarm import REASONABLE_S, TINY_RUN
 TEXT = "1.246 \N{PLUS-MINUS SIGN} 0.031 \N{LLAMA} \udcff"
 
 
-@pytest.fixture
-def stdout(monkeypatch: pytest.MonkeyPatch) -> io.BytesIO:
+@contextlib.contextmanager
+def ascii_console() -> Iterator[io.BytesIO]:
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
-    return written
+    with contextlib.redirect_stdout(io.TextIOWrapper(written, encoding="ascii", write_through=True)):
+        yield written
 
 
-def test_a_peer_speaks_to_any_console(stdout: io.BytesIO) -> None:
-    console = PeerConsole()
-    console.say(TEXT)
-    console.command(TEXT)
-    assert stdout.getvalue() == b"1.246 ? 0.031 ? ?\n  1.246 ? 0.031 ? ?\n"
+def test_a_peer_speaks_to_any_console() -> None:
+    with ascii_console() as written:
+        console = PeerConsole()
+        console.say(TEXT)
+        console.command(TEXT)
+        assert written.getvalue() == b"1.246 ? 0.031 ? ?\n  1.246 ? 0.031 ? ?\n"
 
 
-def test_the_panel_fits_any_console(stdout: io.BytesIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_fits_any_console(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    console = PeerConsole()
-    status = TrainingStatus(eval_loss=1.246, eval_loss_stderr=0.031)
-    with console.live(status, TEXT) as panel:
-        assert isinstance(panel, LivePanel)
-    assert b"1.246 ? 0.031" in stdout.getvalue()
+    status = TrainingStatus(eval_loss=1.246, eval_loss_stderr=0.031, eval_round=1)
+    with ascii_console() as written:
+        with PeerConsole().live(status, TEXT):
+            pass
+        assert b"1.246 ? 0.031 (round 1)" in written.getvalue()
 
 
-def test_a_command_prints_to_any_console(stdout: io.BytesIO) -> None:
-    assert exit_code("any", lambda: print(TEXT)) == 0
-    assert stdout.getvalue() == b"1.246 ? 0.031 ? ?\n"
+def test_a_command_prints_to_any_console() -> None:
+    with ascii_console() as written:
+        assert exit_code("any", lambda: print(TEXT)) == 0
+        assert written.getvalue() == b"1.246 ? 0.031 ? ?\n"
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def _open_store(placement: Placement, stop: threading.Event | None) -> Store:
 
     if not is_server:
         _poll(answers, f"rank 0 of this peer has not started: nothing listens on {host}:{port}", stop)
-    return _tcp_store(
+    store: Store = _tcp_store(
         host,
         port,
         placement.world_size,
@@ -235,6 +235,7 @@ def _open_store(placement: Placement, stop: threading.Event | None) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    return store
 
 
 def _poll(condition: Callable[[], bool], problem: str, stop: threading.Event | None) -> None:
