@@ -133,8 +133,7 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             if placement is not None and placement.rank > 0:
                 return _follow(arguments, placement)
             options = parse_arguments(arguments)
-            with said_if_slow("still checking the request and importing libraries; Ctrl-C stops", print):
-                session = _prepare(options, placement, signals)
+            session = _prepare(options, placement, signals)
         session.run()
     except LeftEarlyError:
         return signals.early_code if signals.requested.is_set() else 0
@@ -153,10 +152,11 @@ def _prepare(options: argparse.Namespace, placement: Placement | None, signals: 
     check_machine(draft.peer)
     check_run(draft.peer, draft.file.run, placement)
     # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported before that.
-    run = draft.build_run()
-    if run is not None:
-        check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
-    from spes_swarm.peer.session import Session
+    with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", print):
+        run = draft.build_run()
+        if run is not None:
+            check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
+        from spes_swarm.peer.session import Session
 
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     return Session(draft.peer, run, signals=signals, placement=placement)
