@@ -103,7 +103,7 @@ def main() -> int:
     placement.check_batch(options.batch_size)
     with TimedGroup(placement) as group:
         device = group.own_device(torch.device(options.device))
-        group.connect()
+        group.connect(print)
         print(json.dumps(measure(group, replica_of_size(options.hidden, options.batch_size, device.type), device)))
     return 0
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.round_clock import RoundClock
@@ -233,6 +234,7 @@ def print_table(outcomes: dict[tuple[str, int], list[Outcome]], seeds: int) -> N
 
 
 def main() -> int:
+    show_any_text()
     options = parse_arguments()
     try:
         compare(options)

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.errors import DataError, UserError, os_errors_as
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.testing.study.arm import Arm, read_study
@@ -75,6 +76,7 @@ def study(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    show_any_text()
     options = parse_arguments(argv)
     try:
         study(options)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from spes_swarm.base.arguments import exit_code
+from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import two_columns
 from spes_swarm.config.command_line import OneLineParser
@@ -42,4 +40,4 @@ def _run(arguments: list[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

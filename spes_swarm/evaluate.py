@@ -9,18 +9,20 @@ a YAML file. Most of those fetch their data from the Hugging Face Hub. Task file
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import exit_code
+from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
     from spes_swarm.convert.evaluation import Evaluation
 
+_RANKS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _DEFAULT_TASKS = "python_lines,python_bytes"
 
 
@@ -52,6 +54,7 @@ def _run(options: argparse.Namespace) -> None:
             raise ConfigError(f"{name}: found {value}, expected at least 1")
     if options.output is not None and not options.output.resolve().parent.is_dir():
         raise ConfigError(f"{options.output}: its directory does not exist")
+    _be_one_process()
     # Everything below imports torch and transformers, which takes seconds.
     from transformers.utils.logging import disable_progress_bar
 
@@ -71,6 +74,13 @@ def _run(options: argparse.Namespace) -> None:
         options.output.write_text(evaluation.to_json(), encoding="utf-8")
     if options.attach:
         print(f"results written to {attach(evaluation, options.export)}")
+
+
+def _be_one_process() -> None:
+    """Removes the variables by which launchers number processes: accelerate would wait for the others."""
+    found = [name for name in _RANKS if os.environ.pop(name, None) is not None]
+    if found:
+        print(f"evaluate: this is one process; it ignores {', '.join(found)} in the environment", file=sys.stderr)
 
 
 def _device(name: str) -> str:
@@ -100,4 +110,4 @@ def _table(evaluation: Evaluation) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, exit_code, shard_bytes
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, end_program, exit_code, shard_bytes
 from spes_swarm.config.command_line import OneLineParser
 
 if TYPE_CHECKING:
@@ -84,4 +84,4 @@ def _run(arguments: list[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -13,12 +13,17 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import exit_code
+from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.command_line import OneLineParser
-from spes_swarm.peer.stop_signals import StopSignals
+from spes_swarm.peer.stop_signals import STOPPED, StopSignals
 from spes_swarm.training.ranks.placement import Placement
+
+if TYPE_CHECKING:
+    from spes_swarm.peer.session import Session
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -119,40 +124,46 @@ def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     signals = StopSignals()
     signals.install()
-    interrupted = "stopped immediately; only the last checkpoint is kept"
-    return exit_code("join", lambda: _run(arguments, signals), interrupted=interrupted)
+    return exit_code("join", lambda: _run(arguments, signals), interrupted=STOPPED)
 
 
 def _run(arguments: list[str] | None, signals: StopSignals) -> int:
     placement = Placement.from_environment(os.environ)
+    if placement is not None:
+        # Until the ranks have connected, only torchrun can end the others, and it does so only if this rank fails.
+        signals.early_code = 1
     try:
         with signals.interruptible():
             if placement is not None and placement.rank > 0:
                 return _follow(arguments, placement)
             options = parse_arguments(arguments)
-            # Even these imports are slow enough to be interrupted.
-            from spes_swarm.peer.join_request import read_request
-            from spes_swarm.peer.preflight import check_machine, check_memory, check_run
-
-            draft = read_request(options)
-            check_machine(draft.peer)
-            check_run(draft.peer, draft.file.run, placement)
-            # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported
-            # before that.
-            run = draft.build_run()
-            if run is not None:
-                check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
-            from spes_swarm.peer.session import Session
-
-        logging.getLogger("hivemind").setLevel(logging.ERROR)
-        Session(draft.peer, run, signals=signals, placement=placement).run()
+            session = _prepare(options, placement, signals)
+        session.run()
     except LeftEarlyError:
-        # Until the ranks have connected, only torchrun can end the others, and it does so only if this rank fails.
-        return 1 if placement is not None and signals.requested.is_set() else 0
+        return signals.early_code if signals.requested.is_set() else 0
     except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1
     return 0
+
+
+def _prepare(options: argparse.Namespace, placement: Placement | None, signals: StopSignals) -> Session:
+    # Even these imports are slow enough to be interrupted.
+    from spes_swarm.peer.join_request import read_request
+    from spes_swarm.peer.preflight import check_machine, check_memory, check_run
+
+    draft = read_request(options)
+    check_machine(draft.peer)
+    check_run(draft.peer, draft.file.run, placement)
+    # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported before that.
+    with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", print):
+        run = draft.build_run()
+        if run is not None:
+            check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
+        from spes_swarm.peer.session import Session
+
+    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    return Session(draft.peer, run, signals=signals, placement=placement)
 
 
 def _follow(arguments: list[str] | None, placement: Placement) -> int:
@@ -170,4 +181,4 @@ def _follow(arguments: list[str] | None, placement: Placement) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -12,12 +12,11 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import exit_code
+from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
@@ -141,4 +140,4 @@ def _table(made: Plan) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

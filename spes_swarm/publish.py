@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from spes_swarm.base.address import peer_addresses
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, end_program, shard_bytes, show_any_text
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.command_line import OneLineParser
 
@@ -41,6 +41,7 @@ def go_to_background() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    show_any_text()
     started = time.monotonic()
     options: argparse.Namespace | None = None
     try:
@@ -143,4 +144,4 @@ def _parser() -> OneLineParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import DataError
 from spes_swarm.base.wording import two_columns
 from spes_swarm.config.command_line import command_parser
@@ -114,4 +114,4 @@ def _table(found: Found, summary: ShardSummary, tokenizer: Tokenizer) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_sigterm
 from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import two_columns
 from spes_swarm.config.command_line import command_parser
@@ -165,4 +164,4 @@ def _verdict(comparison: Comparison) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

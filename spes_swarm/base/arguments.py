@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import sys
@@ -17,6 +18,7 @@ MAX_SHARD_SIZE = "1GB"
 
 def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code (None: 0); explains a failure or a Ctrl-C in one line on stderr."""
+    show_any_text()
     try:
         return run() or 0
     except UserError as exc:
@@ -30,8 +32,24 @@ def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str =
     return code
 
 
+def show_any_text() -> None:
+    """Makes standard output replace characters that it cannot encode, which would raise an error otherwise.
+
+    File names and the names of peers can contain any character, and a terminal without UTF-8 shows few of them.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error never raises
+        sys.stdout.reconfigure(errors="replace")
+
+
+def end_program(code: int) -> NoReturn:
+    """Exits. A Ctrl-C while libraries clean up ends the program at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
+
+
 def report_interrupt(program: str) -> None:
     """Makes an unhandled Ctrl-C end the program with one line instead of a traceback; call it before slow imports."""
+    show_any_text()
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):

@@ -1,8 +1,24 @@
-"""How messages and displays format numbers and lists."""
+"""How messages and displays format numbers and lists, and a message that breaks a silence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+_SILENCE_S = 3.0
+
+
+@contextmanager
+def said_if_slow(text: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Calls `say` in another thread, once, if the code inside takes more than a few seconds."""
+    timer = threading.Timer(_SILENCE_S, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def plural(count: int, one: str) -> str:

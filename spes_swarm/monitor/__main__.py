@@ -7,7 +7,6 @@ them. See options.py for the options, and state.py for what is shown.
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from spes_swarm.base.arguments import end_program, show_any_text
 from spes_swarm.base.errors import NetworkProcessError, UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.monitor.history_file import read_history
@@ -40,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     try:
         options = parse_options(arguments)
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # without UTF-8, curves become question marks instead of errors
+        show_any_text()
         return asyncio.run(_until_stopped(_replay(options) if options.replay is not None else _watch(options)))
     except UserError as exc:
         # The message may quote peers: keep it on one line, without control characters.
@@ -107,8 +105,9 @@ async def _watch(options: Options) -> None:
         # hivemind imports torch, which takes seconds: a mistyped flag or a replay must not wait for it.
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
+        from spes_swarm.network.link.wire import report_loop_errors
         from spes_swarm.protocol.members.identity import Identity
-        from spes_swarm.storage.run_directory import lock_file
+        from spes_swarm.storage.run_directory import locked_identity
 
         logging.getLogger("hivemind").setLevel(logging.ERROR)
         identity_path = options.identity
@@ -123,11 +122,10 @@ async def _watch(options: Options) -> None:
             run_id=options.run_id,
             timeout_s=options.timeout_s,
         )
-        Identity.load_or_create(network.identity_path)
-        if options.identity is not None:
-            lock = lock_file(network.identity_path, f"identity file {options.identity}", "each monitor needs its own")
-            cleanup.callback(os.close, lock)
+        peer_id = Identity.load_or_create(network.identity_path).peer_id
+        cleanup.enter_context(locked_identity(network.identity_path, peer_id, "each monitor needs its own"))
         remembered = history.manifest() if history is not None else None
+        report_loop_errors(lambda detail: print(f"monitor: {detail}", file=sys.stderr))
         watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])
         try:
             collector = Collector(watcher, history, options.refresh_s)
@@ -137,6 +135,7 @@ async def _watch(options: Options) -> None:
             else:
                 await _follow(options, collector, listener)
         finally:
+            report_loop_errors(lambda detail: None)  # whatever is still under way then fails
             await watcher.stop()
 
 
@@ -224,4 +223,4 @@ async def _serve(source: StateSource, listener: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_program(main())

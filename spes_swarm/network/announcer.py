@@ -23,6 +23,7 @@ from spes_swarm.protocol.members.records import (
     Volunteer,
 )
 from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.twin import TwinWatch
 
 # A record of rounds is written this long after the last one, or sooner when rounds are so short that it would soon pass
 # over some.
@@ -46,6 +47,7 @@ class Announcer:
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
     _rounds: RecentRounds = field(default_factory=RecentRounds, init=False)
+    twins: TwinWatch = field(init=False)
     _records: Records | None = field(default=None, init=False)
     _expires: dict[str, float] = field(default_factory=dict, init=False)
     _lease_expires: float = field(default=0.0, init=False)
@@ -59,6 +61,7 @@ class Announcer:
         self._config = self.run_state.run.round
         self._reference = self.run_state.reference
         self._leases = self.run_state.leases
+        self.twins = TwinWatch(self._config.progress_ttl_s)
 
     def open(self, records: Records) -> None:
         """Sets where records are written; none are written before."""
@@ -142,8 +145,10 @@ class Announcer:
     def _progress(self, presence: Presence) -> Progress:
         # A commit is announced at once, before the trainer has its losses.
         losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
+        expires = self._next_expiration("progress", self._config.progress_ttl_s)
+        self.twins.wrote(expires, self.now())
         return Progress(
-            expires=self._next_expiration("progress", self._config.progress_ttl_s),
+            expires=expires,
             name=presence.name,
             state=presence.state,
             reachable=self.reachable(),

@@ -26,6 +26,7 @@ from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import report_loop_errors
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
 from spes_swarm.port.messages import UNKNOWN_REACH, Command, Reach, Reply, RunSettings
@@ -48,6 +49,7 @@ class NetworkProcess(ProcessCommands):
         self._connectivity: Connectivity | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._fault_counts: Counter[str] = Counter()
+        self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
 
     # Plumbing.
@@ -55,6 +57,7 @@ class NetworkProcess(ProcessCommands):
     async def serve(self) -> None:
         """Executes commands until the trainer sends `stop` or exits."""
         loop = asyncio.get_running_loop()
+        report_loop_errors(self._on_loop_error)
         incoming: asyncio.Queue[Command | None] = asyncio.Queue()
 
         def read() -> None:
@@ -70,6 +73,7 @@ class NetworkProcess(ProcessCommands):
         while True:
             command = await incoming.get()
             if command is None:
+                self._is_stopping = True
                 break
             task = asyncio.create_task(self._execute(command))
             tasks.add(task)
@@ -77,6 +81,10 @@ class NetworkProcess(ProcessCommands):
             if command.name == Commands.stop.__name__:
                 await task
                 break
+
+    def _on_loop_error(self, detail: str) -> None:
+        if not self._is_stopping:  # whatever is still under way then fails
+            self.on_fault(self._identity.peer_id, ProtocolError("internal", detail))
 
     async def _execute(self, sent: Command) -> None:
         try:
@@ -190,6 +198,7 @@ class NetworkProcess(ProcessCommands):
 
     async def stop(self) -> None:
         """See port.commands.ProcessCommands."""
+        self._is_stopping = True
         if self._connectivity is not None:
             self._connectivity.stop()
         if self._run is not None:

@@ -48,6 +48,7 @@ from spes_swarm.protocol.members.election import periods_to_wait
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.twin import TWIN
 from spes_swarm.protocol.ownership.moment_rules import num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
@@ -77,7 +78,7 @@ class RunServices(RunCommands):
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
-        self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs)
+        self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
         self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
         stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
@@ -260,6 +261,9 @@ class RunServices(RunCommands):
             self._records.read("progress", Progress), self._records.read("leases", Lease)
         )
         new = self._state.roster.update(progress)
+        me, now = self._state.identity.peer_id, self._dht.now()
+        if me in progress and self._announcer.twins.read(progress[me].expires, now):
+            self._tasks.append(asyncio.create_task(self._report_twin(me)))
         self._state.leases.update(self._heard_of(leases))
         before, self._refreshed_at = self._refreshed_at, steady_clock()
         ttl_s = self._state.run.round.progress_ttl_s
@@ -269,6 +273,15 @@ class RunServices(RunCommands):
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
         self._greetings.greet_soon(new)
+
+    async def _report_twin(self, me: str) -> None:
+        seen = ", ".join(await self._greetings.own_endpoints()) or "unknown"
+        detail = (
+            f"two processes use the identity of this peer, {me}, and rounds lose parts; this one has "
+            f"{', '.join(self._own_maddrs()) or 'no address'}, and other peers are connected to {seen}: "
+            "stop one of them and remove its identity file to get a new one"
+        )
+        self._on_fault(me, ProtocolError(TWIN, detail))
 
     def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
         """Returns the records of peers that have answered a call.

@@ -14,6 +14,7 @@ import torch
 
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
+from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
@@ -96,20 +97,24 @@ class Joining:
             NetworkProcessError: the network process failed.
             LeftEarlyError: the user stopped the peer, or the run is over.
         """
-        self._prepare_machine()
-        self._listen()
-        self._find_run()
-        self._settle_reach()
-        self._open_data()
-        self._make_room()
-        self._fill_reference()
-        self._enter_swarm()
-        self._obtain_reference()
-        self._claim_experts()
-        self._make_trainer()
-        self._wait_for_peers()
-        self._load_weights()
-        self._await_training()
+        for step, doing in (
+            (self._prepare_machine, "preparing the device"),
+            (self._listen, "starting the P2P daemon"),
+            (self._find_run, "looking for the run"),
+            (self._settle_reach, "finding out whether others can connect to this peer"),
+            (self._open_data, "opening the data"),
+            (self._make_room, "laying the model out"),
+            (self._fill_reference, "reading weights"),
+            (self._enter_swarm, "entering the swarm"),
+            (self._obtain_reference, "fetching the swarm's weights"),
+            (self._claim_experts, "claiming experts"),
+            (self._make_trainer, "building the model"),
+            (self._wait_for_peers, "waiting for peers"),
+            (self._load_weights, "loading the weights"),
+            (self._await_training, "waiting until the other peers train"),
+        ):
+            with said_if_slow(f"still {doing}; Ctrl-C stops", self._console.say):
+                step()
         self._tell_joined()
         return self.trainer
 
@@ -125,7 +130,7 @@ class Joining:
         self._device = choose_device(self._peer.device)
         if self._ranks is not None:
             self._device = self._ranks.own_device(self._device)
-            self._ranks.connect(self._context.stop)
+            self._ranks.connect(self._console.say, self._context.stop)
         self._step = StepSettings.of(self._peer, self._device, self._num_ranks)
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.training.setup import TrainingStatus
 
@@ -23,6 +24,7 @@ class PeerConsole:
     """Writes to standard output, unless it is quiet. Text from other peers is never interpreted as markup."""
 
     def __init__(self, *, quiet: bool = False) -> None:
+        show_any_text()
         self._console = Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:

@@ -5,7 +5,6 @@ A request that passes may still fail later, with the same message: files can van
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from spes_swarm.data.corpus import check_source
 from spes_swarm.peer.join_request import check_peer, founds_run
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.location import parse_location, parse_model
-from spes_swarm.storage.run_directory import RunDirectory, lock_identity
+from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import check_tracker
 from spes_swarm.training.ranks.placement import Placement
 
@@ -149,7 +148,8 @@ def has_cuda_hardware(devices: Path = Path("/dev")) -> bool:
 def _check_identity(path: Path, initial_peers: Sequence[str]) -> None:
     if path.exists():
         identity = Identity.load(path)
-        os.close(lock_identity(path))
+        with locked_identity(path, identity.peer_id):
+            pass
         without_own(initial_peers, identity.peer_id)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable
@@ -26,8 +25,9 @@ from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.port.commands import Event, FaultSeen
 from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.twin import TWIN
 from spes_swarm.storage.metrics_file import Metrics
-from spes_swarm.storage.run_directory import RunDirectory, lock_identity
+from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import open_metrics
 from spes_swarm.training.out_of_memory import as_user_error
 from spes_swarm.training.ranks.group import RankGroup
@@ -146,7 +146,7 @@ class Session:
         stack.enter_context(directory.held())
         identity_path = Path(peer.identity) if peer.identity else directory.identity
         identity = Identity.load_or_create(identity_path.absolute())
-        stack.callback(os.close, lock_identity(identity_path))
+        stack.enter_context(locked_identity(identity_path, identity.peer_id))
         peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))
         metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
         stack.callback(metrics.close)
@@ -186,6 +186,8 @@ class Session:
                 metrics.write(event.metric, **asdict(event))
             if isinstance(event, FaultSeen):
                 status.faults += 1
+                if event.kind == TWIN:
+                    self._console.say(event.detail)
             elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
                 said_at = time.monotonic()
                 self._console.say(

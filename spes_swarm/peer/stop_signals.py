@@ -3,19 +3,31 @@
 A peer that trains leaves in order, between two steps. A peer that is still joining has nothing to lose. It may be
 importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free CPU,
 so the first signal interrupts it immediately.
+
+Python runs a handler only between two of its own instructions. While the main thread waits inside a library, such as
+torch for other ranks, a second thread therefore ends the process.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from spes_swarm.base.errors import LeftEarlyError
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
+_STUCK_S = 5.0  # until a signal that has not been handled ends the process
+_POLL_S = 0.1
+STOPPED = "stopped immediately; only the last checkpoint is kept"
 
 
 class _Interrupted(KeyboardInterrupt):
@@ -23,16 +35,58 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handles both signals."""
+    """Handles both signals.
+
+    Attributes:
+        requested: set by the first signal.
+        early_code: exit code of a process that was stopped while it was joining.
+    """
 
     def __init__(self) -> None:
-        self.requested = threading.Event()  # set by the first signal
+        self.requested = threading.Event()
+        self.early_code = 0
         self._interrupts = False
+        self._handled_at = -math.inf  # monotonic time
 
     def install(self) -> None:
-        """Installs the handlers; call this in the main thread."""
+        """Installs the handlers, and the thread that ends a process whose main thread is stuck; call this in the main
+        thread of a process that does nothing else.
+        """
+        self._set_handlers()
+        received, self._sent = socket.socketpair()
+        self._sent.setblocking(False)
+        signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(received,), name="spes-signals", daemon=True).start()
+        sys.unraisablehook = self._send_again
+
+    def _send_again(self, unraisable: Any) -> None:
+        """Python drops an interrupt that arrives in a destructor or in a callback of the garbage collector."""
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            sys.__unraisablehook__(unraisable)
+            return
+        if isinstance(unraisable.exc_value, _Interrupted):
+            self.requested.clear()
+        threading.Timer(_POLL_S, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    def _set_handlers(self) -> None:
         for number in _HANDLED:
             signal.signal(number, self._handle)
+
+    def _watch(self, received: socket.socket) -> None:
+        """Receives each signal when it arrives, even if the main thread does not."""
+        unhandled = 0
+        while number := received.recv(1):
+            came = time.monotonic()
+            while self._handled_at < came - 1 and time.monotonic() < came + _STUCK_S:
+                time.sleep(_POLL_S)
+            if self._handled_at >= came - 1:
+                continue
+            unhandled += 1
+            if self._interrupts:  # there is nothing to lose
+                os._exit(self.early_code)
+            if number[0] == signal.SIGINT and (unhandled > 1 or self.requested.is_set()):
+                print(f"join: {STOPPED}", file=sys.stderr, flush=True)
+                os._exit(130)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -42,7 +96,7 @@ class StopSignals:
             ValueError: not in the main thread.
         """
         before = {number: signal.getsignal(number) for number in _HANDLED}
-        self.install()
+        self._set_handlers()
         try:
             yield
         finally:
@@ -68,6 +122,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self._handled_at = time.monotonic()
         again = self.requested.is_set()
         self.requested.set()
         if again and number == signal.SIGINT:

@@ -6,8 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,28 +35,47 @@ def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> in
     """
     with os_errors_as(UserError, what):
         lock = os.open(path, os.O_RDONLY)
+    try:
+        _retry(lambda: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB), what, advice, patience_s)
+    except UserError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _retry(take: Callable[[], object], what: str, advice: str, patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        except BlockingIOError as exc:
-            if time.monotonic() >= deadline:
-                os.close(lock)
-                raise UserError(f"{what} is in use by another process; {advice}") from exc
+            take()
+            return
         except OSError as exc:
-            os.close(lock)
-            raise UserError(f"{what} cannot be locked: {exc.strerror}") from exc
+            if exc.errno not in (errno.EWOULDBLOCK, errno.EADDRINUSE):
+                raise UserError(f"{what} cannot be locked: {exc.strerror}") from exc
+            if time.monotonic() >= deadline:
+                raise UserError(f"{what} is in use by another process; {advice}") from exc
         time.sleep(_POLL_S)
 
 
-def lock_identity(path: Path) -> int:
-    """Locks an existing identity file for this process; returns the file descriptor that holds the lock.
+@contextmanager
+def locked_identity(path: Path, peer_id: str, advice: str = "each peer needs its own") -> Iterator[None]:
+    """Keeps other processes from using an identity file and, on this machine, copies of it.
+
+    Like `lock_file`, this waits for the network process of a peer that was killed. The lock on the identity itself is
+    the name of a socket: unlike a file, it needs no directory that all users share, and it ends with its processes.
 
     Raises:
-        UserError: another process has locked it.
+        UserError: another process uses the identity.
     """
-    return lock_file(path, f"identity file {path}", "each peer needs its own")
+    lock = lock_file(path, f"identity file {path}", advice, _PATIENCE_S)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        try:
+            copied = f"{advice}, and a copy of the file is the same identity: remove {path} to get a new one"
+            what = f"identity {peer_id} of {path}"
+            _retry(lambda: name.bind(f"\0spes_swarm/{peer_id}"), what, copied, _PATIENCE_S)
+            yield
+        finally:
+            os.close(lock)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from spes_swarm import join
+from spes_swarm.base.arguments import end_program
 from spes_swarm.testing.local_network import enter_namespace
 
 Main = Callable[[list[str]], int]  # a module-level function: the server finds it by its name
@@ -98,4 +99,4 @@ def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str]
     os.dup2(output, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    sys.exit(main(arguments))
+    end_program(main(arguments))

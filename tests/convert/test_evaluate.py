@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from spes_swarm.base.errors import CheckpointError, ConfigError, UserError
 from spes_swarm.convert.evaluation import Evaluation, Score, attach, check_export, evaluate
 from spes_swarm.data.tokenizer import ByteTokenizer
-from spes_swarm.evaluate import main
+from spes_swarm.evaluate import _be_one_process, main
 from spes_swarm.model.sparse_model import build_model
 from tests.helpers.repository import ROOT
 
@@ -353,3 +353,14 @@ def test_the_data_of_the_local_tasks() -> None:
         assert all(len(row["context"] + choice) < 128 for choice in row["choices"])
     assert [sum(row["answer"] == place for row in questions) for place in range(4)] == [50] * 4
     assert sum(path.stat().st_size for path in TASKS.iterdir() if path.is_file()) < 100_000
+
+
+def test_variables_of_a_launcher_are_named_and_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With WORLD_SIZE, accelerate waits for processes that nobody starts."""
+    for name, value in (("WORLD_SIZE", "4"), ("RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    _be_one_process()
+    assert not {"WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE"} & os.environ.keys()
+    assert "it ignores WORLD_SIZE, RANK, OMPI_COMM_WORLD_SIZE in the environment" in capsys.readouterr().err

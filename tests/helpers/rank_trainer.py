@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
-    ranks.connect()
+    ranks.connect(print)
     try:
         with ranks:
             outcome = train(

@@ -32,7 +32,8 @@ def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.Monkey
         hang_up.append(asyncio.Event())
         rpc: Any = SimpleNamespace(call=never)
         known_peers: Any = SimpleNamespace(of=lambda peers: [])
-        greetings = Greetings(rpc, roster, known_peers, list)
+        nowhere: Any = None
+        greetings = Greetings(rpc, roster, known_peers, list, nowhere)
         ghosts = {f"ghost{i}": progress() for i in range(200)}
         greetings.greet_soon(roster.update(ghosts))
         greetings.greet_soon(roster.update({**ghosts, "a": progress(), "b": progress()}))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import MAX_EXTRA_BYTES, STREAM_ERRORS, Channel
+from spes_swarm.network.link.wire import MAX_EXTRA_BYTES, STREAM_ERRORS, Channel, report_loop_errors
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
 
 PATIENCE_S = 60.0  # for what succeeds
@@ -303,3 +303,33 @@ def test_no_bytes_fail_in_another_way(data: bytes) -> None:
         assert len(frame.payload) <= 200
     else:
         assert not isinstance(hello, dict)
+
+
+def test_errors_in_the_loop_are_one_line_and_what_is_cancelled_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    reported: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.set()
+        try:
+            await reader.read()
+        finally:
+            writer.close()
+
+    def fail() -> None:
+        raise ValueError("unexpected")
+
+    async def run() -> None:
+        report_loop_errors(reported.append)
+        asyncio.get_running_loop().call_soon(fail)
+        server = await asyncio.start_server(serve, "127.0.0.1")
+        other.connect(server.sockets[0].getsockname())
+        await served.wait()
+        server.close()  # the stream is still being served when the loop ends
+
+    served = asyncio.Event()
+    with socket.socket() as other:
+        asyncio.run(run())
+    assert len(reported) == 1
+    assert "ValueError('unexpected')" in reported[0]
+    assert "\n" not in reported[0]
+    assert not caplog.records

@@ -123,7 +123,8 @@ def refusal(tmp_path: Path, *arguments: Any, imports: Sequence[str] = ()) -> str
     out = tmp_path / "out"
     was_there = out.exists()
     code, stdout, stderr = run(tmp_path, "spes_swarm.join", "--output-dir", out, *arguments, imports=imports)
-    assert (code, stdout) == (2, "")
+    assert code == 2
+    assert all(line.startswith("still importing") for line in stdout.splitlines())  # on a busy machine
     assert out.exists() == was_there
     (line,) = stderr.splitlines()
     return line.removeprefix("join: ")

@@ -51,7 +51,7 @@ def test_an_import_that_is_interrupted(
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "importing\n"
+            assert "importing\n" in iter(process.stdout.readline, "")  # waits for it
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=PATIENCE_S)
         finally:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from spes_swarm.base.errors import LeftEarlyError
-from spes_swarm.peer.stop_signals import StopSignals
+from spes_swarm.peer.stop_signals import STOPPED, StopSignals
 from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, PeerProcess
 from tests.helpers.repository import ROOT
 from tests.helpers.spinning_join import MARK, launch_spinning
@@ -64,7 +64,7 @@ def test_a_stuck_network_process_keeps_nobody(tmp_path: Path) -> None:
 
 def test_a_signal_interrupts_only_what_may_be() -> None:
     signals = StopSignals()
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before, hook = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)), sys.unraisablehook
     try:
         signals.install()
         with signals.interruptible():
@@ -78,3 +78,82 @@ def test_a_signal_interrupts_only_what_may_be() -> None:
     finally:
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
+        signal.set_wakeup_fd(-1)
+        sys.unraisablehook = hook
+
+
+# A wait inside a library that no signal ends: a thread locks the same mutex twice.
+_STUCK = """
+import ctypes, sys, threading
+from spes_swarm.peer.stop_signals import STOPPED, StopSignals
+
+def tell():
+    begins.wait()
+    print("waiting", flush=True)
+
+def wait():
+    begins.set()
+    lock(mutex)  # only now can the other thread run
+
+begins, lock, mutex = threading.Event(), ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+lock(mutex)
+threading.Thread(target=tell).start()
+sys.setswitchinterval(3600.0)
+signals = StopSignals()
+signals.install()
+signals.early_code = 7
+if sys.argv[1] == "joining":
+    with signals.interruptible():
+        wait()
+wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "numbers", "code", "said"),
+    [
+        ("joining", [signal.SIGTERM], 7, ""),
+        ("joining", [signal.SIGINT], 7, ""),
+        ("training", [signal.SIGTERM, signal.SIGINT], 130, f"join: {STOPPED}\n"),
+    ],
+)
+def test_a_wait_inside_a_library_ends(phase: str, numbers: list[int], code: int, said: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STUCK, phase], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            for number in numbers:
+                process.send_signal(number)
+            _, stderr = process.communicate(timeout=OBEYS_S)
+        finally:
+            process.kill()
+    assert (process.returncode, stderr) == (code, said)
+
+
+_DROPPED = """
+import signal, sys, threading
+from spes_swarm.base.errors import LeftEarlyError
+from spes_swarm.peer.stop_signals import StopSignals
+
+class Destroyed:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+signals = StopSignals()
+signals.install()
+try:
+    with signals.interruptible():
+        Destroyed()
+        threading.Event().wait()
+except LeftEarlyError:
+    sys.exit(7)
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _DROPPED], capture_output=True, text=True, cwd=ROOT, timeout=OBEYS_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, "")

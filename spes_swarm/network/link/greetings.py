@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from typing import Any
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
+from spes_swarm.network.link.known_peers import MAX_MADDRS, KnownPeers, checked_maddrs
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.roster import Roster
 
@@ -22,11 +22,19 @@ _MAX_UNDER_WAY = 32
 class Greetings:
     """Greets peers, and answers their greetings with this peer's own addresses, none while it cannot be reached."""
 
-    def __init__(self, rpc: Rpc, roster: Roster, known_peers: KnownPeers, own_maddrs: Callable[[], list[str]]) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        roster: Roster,
+        known_peers: KnownPeers,
+        own_maddrs: Callable[[], list[str]],
+        connections: Callable[[], Awaitable[dict[str, list[str]]]],
+    ) -> None:
         self._rpc = rpc
         self._roster = roster
         self._known_peers = known_peers
         self._own_maddrs = own_maddrs
+        self._connections = connections
         self._tried_at: dict[str, float] = {}
         self._under_way: set[asyncio.Task[list[str]]] = set()
 
@@ -35,8 +43,9 @@ class Greetings:
         await self._rpc.serve("ping", self._serve)
 
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del peer_id, request
-        return {"maddrs": self._own_maddrs()}
+        del request
+        seen = (await self._connections()).get(peer_id, [])
+        return {"maddrs": self._own_maddrs(), "seen": seen[:MAX_MADDRS]}
 
     def greet_soon(self, new: Collection[str]) -> None:
         """Greets these peers, and again those that have never answered. Does not wait, since some may be frozen."""
@@ -55,6 +64,19 @@ class Greetings:
             task = asyncio.create_task(self.greet(peer_id))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+
+    async def own_endpoints(self) -> list[str]:
+        """Asks some of the other peers at which addresses this peer's identity is connected to them."""
+
+        async def ask(peer_id: str) -> list[str]:
+            with suppress(OSError, ProtocolError):
+                answer = await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
+                return checked_maddrs(answer.get("seen"), self._roster.me)
+            return []
+
+        peers = [view.peer_id for view in self._roster.answering()[:_MAX_UNDER_WAY]]
+        answers = await asyncio.gather(*(ask(peer) for peer in peers))
+        return sorted({maddr.rpartition("/p2p/")[0] for answer in answers for maddr in answer})[:MAX_MADDRS]
 
     async def greet(self, peer_id: str) -> list[str]:
         """Asks a peer for its addresses; returns the last known ones if it does not answer."""

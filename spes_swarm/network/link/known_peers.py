@@ -21,7 +21,7 @@ from spes_swarm.base.address import peer_id_of, usable_peer_addresses
 from spes_swarm.network.link.daemon import Daemon
 
 _MAX_PEERS = 128
-_MAX_MADDRS = 8
+MAX_MADDRS = 8
 _MAX_MADDR_CHARS = 256
 _FORGET_S = 24 * 3600.0
 _DIAL_TIMEOUT_S = 3.0
@@ -32,7 +32,7 @@ _DIALS_AT_A_TIME = 4
 
 def checked_maddrs(value: Any, peer_id: str) -> list[str]:
     """Returns the usable ones of the addresses that another peer reports as its own."""
-    given = value[:_MAX_MADDRS] if isinstance(value, list) else []
+    given = value[:MAX_MADDRS] if isinstance(value, list) else []
     maddrs = [maddr for maddr in given if isinstance(maddr, str) and len(maddr) <= _MAX_MADDR_CHARS]
     return [maddr for maddr in usable_peer_addresses(maddrs) if peer_id_of(maddr) == peer_id]
 

@@ -216,3 +216,18 @@ async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: 
                 del num_open[channel.peer_id]
 
     await p2p.add_binary_stream_handler(name, handle)
+
+
+def report_loop_errors(report: Callable[[str], None]) -> None:
+    """Reports errors that nobody awaits in the running event loop, each in one line instead of a traceback.
+
+    What was cancelled is no error. When a loop ends, Python 3.11 calls every stream that is still being served one.
+    """
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        del loop
+        error = context.get("exception")
+        if not isinstance(error, asyncio.CancelledError):
+            report(f"{context.get('message')}: {error!r}")
+
+    asyncio.get_running_loop().set_exception_handler(handle)

@@ -31,7 +31,7 @@ def follow(placement: Placement) -> int:
         signal.signal(number, signal.SIG_DFL)  # until the ranks are connected, nobody waits for this one
     try:
         group = RankGroup(placement)
-        group.connect()
+        group.connect(say=lambda text: print(text, file=sys.stderr))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         run_orders(group)

@@ -7,9 +7,10 @@ the connections of a process that has ended, however it ended: the others notice
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Self
@@ -17,22 +18,23 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, RankError
-from spes_swarm.base.wording import plural
+from spes_swarm.base.wording import plural, said_if_slow
 from spes_swarm.training.out_of_memory import is_out_of_memory
 from spes_swarm.training.ranks.buckets import transfer
 from spes_swarm.training.ranks.orders import Order, Stop, decode_order, encode_order
-from spes_swarm.training.ranks.placement import Placement
+from spes_swarm.training.ranks.placement import Placement, has_torchruns_store, left_over
 
 _START_S = 600.0  # until all ranks have started: importing torch on a busy machine takes most of it
 # Until the next order: rank 0 may have to tokenise a corpus and to download the model before it gives the first.
 _ORDER_S = 30 * 24 * 3600.0
 _STEP_S = 3600.0  # by which one rank may finish its share of a step after another, or hear the next order
 _POLL_S = 0.1
+_DIAL_S = 5.0
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch does not list it
 _LOST = "another rank of this peer has ended"
 
 
@@ -46,28 +48,27 @@ class RankGroup:
         self._data: dist.ProcessGroup | None = None  # for tensors; the default group is for orders
         self._usable = False
 
-    def connect(self, stop: threading.Event | None = None) -> None:
+    def connect(self, say: Callable[[str], None], stop: threading.Event | None = None) -> None:
         """Waits for all ranks of the peer; the network process must be forked before this.
 
+        Calls `say` if this takes more than a few seconds.
+
         Raises:
+            ConfigError: another process is this rank.
             LeftEarlyError: `stop` was set.
             RankError: a rank has not started in time.
         """
         rank, world_size = self.placement.rank, self.placement.world_size
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        with _as_rank_error("the ranks of this peer cannot connect to each other"):
-            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=_START_S)))
-            store = PrefixStore("spes_swarm", store)
-            store.set(f"started/{rank}", "")
-            # torch handles no signals while it waits.
-            deadline = time.monotonic() + _START_S
-            while not store.check([f"started/{other}" for other in range(world_size)]):
-                if stop is not None and stop.is_set():
-                    raise LeftEarlyError("stopped while joining")
-                if time.monotonic() > deadline:
-                    raise RankError(f"some of the {world_size} ranks of this peer have not started")
-                time.sleep(_POLL_S)
+        waiting = f"rank {rank} of this peer is waiting for {plural(world_size - 1, 'other rank')}"
+        text = f"{waiting}; if torchrun is not running, stop and {left_over(os.environ)}"
+        with said_if_slow(text, say), _as_rank_error("the ranks of this peer cannot connect to each other"):
+            store = PrefixStore("spes_swarm", _open_store(self.placement, stop))
+            started = [f"started/{other}" for other in range(world_size)]
+            if store.add(started[rank], 1) > 1:
+                raise ConfigError(f"torchrun has started another process as rank {rank}: {left_over(os.environ)}")
+            _poll(lambda: store.check(started), f"some of the {world_size} ranks of this peer have not started", stop)
             timeout = timedelta(seconds=_ORDER_S)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -206,6 +207,45 @@ class RankGroup:
         with _as_rank_error(_LOST):
             yield
         self._usable = True
+
+
+def _open_store(placement: Placement, stop: threading.Event | None) -> Store:
+    """Opens the store through which the ranks find each other: torchrun's, or else that of rank 0.
+
+    Unlike torch's own rendezvous, it does not wait inside the library, which handles no signals there.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_server = placement.rank == 0 and not has_torchruns_store(os.environ)
+
+    def answers() -> bool:
+        try:
+            socket.create_connection((host, port), _DIAL_S).close()
+        except OSError:
+            return False
+        return True
+
+    if not is_server:
+        _poll(answers, f"rank 0 of this peer has not started: nothing listens on {host}:{port}", stop)
+    store: Store = _tcp_store(
+        host,
+        port,
+        placement.world_size,
+        is_master=is_server,
+        timeout=timedelta(seconds=_START_S),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    return store
+
+
+def _poll(condition: Callable[[], bool], problem: str, stop: threading.Event | None) -> None:
+    deadline = time.monotonic() + _START_S
+    while not condition():
+        if stop is not None and stop.is_set():
+            raise LeftEarlyError("stopped while joining")
+        if time.monotonic() > deadline:
+            raise RankError(problem)
+        time.sleep(_POLL_S)
 
 
 @contextmanager

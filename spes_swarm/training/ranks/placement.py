@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from spes_swarm.base.errors import ConfigError
 
-_REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_NAMES = ("WORLD_SIZE", *_REQUIRED)
+_MAX_DIGITS = 6
+_DIAL_S = 10.0  # torchrun is on this machine, but may be busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,8 @@ class Placement:
         """Returns None if this process is the only rank.
 
         Raises:
-            ConfigError: the ranks are not all on this machine, or the environment is not one that torchrun makes.
+            ConfigError: the ranks are not all on this machine, or the environment is not one that torchrun makes, or
+                that torchrun no longer runs.
         """
         world_size = _number(environment, "WORLD_SIZE", default=1)
         if world_size == 1:
@@ -31,9 +36,15 @@ class Placement:
         for name in _REQUIRED:
             if not environment.get(name):
                 raise ConfigError(
-                    f"WORLD_SIZE is {world_size}, but {name} is not set: start the ranks with "
-                    f"torchrun --standalone --nproc-per-node {world_size} -m spes_swarm.join, or unset WORLD_SIZE"
+                    f"WORLD_SIZE is {world_size}, but {name} is not set, so torchrun has not started this process: "
+                    f"{_advice(environment, world_size)}"
                 )
+        rank = _number(environment, "RANK")
+        if rank >= world_size or not 0 < _number(environment, "MASTER_PORT") < 1 << 16:
+            raise ConfigError(
+                f"RANK={rank}, WORLD_SIZE={world_size} and MASTER_PORT={environment['MASTER_PORT']} are not what "
+                f"torchrun sets: {_advice(environment, world_size)}"
+            )
         # One rank of each machine reports it; the others wait for rank 0 until torchrun ends them.
         is_first = _number(environment, "LOCAL_RANK") == 0
         if is_first and _number(environment, "LOCAL_WORLD_SIZE", default=world_size) != world_size:
@@ -41,7 +52,9 @@ class Placement:
                 f"this machine has only some of the {world_size} ranks, but the GPUs of one machine are one peer: "
                 "start one peer on each machine with torchrun --standalone, or all of them with scripts/slurm.sh"
             )
-        return cls(rank=_number(environment, "RANK"), world_size=world_size)
+        if has_torchruns_store(environment):
+            _check_torchrun_runs(environment)
+        return cls(rank=rank, world_size=world_size)
 
     def check_batch(self, batch_size: int) -> None:
         """Refuses a batch that cannot be divided evenly among the ranks.
@@ -61,8 +74,37 @@ class Placement:
         return slice(self.rank * each, (self.rank + 1) * each)
 
 
+def has_torchruns_store(environment: Mapping[str, str]) -> bool:
+    """Returns True if torchrun has opened the store of the ranks, at MASTER_ADDR; otherwise rank 0 opens it."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _check_torchrun_runs(environment: Mapping[str, str]) -> None:
+    host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    try:
+        socket.create_connection((host, int(port)), _DIAL_S).close()
+    except OSError as exc:
+        raise ConfigError(
+            "the environment says that torchrun has started this process, but none is running at "
+            f"{host}:{port}: {left_over(environment)}"
+        ) from exc
+
+
+def left_over(environment: Mapping[str, str]) -> str:
+    """Returns the command that removes torchrun's variables from the environment of a shell."""
+    return f"unset {' '.join(name for name in environment if name in _NAMES or name.startswith('TORCHELASTIC_'))}"
+
+
+def _advice(environment: Mapping[str, str], world_size: int) -> str:
+    torchrun = f"torchrun --standalone --nproc-per-node {max(world_size, 2)} -m spes_swarm.join"
+    return f"{left_over(environment)}, or start the ranks with {torchrun}"
+
+
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name) or (None if default is None else str(default))
-    if text is None or not text.isascii() or not text.isdigit():
-        raise ConfigError(f"environment variable {name} is {text!r}, not a number; unset it, or start with torchrun")
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
+        raise ConfigError(
+            f"environment variable {name} is {text!r:.40}, not a number of ranks or one of them: "
+            f"{_advice(environment, 2)}"
+        )
     return int(text)

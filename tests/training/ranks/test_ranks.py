@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -23,6 +25,7 @@ from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage, StagedStorage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
+from spes_swarm.testing.local_peer import PATIENCE_S
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup
@@ -40,6 +43,7 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "none",
 }
 
 
@@ -56,8 +60,17 @@ def test_torchrun_says_which_rank_this_is() -> None:
     ("changes", "why"),
     [
         ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2, but MASTER_ADDR is not set.*torchrun --standalone --nproc-per-node 2"),
-        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK is not set.*unset WORLD_SIZE"),
+        ({"RANK": ""}, "WORLD_SIZE is 2, but RANK is not set.*unset .* WORLD_SIZE "),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999.*not a number"),
+        ({"WORLD_SIZE": "0"}, "RANK=1, WORLD_SIZE=0"),
+        ({"RANK": "2"}, "RANK=2, WORLD_SIZE=2.*are not what torchrun sets"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 are not what torchrun sets"),
+        (
+            {"TORCHELASTIC_RUN_ID": ""},
+            "torchrun has not started this process: unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT ",
+        ),
         (
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
             "only some of the 4 ranks.*scripts/slurm.sh",
@@ -71,6 +84,18 @@ def test_torchrun_says_which_rank_this_is() -> None:
 def test_environments_that_torchrun_on_one_machine_does_not_make(changes: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Placement.from_environment({**TORCHRUN, **changes})
+
+
+def test_an_environment_that_outlives_its_torchrun_is_named() -> None:
+    with socket.socket() as torchrun:
+        torchrun.bind(("127.0.0.1", 0))
+        port = torchrun.getsockname()[1]
+        left = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+        why = rf"none is running at 127\.0\.0\.1:{port}: unset RANK .*TORCHELASTIC_USE_AGENT_STORE"
+        with pytest.raises(ConfigError, match=why):
+            Placement.from_environment(left)
+        torchrun.listen()
+        assert Placement.from_environment(left) == Placement(rank=1, world_size=2)
 
 
 @given(st.integers(2, 16), st.integers(1, 16))
@@ -353,6 +378,40 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
     assert done.stderr.startswith(f"join: {why}")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "peer").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "number", "code"),
+    [
+        (0, signal.SIGINT, 1),
+        (0, signal.SIGTERM, 1),
+        (1, signal.SIGINT, -signal.SIGINT),
+        (1, signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_rank_that_waits_says_so_and_obeys_signals(tmp_path: Any, rank: int, number: int, code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(free.getsockname()[1])}
+    said = f"rank {rank} of this peer is waiting for 1 other rank; if torchrun is not running, stop and unset "
+    with subprocess.Popen(
+        [sys.executable, "-m", "spes_swarm.join", "--output-dir", tmp_path / "peer"],
+        cwd=ROOT,
+        env={**os.environ, **TORCHRUN, **own},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # it may be ignored here
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert any(line.startswith(said) for line in iter(process.stdout.readline, ""))
+            process.send_signal(number)
+            rest, _ = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize(

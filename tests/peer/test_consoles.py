@@ -1,0 +1,83 @@
+"""Consoles that cannot show every character: what they cannot show is replaced, and nothing ends because of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spes_swarm.base.arguments import exit_code
+from spes_swarm.peer.panel import PeerConsole
+from spes_swarm.training.setup import TrainingStatus
+from tests.helpers.repository import ROOT
+from tests.helpers.swarm import REASONABLE_S, TINY_RUN
+
+TEXT = "1.246 \N{PLUS-MINUS SIGN} 0.031 \N{LLAMA} \udcff"
+
+
+@contextlib.contextmanager
+def ascii_console() -> Iterator[io.BytesIO]:
+    written = io.BytesIO()
+    with contextlib.redirect_stdout(io.TextIOWrapper(written, encoding="ascii", write_through=True)):
+        yield written
+
+
+def test_a_peer_speaks_to_any_console() -> None:
+    with ascii_console() as written:
+        console = PeerConsole()
+        console.say(TEXT)
+        console.command(TEXT)
+        assert written.getvalue() == b"1.246 ? 0.031 ? ?\n  1.246 ? 0.031 ? ?\n"
+
+
+def test_the_panel_fits_any_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    status = TrainingStatus(eval_loss=1.246, eval_loss_stderr=0.031, eval_round=1)
+    with ascii_console() as written:
+        with PeerConsole().live(status, TEXT):
+            pass
+        assert b"1.246 ? 0.031 (round 1)" in written.getvalue()
+
+
+def test_a_command_prints_to_any_console() -> None:
+    with ascii_console() as written:
+        assert exit_code("any", lambda: print(TEXT)) == 0
+        assert written.getvalue() == b"1.246 ? 0.031 ? ?\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=["encoding", "locale"],
+)
+def test_a_peer_trains_and_is_exported_without_utf_8(tmp_path: Path, locale: dict[str, str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"run": TINY_RUN}), encoding="utf-8")
+    output, model = (os.fsencode(tmp_path) + name for name in (b"/\xff \xf0\x9f\xa6\x99", b"/model \xff \xc2\xb1"))
+    name = "Zo\N{LATIN SMALL LETTER E WITH ACUTE} \N{LLAMA}"
+    join = ["join", "--config", run, "--output-dir", output, "--name", name, "--max-rounds", "1", "--num-threads", "1"]
+    join += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
+    for command, said in ((join, b"round 1: 1 peer, "), (["export", output, model], b"round 1 of ")):
+        module, *arguments = command
+        done = subprocess.run(
+            [sys.executable, "-m", f"spes_swarm.{module}", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **locale},
+            capture_output=True,
+            timeout=REASONABLE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert done.stdout.isascii()
