@@ -27,7 +27,7 @@ from pathlib import Path
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.data_source import HF_PREFIX, STDLIB, parse_mixture
+from spes_swarm.config.data_source import HF_PREFIX, STDLIB, parse_hf, parse_mixture
 from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
@@ -79,6 +79,17 @@ class PeerData:
                     "here: give the path of your copy"
                 )
         return source, may_differ
+
+    def folders(self, run: DataConfig) -> list[Path]:
+        """Returns the folders in which this peer's data are; none for data that are not on this machine.
+
+        Raises:
+            DataError: as `choose`.
+        """
+        sources = [term.source for term in parse_mixture(self.choose(run)[0]) if term.source != STDLIB]
+        named = [(hf.name if hf.is_local else None) if (hf := parse_hf(source)) else source for source in sources]
+        paths = [Path(name) for name in named if name is not None]
+        return [path if path.is_dir() else path.parent for path in paths]
 
     def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
         """Returns the data description of a new run: the configuration, completed from this peer's own data.

@@ -19,7 +19,7 @@ from spes_swarm.base.arguments import MAX_SHARD_SIZE, shard_bytes
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.data.run_tokenizer import TokenizerPlaces, run_tokenizer
 from spes_swarm.model.initial_weights import INDEX_FILE
 from spes_swarm.model.saved_tensors import Array, SavedTensor, saved_tensors
 from spes_swarm.model.sparse_model import build_model, layout_of
@@ -43,8 +43,11 @@ def write_export(
     blocks: Sequence[FloatArray],
     directory: Path,
     max_shard_size: str = MAX_SHARD_SIZE,
+    packed_tokenizer: Path | None = None,
 ) -> None:
     """Writes everything that `from_pretrained` needs, of a model on the meta device and its blocks' values.
+
+    `packed_tokenizer` is the file of the peer's output directory, needed if the run's founder made the tokenizer.
 
     Weight files are smaller than `max_shard_size` ("500MB", "1GB"), unless a single tensor is larger.
 
@@ -53,7 +56,7 @@ def write_export(
         OSError, SafetensorError: the directory cannot be written.
     """
     tensors = saved_tensors(model, layout_of(model))
-    tokenizer = run_tokenizer(manifest.run)
+    tokenizer = run_tokenizer(manifest.run, TokenizerPlaces(packed=packed_tokenizer))
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]
     model.config.eos_token_id = tokenizer.end_of_text
