@@ -69,8 +69,7 @@ def founded_tokenizer(run: RunConfig, places: TokenizerPlaces) -> tuple[Tokenize
     if path is not None and isinstance(tokenizer, FastTokenizer):
         packed = pack(tokenizer.files)
         _store(places, packed)
-        label = re.sub(r"[^A-Za-z0-9._/+-]+", "-", "/".join(path.absolute().parts[-2:]))[-64:]
-        described = dataclasses.replace(described, name=f"local:{label}:{blake3(packed).hexdigest()}")
+        described = dataclasses.replace(described, name=f"local:{_label(path)}:{blake3(packed).hexdigest()}")
     return tokenizer, described
 
 
@@ -107,9 +106,19 @@ def is_same_tokenizer(given: TokenizerConfig, run: TokenizerConfig) -> bool:
         return False
     if given.name == run.name or run.local is None:
         return given.name == run.name
+    try:
+        path = local_path(given.name)
+    except UserError:
+        path = None
+    if path is None:  # the founder's configuration, on another machine
+        return _label(Path(given.name)) == run.local[0]
     with suppress(UserError):
-        return local_path(given.name) is not None and load_tokenizer(given.name).digest == run.digest
+        return load_tokenizer(path).digest == run.digest
     return False
+
+
+def _label(path: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._/+-]+", "-", "/".join(path.absolute().parts[-2:]))[-64:]
 
 
 def _find(wanted: TokenizerConfig, places: TokenizerPlaces) -> Tokenizer:

@@ -234,7 +234,7 @@ def local_path(name: str) -> Path | None:
 
 def is_hub_name(name: str) -> bool:
     """Returns True if this can be the name of a repository on the Hub, without a revision."""
-    return re.fullmatch(_REPOSITORY, name) is not None
+    return re.fullmatch(_REPOSITORY, name) is not None and not name.endswith(".json")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
