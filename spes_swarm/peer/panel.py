@@ -94,8 +94,8 @@ class LivePanel:
             ProgressBar(total=1.0, completed=status.progress, width=24),
             Text(f"{status.phase}, local step {status.step}", style="dim"),
         )
-        shown = [table, below, *(Text(line, style="dim") for line in fault_lines(status, self._metrics))]
-        return Panel(Group(*shown), title=Text(self._title), expand=False)
+        faults = [Text(line, style="dim") for line in fault_lines(status, self._metrics)]
+        return Panel(Group(table, below, *faults), title=Text(self._title), expand=False)
 
 
 def experts_text(experts: tuple[int, ...]) -> str:
