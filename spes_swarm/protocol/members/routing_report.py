@@ -1,7 +1,7 @@
 """What a peer reports about its routers' choices, in a form that is small enough for its signed record.
 
 An expert is *dead* in a layer if the layer's router gives it less than `DEAD_LOAD` of its fair share of the tokens for
-`DEAD_STEPS` local steps: loads swing so far that healthy experts get next to nothing for some sixty steps
+`DEAD_STEPS` local steps: loads swing so far that healthy experts get next to nothing for some eighty steps
 (docs/experiments.md). A judgement takes the tokens of a round, or of several rounds if one is too short to tell. Every
 peer routes its own tokens over all experts, held or not, so each peer can judge all of them, but on its own data and on
 its own word. In the swarm an expert counts as dead only if more than half of the peers that report say so.
