@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from spes_swarm.base.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_TOKENIZER_BYTES = 64 << 20  # the largest in use have about 35 MB
 MAX_ELEMENTS = 1 << 15
 MAX_DEPTH = 8  # honest messages nest 4 containers
 

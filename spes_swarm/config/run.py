@@ -8,6 +8,7 @@ strict; an int becomes a float where one is declared, so that equal configuratio
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
 _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part; the largest model has 2**24 parts of the default size.
 _MAX_PARTS = 2**24
+
+_LOCAL = re.compile(r"local:(?P<label>[^:]+):(?P<digest>[0-9a-f]{64})")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -179,7 +182,8 @@ def _config_of(model_type: str, settings: str) -> PreTrainedConfig:
 class TokenizerConfig(Section):
     """How text becomes token ids."""
 
-    # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer
+    # "bytes", a tokenizer.json, or a directory or hub name (USER/REPO[@REVISION]) of a transformers tokenizer. In a
+    # manifest, files of the founder have the name `local:LABEL:DIGEST`, which is neither a path nor a hub name.
     name: Text = "bytes"
     digest: Hex64 | None = None  # of the tokenizer's contents; filled in by the founder, compared by peers that join
     # What chat templates take for today: their clock stands still, so that all peers get the same tokens on any day.
@@ -190,6 +194,12 @@ class TokenizerConfig(Section):
             date.fromisoformat(self.date)
         except ValueError as exc:
             raise ConfigError(f"date: found {show(self.date)}, expected a day, YYYY-MM-DD") from exc
+
+    @property
+    def local(self) -> tuple[str, str] | None:
+        """Label and digest of a founder's packed files (see data/run_tokenizer.py); None for any other tokenizer."""
+        match = _LOCAL.fullmatch(self.name)
+        return None if match is None else (match["label"], match["digest"])
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

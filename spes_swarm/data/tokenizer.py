@@ -2,7 +2,8 @@
 
 Three kinds share one protocol. `bytes` needs no file at all: token id = byte value, 256 = end of text. A byte-level BPE
 is trained here (`train_bpe`) and loaded by the path of its tokenizer.json. Anything else is a fast tokenizer that
-`transformers` can load, by path or by name, `USER/REPO[@REVISION]`.
+`transformers` can load, by path or by name, `USER/REPO[@REVISION]`. What exists here is a path; a name that looks like
+a path is never looked up on the Hub.
 
 Text is data, never a command: the characters "<|endoftext|>" inside a document become ordinary tokens, so only the
 end of a document yields the end-of-text id, whatever a corpus contains.
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgpack
 import numpy as np
 import tokenizers
 from blake3 import blake3
@@ -25,7 +27,9 @@ from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES, unpack
+from spes_swarm.base.errors import DataError, ProtocolError, os_errors_as
+from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.constraints import DATE
 
 BYTES = "bytes"
@@ -48,7 +52,10 @@ TOKENIZER_FILES = (
 )
 
 # A repository and its revision: a tag, a branch or a commit. The library uses the revision in a file name.
-_PINNED = re.compile(r"(?P<repo>[^@]+)@(?P<revision>[A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+_REPOSITORY = r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?"
+_PINNED = re.compile(rf"(?P<repo>{_REPOSITORY})@(?P<revision>[A-Za-z0-9][A-Za-z0-9._-]{{0,63}})")
+
+_NEEDED = (*TOKENIZER_FILES, "config.json", "*.model")  # of a repository
 
 TokenArray = NDArray[Any]  # 1-D, an integer dtype
 
@@ -149,11 +156,16 @@ class FastTokenizer:
         decoded: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
         return decoded
 
+    @property
+    def all_files(self) -> dict[str, bytes]:
+        """The files that `save` writes."""
+        return {**self.files, **self.originals}
+
     def save(self, directory: Path) -> None:
         """See `Tokenizer`."""
         with os_errors_as(DataError, f"{directory} cannot be written", "choose another directory"):
             directory.mkdir(parents=True, exist_ok=True)
-            for name, content in {**self.files, **self.originals}.items():
+            for name, content in self.all_files.items():
                 (directory / name).write_bytes(content)
 
 
@@ -202,20 +214,45 @@ def load_tokenizer(name: str | Path, *, local_files_only: bool = False) -> Token
             "tokenizer 'bpe' has to be trained on a corpus first: run python -m spes_swarm.tokenize "
             "--tokenizer bpe, then give the path of the tokenizer.json that it wrote"
         )
-    path = Path(name).expanduser()
-    if path.suffix == ".json":
+    path = local_path(name)
+    if path is not None and path.suffix == ".json":
         return _load_json(path)
-    if not path.exists() and name.startswith((".", "/", "~")):
-        raise DataError(f"tokenizer {name!r}: no such file or directory")
-    if path.exists():
+    if path is not None:
+        _check_size(path / "tokenizer.json")
         return _load_transformers(name, str(path), None, local_files_only=True)
-    source, revision = name, None
+    source, revision = name, "main"
     if "@" in name:
         pinned = _PINNED.fullmatch(name)
         if pinned is None:
             raise DataError(f"tokenizer {name!r}: expected USER/REPO@REVISION, with a tag or a commit as revision")
         source, revision = pinned["repo"], pinned["revision"]
     return _load_transformers(name, source, revision, local_files_only=local_files_only)
+
+
+def local_path(name: str) -> Path | None:
+    """Returns the file or directory that `load_tokenizer` loads under this name; None for `bytes` and hub names.
+
+    Raises:
+        DataError: the name is a path, but there is nothing.
+    """
+    if name == BYTES:
+        return None
+    path = user_path(name)
+    if path.suffix == ".json" or path.exists():
+        return path
+    if name.startswith((".", "/", "~")) or ("@" not in name and not is_hub_name(name)):
+        raise DataError(f"tokenizer {name!r}: no such file or directory")
+    if "@" not in name and "/" in name and (path.parent).is_dir():  # a stranger could own the name
+        raise DataError(
+            f"tokenizer {name!r}: no such file or directory in {str(path.parent)!r}; if you mean the repository of "
+            f"this name on the Hub, write {name}@main"
+        )
+    return None
+
+
+def is_hub_name(name: str) -> bool:
+    """Returns True if this can be the name of a repository on the Hub, without a revision."""
+    return re.fullmatch(_REPOSITORY, name) is not None and not name.endswith(".json")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
@@ -238,6 +275,33 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FastTokenizer:
     )
     backend.train_from_iterator(iter(texts), trainer)
     return FastTokenizer("bpe", backend, END_OF_TEXT)
+
+
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """Returns the files of a tokenizer as one message, from which `load_packed` makes an equal one."""
+    return bytes(msgpack.packb({name: files[name] for name in TOKENIZER_FILES if name in files}))
+
+
+def load_packed(name: str, packed: bytes) -> FastTokenizer:
+    """Loads what `pack` has returned; `name` is for display.
+
+    Raises:
+        DataError: it is damaged, too large, or not a tokenizer.
+    """
+    try:
+        files = unpack(packed, MAX_TOKENIZER_BYTES)
+    except ProtocolError as exc:
+        raise DataError(f"tokenizer {name!r} is damaged: {exc.detail}") from exc
+    if not isinstance(files, dict) or not all(
+        key in TOKENIZER_FILES and isinstance(files[key], bytes) for key in files
+    ):
+        raise DataError(f"tokenizer {name!r} is damaged: unexpected files")
+    with tempfile.TemporaryDirectory() as directory:
+        for key, content in files.items():
+            (Path(directory) / key).write_bytes(content)
+        tokenizer = _load_transformers(name, directory, None, local_files_only=True)
+    tokenizer.files, tokenizer.originals = files, {}
+    return tokenizer
 
 
 def _unpickle_fast(name: str, serialised: str, end_of_text: str, files: dict[str, bytes]) -> FastTokenizer:
@@ -291,6 +355,7 @@ def _plain_files(backend: tokenizers.Tokenizer, end_of_text: str) -> dict[str, b
 def _load_json(path: Path) -> FastTokenizer:
     if not path.is_file():
         raise DataError(f"tokenizer {str(path)!r}: no such file")
+    _check_size(path)
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     except OSError as exc:
@@ -298,6 +363,11 @@ def _load_json(path: Path) -> FastTokenizer:
     except Exception as exc:  # `tokenizers` raises a bare Exception if it cannot parse a file
         raise DataError(f"tokenizer {str(path)!r} is not a tokenizer.json of the `tokenizers` library: {exc}") from exc
     return FastTokenizer(str(path), backend, _configured_end_of_text(path.parent / "tokenizer_config.json"))
+
+
+def _check_size(path: Path) -> None:
+    if path.exists() and path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise DataError(f"{path} has more than {MAX_TOKENIZER_BYTES >> 20} MiB, which no tokenizer.json has")
 
 
 def _configured_end_of_text(path: Path) -> str:
@@ -314,11 +384,16 @@ def _configured_end_of_text(path: Path) -> str:
 
 
 def _load_transformers(name: str, source: str, revision: str | None, *, local_files_only: bool) -> FastTokenizer:
+    """Loads a directory, or with a revision a repository of the Hub."""
+    from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer  # takes seconds to import; "bytes" and tokenizer.json do not need it
 
     def attempt(local: bool) -> Any:
+        place = source
+        if revision is not None and Path(source).exists():  # transformers would load the directory of this name
+            place = snapshot_download(source, revision=revision, allow_patterns=list(_NEEDED), local_files_only=local)
         return AutoTokenizer.from_pretrained(
-            source, revision=revision or "main", trust_remote_code=False, local_files_only=local
+            place, revision=revision or "main", trust_remote_code=False, local_files_only=local
         )
 
     try:
@@ -334,7 +409,7 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
             reason = f"{type(exc).__name__} {reason}"
         advice = (
             "Its files are damaged or incomplete: copy them again, or choose another tokenizer"
-            if Path(source).exists()
+            if revision is None
             else "Check the name and the network, or download it first and give its directory; "
             "'bytes' needs no download"
         )

@@ -24,7 +24,7 @@ from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
-from spes_swarm.network.link.manifest_query import ask_for_manifest
+from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors
 from spes_swarm.network.run_services import RunServices
@@ -176,6 +176,11 @@ class NetworkProcess(ProcessCommands):
         """See port.commands.ProcessCommands."""
         assert self._rpc is not None
         return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
+
+    async def fetch_tokenizer(self, peers: list[str], digest: str) -> bytes | None:
+        """See port.commands.ProcessCommands."""
+        assert self._rpc is not None
+        return await ask_for_tokenizer(self._rpc, peers, digest)
 
     async def check_reach(self) -> Reach:
         """See port.commands.ProcessCommands."""

@@ -68,7 +68,7 @@ class RunServices(RunCommands):
         self._listener = listener
         self._daemon = daemon
         rpc.on_contact = state.roster.standing.note_answer
-        self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault)
+        self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._refreshed_at = -math.inf  # by the steady clock, when records were read last

@@ -158,6 +158,7 @@ class Joining:
         self._source = finder.source
         self._initial_peers = finder.initial_peers
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
+        self._tokenizer_places = finder.tokenizer_places(self._run)
         if (target := self._peer.publish_to) is not None:
             if parse_location(target).repo_id is not None:
                 self._console.say(f"asking the Hub whether this peer may publish to {target}")
@@ -180,7 +181,7 @@ class Joining:
         self._batch_size = run.training.batch_size_of(self._peer.batch_size)
         if context.run is None:
             self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
-        self._local = context.data.open(run.data, run_tokenizer(run))
+        self._local = context.data.open(run.data, run_tokenizer(run, self._tokenizer_places))
         context.metrics.write("data", **self._local.to_event())
         self._sampler = self._local.batches(
             run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop
@@ -237,6 +238,7 @@ class Joining:
             bandwidth_mbps=peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
             initial_peers=tuple(self._initial_peers),
             upload_mbps=peer.upload_mbps,
+            tokenizer=context.directory.tokenizer if self._run.tokenizer.local is not None else None,
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)

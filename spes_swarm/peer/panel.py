@@ -18,6 +18,7 @@ from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.training.setup import TrainingStatus
 
 _REFRESH_S = 0.5
+_MAX_FAULT_CHARS = 200
 
 
 class PeerConsole:
@@ -40,17 +41,18 @@ class PeerConsole:
         """True if a live panel can be shown."""
         return self._console.is_terminal
 
-    def live(self, status: TrainingStatus, title: str) -> LivePanel:
-        """Returns a panel that shows `status` while it is open."""
-        return LivePanel(self._console, status, title)
+    def live(self, status: TrainingStatus, title: str, metrics: Path) -> LivePanel:
+        """Returns a panel that shows `status` while it is open, and says that all faults are in the file `metrics`."""
+        return LivePanel(self._console, status, title, metrics)
 
 
 class LivePanel:
     """Redraws the panel twice a second in its own thread; does nothing without a terminal."""
 
-    def __init__(self, console: Console, status: TrainingStatus, title: str) -> None:
+    def __init__(self, console: Console, status: TrainingStatus, title: str, metrics: Path) -> None:
         self._status = status
         self._title = title
+        self._metrics = metrics
         shown = console.is_terminal and not console.quiet
         self._live = Live(console=console, auto_refresh=False, transient=False) if shown else None
         self._stop = threading.Event()
@@ -94,12 +96,21 @@ class LivePanel:
             ProgressBar(total=1.0, completed=status.progress, width=24),
             Text(f"{status.phase}, local step {status.step}", style="dim"),
         )
-        return Panel(Group(table, below), title=Text(self._title), expand=False)
+        faults = [Text(line, style="dim") for line in fault_lines(status, self._metrics)]
+        return Panel(Group(table, below, *faults), title=Text(self._title), expand=False)
 
 
 def experts_text(experts: tuple[int, ...]) -> str:
     """Formats experts as ranges: 0-3, 7."""
     return ranges(sorted(experts), ", ", "none")
+
+
+def fault_lines(status: TrainingStatus, metrics: Path) -> list[str]:
+    """Formats the last fault, and where to read all of them; nothing without a fault."""
+    if not status.last_fault:
+        return []
+    fault = "".join(char if char.isprintable() else " " for char in status.last_fault)  # a peer may have worded it
+    return [f"last fault: {fault}"[:_MAX_FAULT_CHARS], f"all faults: grep fault {metrics}"]
 
 
 def mfu_text(mfu: float | None) -> str:

@@ -22,10 +22,11 @@ import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spes_swarm.base.errors import DataError, LeftEarlyError
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.data_source import HF_PREFIX, STDLIB, missing_paths, parse_mixture
+from spes_swarm.config.data_source import HF_PREFIX, STDLIB, missing_paths, parse_hf, parse_mixture
 from spes_swarm.config.join_command import describe_data, source_of
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
@@ -80,6 +81,18 @@ class PeerData:
         if [part.kind for _, part in run.parts] != [part.kind for _, part in here.parts]:
             raise self._refusal(run, here)
         return source, may_differ
+
+    def folders(self, run: DataConfig) -> list[Path]:
+        """Returns the folders in which this peer's data are; none for data that are not on this machine.
+
+        Raises:
+            DataError: as `choose`.
+        """
+        sources = [term.source for term in parse_mixture(self.choose(run)[0]) if term.source != STDLIB]
+        streamed = {source: parse_hf(source) for source in sources}
+        named = [source if hf is None else hf.name for source, hf in streamed.items() if hf is None or hf.is_local]
+        paths = [Path(name) for name in named]
+        return [path if path.is_dir() else path.parent for path in paths]
 
     def found(self, wanted: DataConfig, tokenizer: Tokenizer) -> DataConfig:
         """Returns the data description of a new run: the configuration, completed from this peer's own data.

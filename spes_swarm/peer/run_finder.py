@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.data.run_tokenizer import TokenizerPlaces, founded_tokenizer, is_same_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.initial_model import InitialModel
@@ -43,6 +42,7 @@ class RunFinder:
     data: PeerData
     # Addresses of peers of the run: those given, or those of an earlier session if any answers now.
     initial_peers: list[str] = field(init=False)
+    _connected: list[str] = field(default_factory=list, init=False)  # ids of those that answer
     source: PublicationSource | None = field(default=None, init=False)  # named by --from-hub
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class RunFinder:
             return stored
         self.console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
         deadline = time.monotonic() + peer.bootstrap_timeout_s
-        connected = self.ask(
+        self._connected = self.ask(
             Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
             maddrs=list(peer.initial_peers),
@@ -95,7 +95,7 @@ class RunFinder:
             manifest = self.ask(
                 Commands.fetch_manifest,
                 peer.bootstrap_timeout_s + 60.0,
-                peers=connected,
+                peers=self._connected,
                 run_id=expected,
                 timeout_s=deadline - time.monotonic(),
             )
@@ -134,6 +134,23 @@ class RunFinder:
                 "or leave out --initial-weights to continue the run"
             ) from exc
 
+    def tokenizer_places(self, run: RunConfig) -> TokenizerPlaces:
+        """Returns where the files of the run's tokenizer can be.
+
+        Raises:
+            DataError: this peer's data are obviously not those of the run.
+        """
+
+        def ask_peers(digest: str) -> bytes | None:
+            return self.ask(Commands.fetch_tokenizer, None, peers=self._connected, digest=digest)
+
+        return TokenizerPlaces(
+            packed=self.directory.tokenizer,
+            folders=self.data.folders(run.data),
+            published=self.source.tokenizer if self.source is not None else lambda: None,
+            ask_peers=ask_peers,
+        )
+
     def _reach_known_peers(self) -> list[str]:
         """Returns the known addresses of an earlier session if any answers: the run may have continued meanwhile.
 
@@ -143,7 +160,9 @@ class RunFinder:
         if not known:
             return []
         try:
-            self.ask(Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S)
+            self._connected = self.ask(
+                Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S
+            )
         except BootstrapError:
             if not self.peer.client_mode:
                 self.console.say("no peer of the last session answers: this peer starts alone, and others can join it")
@@ -153,14 +172,10 @@ class RunFinder:
     def _found(self) -> Manifest:
         run = self.run
         assert run is not None  # preflight.check_run has rejected that
-        tokenizer = run_tokenizer(run)
-        if Path(run.tokenizer.name).is_absolute():
-            self.console.say(
-                f"other machines need the tokenizer at the same path, {run.tokenizer.name}; to spare them that, set "
-                "run.tokenizer.name in a --config to its name on the Hub"
-            )
-        if run.tokenizer.digest is None:
-            run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, digest=tokenizer.digest))
+        tokenizer, described = founded_tokenizer(run, self.tokenizer_places(run))
+        if described.local is not None:
+            self.console.say(f"tokenizer {tokenizer.name}: files of this machine, which other peers get from the swarm")
+        run = dataclasses.replace(run, tokenizer=described)
         run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
         model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(model)
@@ -202,7 +217,7 @@ def _differences(given: RunConfig | None, run: RunConfig) -> str:
     """
     if given is None:
         return ""
-    tokenizer = dataclasses.replace(given.tokenizer, digest=given.tokenizer.digest or run.tokenizer.digest)
+    tokenizer = run.tokenizer if is_same_tokenizer(given.tokenizer, run.tokenizer) else given.tokenizer
     weights = given.model.initial_weights or run.model.initial_weights
     model = dataclasses.replace(
         given.model,

@@ -185,7 +185,7 @@ class Session:
             with suppress(UserError):
                 metrics.write(event.metric, **asdict(event))
             if isinstance(event, FaultSeen):
-                status.faults += 1
+                status.note_fault(event.kind, event.detail)
                 if event.kind == TWIN:
                     self._console.say(event.detail)
             elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
@@ -198,7 +198,7 @@ class Session:
         return listen
 
     def _train(self, trainer: Trainer, context: SessionContext, run_id: str) -> None:
-        with self._console.live(context.status, run_id):
+        with self._console.live(context.status, run_id, context.directory.metrics):
             trainer.run()
         if trainer.run_is_over:
             self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")

@@ -70,6 +70,9 @@ class ProcessCommands(Protocol):
             ManifestError: what they sent fails verification.
         """
 
+    async def fetch_tokenizer(self, *, peers: list[str], digest: str) -> bytes | None:
+        """Asks peers for the packed files of the run's tokenizer; returns None if nobody has those of `digest`."""
+
     async def check_reach(self) -> Reach:
         """Asks connected peers whether they can open connections to this one; see network/link/reach.py."""
 

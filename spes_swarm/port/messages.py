@@ -6,6 +6,7 @@ import ipaddress
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from spes_swarm.base.address import tcp_endpoint
@@ -123,6 +124,7 @@ class RunSettings:
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
     upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
+    tokenizer: Path | None = None  # packed files that other peers can ask for (data/run_tokenizer.py)
 
 
 @dataclass(frozen=True)

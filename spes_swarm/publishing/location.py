@@ -60,6 +60,11 @@ def parse_model(text: str) -> Location:
     if path.is_dir():
         return Location(None, path, None)
     if not text.startswith((".", "/", "~", FILE_SCHEME)):
+        if "/" in text and "@" not in text and path.parent.is_dir():  # a stranger could own the name
+            raise CheckpointError(
+                f"{text}: no such directory in {path.parent}; if you mean the repository of this name on the Hub, "
+                f"write {text}@main"
+            )
         with suppress(ConfigError):
             return parse_location(text, with_revision=True)
     raise CheckpointError(f"{text}: no such directory")

@@ -64,7 +64,8 @@ def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size:
         UserError: the destination cannot be written, a fact is invalid, or the tokenizer cannot be used.
     """
     with new_directory(destination) as directory:
-        write_export(snapshot.manifest, snapshot.model, snapshot.blocks, directory, max_shard_size)
+        files = snapshot.manifest, snapshot.model, snapshot.blocks
+        write_export(*files, directory, max_shard_size, snapshot.tokenizer)
         names = sorted(path for path in directory.iterdir() if path.name not in (CARD_FILE, PICTURE_FILE))
         publication = Publication(
             format=1,

@@ -21,7 +21,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import ModelConfig, RunConfig, transformers_config
 from spes_swarm.data.chat import end_of_turn
-from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.data.run_tokenizer import TokenizerPlaces, run_tokenizer
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.model.initial_weights import CONFIG_FILE, GENERATION_FILE, INDEX_FILE
 from spes_swarm.model.saved_tensors import Array, SavedTensor, saved_tensors
@@ -46,8 +46,11 @@ def write_export(
     blocks: Sequence[FloatArray],
     directory: Path,
     max_shard_size: str = MAX_SHARD_SIZE,
+    packed_tokenizer: Path | None = None,
 ) -> None:
     """Writes everything that `from_pretrained` needs, of a model on the meta device and its blocks' values.
+
+    `packed_tokenizer` is the file of the peer's output directory, needed if the run's founder made the tokenizer.
 
     Weight files are smaller than `max_shard_size` ("500MB", "1GB"), unless a single tensor is larger.
 
@@ -56,7 +59,7 @@ def write_export(
         OSError, SafetensorError: the directory cannot be written.
     """
     tensors = saved_tensors(model, layout_of(model))
-    tokenizer = run_tokenizer(manifest.run)
+    tokenizer = run_tokenizer(manifest.run, TokenizerPlaces(packed=packed_tokenizer))
     ends = _end_tokens(manifest.run.model, tokenizer)
     model.config.dtype = "float32"
     model.config.architectures = [type(model).__name__]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -39,6 +39,7 @@ class Snapshot:
     digests: tuple[bytes, ...]
     blocks: tuple[FloatArray, ...]  # values of each block
     tokens: int | None = None  # trained on by all peers together; None: unknown
+    tokenizer: Path | None = None  # its packed files, if the run's founder made it
 
     @property
     def digest(self) -> str:
@@ -90,7 +91,7 @@ def newest_snapshot(output_dir: Path, on_skipped: Callable[[str], None] = lambda
         checkpoint, complaints = load_newest(directory.checkpoints, manifest.run_id, writer, layout)
         if checkpoint is not None:
             with contextlib.suppress(FileNotFoundError):
-                snapshot = _map(checkpoint, manifest, layout)
+                snapshot = replace(_map(checkpoint, manifest, layout), tokenizer=directory.tokenizer)
                 for complaint in complaints:
                     on_skipped(complaint)
                 return snapshot

@@ -25,9 +25,11 @@ from typing import Protocol
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
 from spes_swarm.base.errors import PublicationError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.data.tokenizer import TOKENIZER_FILES, pack
 from spes_swarm.model.saved_tensors import ITEM_BYTES, Piece, SavedTensor, pieces_by_block, saved_tensors
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.protocol.consensus.layout import Layout
@@ -150,6 +152,18 @@ class PublicationSource:
         if layout.digest != self.publication.layout or len(layout.blocks) != len(self.publication.blocks):
             raise PublicationError(f"{self._files.label}: this version of transformers lays the model out differently")
         return layout, saved_tensors(model, layout)
+
+    def tokenizer(self) -> bytes | None:
+        """Returns the tokenizer's files, packed; None if there is none, or it is too large.
+
+        Raises:
+            HubError: a file cannot be fetched or stored.
+            PublicationError: a file is not what was published.
+        """
+        files = [file for file in self.publication.files if file.name in TOKENIZER_FILES]
+        if not files or sum(file.size for file in files) > MAX_TOKENIZER_BYTES:
+            return None
+        return pack({file.name: self._files.fetch(file).read_bytes() for file in files})
 
     def load(self, reference_N: FloatArray) -> LoadedReference:
         """Fetches all weight files and fills the flat reference (N,), tensor by tensor.

@@ -108,6 +108,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def tokenizer(self) -> Path:
+        """The packed files of a tokenizer that the founder made; see data/run_tokenizer.py."""
+        return self.path / "tokenizer.msgpack"
+
+    @property
     def partial_reference(self) -> Path:
         """What a newcomer has fetched so far; removed when the download is complete."""
         return self.path / "reference.partial"

@@ -117,8 +117,10 @@ class SequentialPeer:
             warn=lambda *_: None,
         )
         self.tracks, self.lineage = TrackRecords(), Lineage({})
-        # Tokens since the last commit, and those routed to each expert since it took part in a round.
-        self.tokens, self.routed_E = 0, np.zeros(self.model.layout.num_experts, dtype=np.int64)
+        # Tokens since the last commit, all and by layer and expert; those of an expert since it took part in a round.
+        num_experts = self.model.layout.num_experts
+        self.tokens, self.routed_E = 0, np.zeros(num_experts, dtype=np.int64)
+        self.routed_LE = np.zeros((len(self.model.layer_names), num_experts), dtype=np.int64)
 
     def train(self, steps: int) -> bool:
         """Does local steps after the last commit, and contributes the result; returns True if it is finite."""
@@ -130,7 +132,9 @@ class SequentialPeer:
             batch_BS = self.sampler.next_batch(training.batch_size)
             self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
-            self.routed_E += self.model.pop_routed_tokens().sum(axis=0)
+            routed_LE = self.model.pop_routed_tokens()
+            self.routed_LE += routed_LE
+            self.routed_E += routed_LE.sum(axis=0)
             self.warm_up.step(self.model, self.optimiser.step)
             self.tokens += batch_BS.size
         return self.live.contribute()
@@ -138,6 +142,7 @@ class SequentialPeer:
     def committed(self, deferred: Collection[int]) -> None:
         """Notes that a round has taken its work, except that on the `deferred` experts."""
         self.tokens = 0
+        self.routed_LE[:] = 0
         self.routed_E[[expert for expert in range(len(self.routed_E)) if expert not in deferred]] = 0
 
     def statement(self, number: int, *, leaving: bool = False) -> Statement:

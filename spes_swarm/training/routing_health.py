@@ -19,8 +19,8 @@ import numpy.typing as npt
 from spes_swarm.model.merge import layer_similarities
 from spes_swarm.protocol.members.routing_report import (
     ALIVE_LOAD,
-    DEAD_JUDGEMENTS,
     DEAD_LOAD,
+    DEAD_STEPS,
     MAX_DEAD,
     NOTHING_REPORTED,
     RoutingReport,
@@ -55,6 +55,38 @@ def load_entropies(load_LE: LayerArray) -> LayerArray:
     return entropy_L
 
 
+class DeadExperts:
+    """Decides which experts are dead on this peer's tokens; an expert of a layer is `layer * E + expert`.
+
+    Attributes:
+        dead: those that are dead.
+        judged: True after the first judgement.
+        low_steps_P: for each, the local steps with a load below `DEAD_LOAD` since it last was at least `ALIVE_LOAD`.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.dead: frozenset[int] = frozenset()
+        self.judged = False
+        self.low_steps_P = np.zeros(num_layers * num_experts, dtype=np.int64)
+        self._routed_LE = np.zeros((num_layers, num_experts), dtype=np.int64)  # since the last judgement
+        self._steps = 0
+
+    def judge(self, routed_LE: npt.NDArray[np.int64], steps: int) -> bool:
+        """Takes the routed tokens (L, E) of some steps. Returns False if they are too few to tell, and adds them up."""
+        self._routed_LE += routed_LE
+        self._steps += steps
+        if self._routed_LE.mean(axis=1).min() < _MIN_FAIR_SHARE:
+            return False
+        load_P = loads(self._routed_LE).reshape(-1)
+        self.low_steps_P[load_P < DEAD_LOAD] += self._steps
+        self.low_steps_P[load_P >= ALIVE_LOAD] = 0
+        self._routed_LE[:] = 0
+        self._steps = 0
+        self.dead = frozenset(np.flatnonzero(self.low_steps_P >= DEAD_STEPS).tolist())
+        self.judged = True
+        return True
+
+
 class RoutingHealth:
     """Collects the routers' choices between commits, judges them at each, and warns once when an expert dies."""
 
@@ -66,16 +98,15 @@ class RoutingHealth:
         shape = len(setup.model.layer_names), setup.model.layout.num_experts
         self._routed_LE = np.zeros(shape, dtype=np.int64)  # since the last commit
         self._held_copies = 0  # of these, routed to held experts
-        self._unjudged_LE = np.zeros(shape, dtype=np.int64)  # since the last judgement
-        self._judged = False
-        self._times_low_P = np.zeros(math.prod(shape), dtype=np.int64)  # judgements in a row, by `layer * E + expert`
-        self._dead: frozenset[int] = frozenset()  # on this peer's tokens, as `layer * E + expert`
+        self._steps = 0
+        self._own = DeadExperts(*shape)
         self._dead_in_swarm: frozenset[int] = frozenset()
         self.report = NOTHING_REPORTED  # for this peer's record
 
     def add_step(self, routed_LE: npt.NDArray[np.int64], held: Sequence[int]) -> None:
         """Adds the routed copies of a step's tokens (L, E); `held` are the experts that it trained."""
         self._routed_LE += routed_LE
+        self._steps += 1
         self._held_copies += int(routed_LE[:, list(held)].sum())
 
     def commit(self, round_number: int, *, evaluated: bool) -> dict[str, Any]:
@@ -89,7 +120,6 @@ class RoutingHealth:
         if copies == 0:
             return {}
         load_LE, E = loads(self._routed_LE), self._routed_LE.shape[1]
-        self._unjudged_LE += self._routed_LE
         figures: dict[str, Any] = {
             "load_entropy": _fraction(float(load_entropies(load_LE).mean())),
             "least_load": float(load_LE.min()),
@@ -111,36 +141,31 @@ class RoutingHealth:
             details |= {"similarity_mean": mean_L.round(4).tolist(), "similarity_max": max_L.round(4).tolist()}
         changed = self._judge()
         self._routed_LE[:] = 0
-        self._held_copies = 0
+        self._held_copies = self._steps = 0
+        dead = self._own.dead
         self.report = RoutingReport(
             loads=packed_loads(load_LE.mean(axis=0).tolist()),
-            dead=tuple(sorted(self._dead)[:MAX_DEAD]),
-            num_dead=len(self._dead) if self._judged else None,
+            dead=tuple(sorted(dead)[:MAX_DEAD]),
+            num_dead=len(dead) if self._own.judged else None,
         )
         figures["dead_experts"] = self.report.num_dead
         if evaluated or changed:
-            details["dead"] = [divmod(pair, E) for pair in sorted(self._dead)]
+            details["dead"] = [divmod(pair, E) for pair in sorted(dead)]
             details["dead_in_swarm"] = [divmod(pair, E) for pair in sorted(self._dead_in_swarm)]
             self._setup.metrics.write("routing", round=round_number, **details)
         return figures
 
     def _judge(self) -> bool:
         """Finds out which experts are dead, here and in the swarm; returns True if any has died or recovered."""
-        if self._unjudged_LE.mean(axis=1).min() < _MIN_FAIR_SHARE:
-            return False  # too few tokens to tell: those of the next round are added
-        load_P = loads(self._unjudged_LE).reshape(-1)
-        self._unjudged_LE[:] = 0
-        before = self._dead, self._dead_in_swarm
-        self._times_low_P = np.where(load_P < DEAD_LOAD, self._times_low_P + 1, 0)
-        still_dead = {pair for pair in self._dead if load_P[pair] < ALIVE_LOAD}
-        self._dead = frozenset(still_dead.union(np.flatnonzero(self._times_low_P >= DEAD_JUDGEMENTS).tolist()))
-        self._judged = True
+        before = self._own.dead, self._dead_in_swarm
+        if not self._own.judge(self._routed_LE, self._steps):
+            return False
         view = self._setup.network.view
         votes, others = (Counter(view.dead_votes), view.routing_reports) if view is not None else (Counter[int](), 0)
-        votes.update(self._dead)
+        votes.update(self._own.dead)
         self._dead_in_swarm = frozenset(dead_by_majority(votes, others + 1))
         self._report_changes(self._dead_in_swarm - before[1], before[1] - self._dead_in_swarm)
-        return before != (self._dead, self._dead_in_swarm)
+        return before != (self._own.dead, self._dead_in_swarm)
 
     def _report_changes(self, died: Collection[int], recovered: Collection[int]) -> None:
         if died:

@@ -159,7 +159,7 @@ class CheckpointSaver:
             if last or not checkpoints_in(setup.checkpoints):
                 raise
             setup.metrics.write("fault", kind="checkpoint", peer=setup.peer_id, detail=str(exc))
-            setup.status.faults += 1
+            setup.status.note_fault("checkpoint", str(exc))
             setup.say(f"training goes on, but {exc}")
             return
         finally:

@@ -26,7 +26,7 @@ from spes_swarm.training.ranks.group import RankGroup
 
 @dataclass
 class TrainingStatus:
-    """Status shown by the panel; written by joining and the trainer, `faults` by the network client's reader."""
+    """Status shown by the panel; written by joining and the trainer, faults also by the network client's reader."""
 
     phase: str = "starting"
     round: int = 0
@@ -43,7 +43,13 @@ class TrainingStatus:
     round_seconds: float = 0.0
     round_megabytes: float = 0.0
     faults: int = 0
+    last_fault: str = ""
     progress: float = 0.0  # of the current round, 0 to 1
+
+    def note_fault(self, kind: str, detail: str) -> None:
+        """Counts a fault, and keeps it for the panel."""
+        self.faults += 1
+        self.last_fault = f"{kind}: {detail}"
 
 
 @dataclass(kw_only=True)

@@ -310,7 +310,7 @@ class Trainer:
 
     def _note_fault(self, kind: str, detail: str) -> None:
         self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
-        self._setup.status.faults += 1
+        self._setup.status.note_fault(kind, detail)
 
     def _due(self) -> bool:
         """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""

@@ -41,7 +41,7 @@ def test_the_panel_fits_any_console(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     status = TrainingStatus(eval_loss=1.246, eval_loss_stderr=0.031, eval_round=1)
     with ascii_console() as written:
-        with PeerConsole().live(status, TEXT):
+        with PeerConsole().live(status, TEXT, Path("metrics.jsonl")):
             pass
         assert b"1.246 ? 0.031 (round 1)" in written.getvalue()
 

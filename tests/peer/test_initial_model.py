@@ -153,6 +153,16 @@ def test_its_own_tokenizer_is_the_runs(tmp_path: Path) -> None:
     assert run_from(tmp_path / "model", tokenizer={"name": "bytes"}).tokenizer.name == "bytes"
 
 
+def test_a_misspelt_directory_is_not_taken_for_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no such directory in models; .* write models/mien@main"):
+        InitialModel.find("models/mien")
+    assert InitialModel.find("models/mine").location.path == Path("models/mine")
+    assert InitialModel.find("models/mien@main").location.repo_id == "models/mien"
+    assert InitialModel.find("elsewhere/model").location.repo_id == "elsewhere/model"
+
+
 def test_the_bytes_tokenizer_of_an_export_needs_no_path(tmp_path: Path) -> None:
     save_moe(tmp_path / "model", "olmoe")
     ByteTokenizer().save(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
@@ -27,7 +28,7 @@ def shown(of: TrainingStatus) -> str:
     """The panel as text, with single spaces."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
-    with LivePanel(console, of, "title"):
+    with LivePanel(console, of, "title", Path("runs/me/metrics.jsonl")):
         pass
     return " ".join(output.getvalue().split())
 
@@ -42,3 +43,15 @@ def test_the_panel_shows_the_share_of_the_peak_where_it_is_known() -> None:
     known.teraflops, known.mfu = 412.34, 0.4167
     assert "TFLOP/s 412 MFU 41.7 %" in shown(known)
     assert "TFLOP/s 0 MFU - " in shown(TrainingStatus())
+
+
+def test_the_panel_names_the_last_fault_and_where_all_are() -> None:
+    known = status(23)
+    assert "last fault" not in shown(known)
+    known.note_fault("round", "no peer answered")
+    known.note_fault("dead_expert", "expert 7 of layer 1 is dead\x1b[2J\n[bold]")
+    panel = shown(known)
+    assert "faults seen 2" in panel
+    assert "last fault: dead_expert: expert 7 of layer 1 is dead [2J [bold]" in panel  # without control characters
+    assert "all faults: grep fault runs/me/metrics.jsonl" in panel
+    assert "no peer answered" not in panel

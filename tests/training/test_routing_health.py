@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from torch import Tensor
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.merge import layer_similarities
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model
+from spes_swarm.protocol.members.routing_report import DEAD_STEPS
 from spes_swarm.training.gradients import Gradients
-from spes_swarm.training.routing_health import load_entropies, loads
+from spes_swarm.training.routing_health import DeadExperts, load_entropies, loads
 from tests.helpers.lone_trainer import HELD, LoneTrainer, run_config
 
 E, LAYERS, TOP_K = 8, 2, 2
@@ -29,8 +30,9 @@ Make = Callable[..., LoneTrainer]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes trainers whose files are closed when the test ends."""
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes trainers whose files are closed when the test ends. An expert is dead after three of their rounds."""
+    monkeypatch.setattr("spes_swarm.training.routing_health.DEAD_STEPS", 96)
     with ExitStack() as stack:
 
         def make_one(changes: dict[str, Any] | None = None, **setup: Any) -> LoneTrainer:
@@ -134,6 +136,41 @@ def test_experts_are_as_similar_as_their_gate_projections(max_elements: int) -> 
         expected = torch.nn.functional.cosine_similarity(gates[:, None], gates[None], dim=-1)
         np.testing.assert_allclose(found[name], expected.numpy(), atol=1e-9)
     assert found[model.layer_names[1]][5, 2] == pytest.approx(1.0)
+
+
+# The rule.
+
+
+def judged(share_of_last: Sequence[float], steps: int = 5) -> list[bool]:
+    """Whether an expert with these loads, in rounds of 1,280 tokens an expert, is dead after each round."""
+    rule = DeadExperts(1, 4)
+    found = []
+    for load in share_of_last:
+        copies = round(load * 1280)
+        rest = (4 * 1280 - copies) // 3
+        assert rule.judge(np.array([[rest, rest, rest, copies]]), steps)
+        found.append(rule.dead == {3})
+    return found
+
+
+def test_an_expert_is_dead_once_it_was_low_for_as_many_steps_as_the_rule_says() -> None:
+    rounds = DEAD_STEPS // 5
+    assert judged([1.0] + [0.0] * rounds) == [False] * rounds + [True]
+    assert judged([0.0] * 5, steps=DEAD_STEPS // 3 + 1) == [False, False, True, True, True]  # longer rounds, fewer
+    assert judged([0.004] * rounds)[-1]
+
+
+def test_loads_that_swing_as_in_healthy_runs_are_no_alarm() -> None:
+    """The worst that was seen in the quickstart, an expert that is low for 16 rounds of 5 steps, again and again."""
+    assert not any(judged(([0.0] * 16 + [0.05]) * 30))
+
+
+def test_noise_around_the_limit_neither_hides_a_dead_expert_nor_revives_it() -> None:
+    rounds = DEAD_STEPS // 5
+    noisy = judged([0.002, 0.002, 0.002, 0.015] * rounds)
+    assert noisy[-1]
+    assert noisy == sorted(noisy)  # dead once and for all
+    assert judged([0.0] * rounds + [0.019, 0.03, 0.0])[-4:] == [True, True, False, False]
 
 
 # What a trainer writes.

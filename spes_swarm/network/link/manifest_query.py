@@ -1,17 +1,22 @@
-"""Asks peers for the manifest of their run."""
+"""Asks peers for the manifest of their run, and for its tokenizer if the founder made that."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
+from blake3 import blake3
+
+from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
 from spes_swarm.base.errors import BootstrapError, ProtocolError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.network.link.rpc import Rpc
 
 _CALL_TIMEOUT_S, _LEAST_TIMEOUT_S = 10.0, 2.0
 _PAUSE_S = 1.0
+_TOKENIZER_TIMEOUT_S = 60.0  # for all of it, from one peer
 
 
 async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None, timeout_s: float) -> Manifest:
@@ -36,3 +41,26 @@ async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None,
             details = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
             raise BootstrapError(f"the initial peers answer, but none of them takes part in a run: {details}")
         await asyncio.sleep(_PAUSE_S)
+
+
+async def ask_for_tokenizer(rpc: Rpc, peers: Collection[str], digest: str) -> bytes | None:
+    """Asks peers, one after the other, for packed files with this digest (hex); returns None if none delivers them."""
+    for peer in peers:
+        with suppress(OSError, ProtocolError):
+            async with asyncio.timeout(_TOKENIZER_TIMEOUT_S):
+                packed = await _tokenizer_of(rpc, peer)
+            if blake3(packed).hexdigest() == digest:
+                return packed
+    return None
+
+
+async def _tokenizer_of(rpc: Rpc, peer: str) -> bytes:
+    packed = bytearray()
+    while True:
+        answer = await rpc.call(peer, "tokenizer", {"offset": len(packed)}, _CALL_TIMEOUT_S)
+        piece, size = answer.get("piece"), answer.get("size")
+        if not isinstance(piece, bytes) or not isinstance(size, int) or size > MAX_TOKENIZER_BYTES:
+            raise ProtocolError("malformed", "not a piece of a tokenizer")
+        packed += piece
+        if not piece or len(packed) >= size:
+            return bytes(packed)

@@ -1,4 +1,4 @@
-"""A process's node in the DHT of one run, and the requests that every node answers: the time and the manifest.
+"""A process's node in the DHT of one run, and what every node answers: the time, the manifest and the tokenizer.
 
 Any connected peer can send a dictionary to be stored, or answer a search with one: up to 4 MiB of msgpack, which
 hivemind would decode by itself. So what it decodes is limited before any validator runs.
@@ -7,7 +7,9 @@ hivemind would decode by itself. So what it decodes is limited before any valida
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgpack
@@ -16,12 +18,15 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils.serializer import MSGPackSerializer
 
-from spes_swarm.base.decoding import check_msgpack
+from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES, check_msgpack
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import FaultSink
+
+_PIECE_BYTES = 1 << 20  # of a tokenizer, in one answer
 
 # The only extension that the swarm's records use. hivemind's other one, for tuples, would be decoded without a limit.
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
@@ -48,10 +53,14 @@ Trust = Callable[[set[str]], Collection[str]]
 class RunDht:
     """Joins and leaves the DHT, and keeps the swarm's time. `on_fault` gets invalid answers, and wrong clocks."""
 
-    def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: FaultSink) -> None:
+    def __init__(
+        self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: FaultSink, tokenizer: Path | None = None
+    ) -> None:
+        """`tokenizer` is a file for peers that ask for it."""
         self._daemon = daemon
         self._rpc = rpc
         self._manifest = manifest
+        self._tokenizer = tokenizer
         self._timekeeper = Timekeeper(rpc, manifest.run_id, daemon.peer_id, on_fault)
         self._node: DHTNode | None = None
         self.now = self._timekeeper.clock.now  # returns the swarm's time in Unix seconds
@@ -97,10 +106,26 @@ class RunDht:
         """Starts answering other peers."""
         await self._timekeeper.serve()
         await self._rpc.serve("manifest", self._serve_manifest)
+        if self._tokenizer is not None:
+            await self._rpc.serve("tokenizer", self._serve_tokenizer)
 
     async def _serve_manifest(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         del peer_id, request
         return dict(self._manifest.to_wire())
+
+    async def _serve_tokenizer(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id
+        offset = request.get("offset")
+        if not isinstance(offset, int) or not 0 <= offset <= MAX_TOKENIZER_BYTES:
+            raise ProtocolError("malformed", "offset of a tokenizer")
+        assert self._tokenizer is not None
+        try:
+            with self._tokenizer.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(offset)
+                return {"piece": file.read(_PIECE_BYTES), "size": size}
+        except OSError:
+            return {"error": "the tokenizer cannot be read"}
 
     async def check_time(self, trust: Trust) -> float:
         """Waits until the next clock check, then corrects the clock; returns the step in seconds."""

@@ -1,10 +1,10 @@
 """What a peer reports about its routers' choices, in a form that is small enough for its signed record.
 
-An expert is *dead* in a layer if the layer's router gives it less than `DEAD_LOAD` of its fair share of the tokens,
-several judgements in a row: early in training, loads swing so far that healthy experts get nothing for ten steps. A
-judgement takes the tokens of a round, or of several rounds if one is too short to tell. Every peer routes its own
-tokens over all experts, held or not, so each peer can judge all of them, but on its own data and on its own word. In
-the swarm an expert counts as dead only if more than half of the peers that report say so.
+An expert is *dead* in a layer if the layer's router gives it less than `DEAD_LOAD` of its fair share of the tokens for
+`DEAD_STEPS` local steps: loads swing so far that healthy experts get next to nothing for some eighty steps
+(docs/experiments.md). A judgement takes the tokens of a round, or of several rounds if one is too short to tell. Every
+peer routes its own tokens over all experts, held or not, so each peer can judge all of them, but on its own data and on
+its own word. In the swarm an expert counts as dead only if more than half of the peers that report say so.
 
 Suffixes: L layers with experts, E experts.
 """
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 DEAD_LOAD: Final = 0.01  # as a multiple of the fair share, like all loads
-DEAD_JUDGEMENTS: Final = 3  # in a row, with a lower load
-ALIVE_LOAD: Final = 0.02  # a dead expert recovers only above this, so that it does not alternate
+DEAD_STEPS: Final = 250  # of this peer, with a lower load
+ALIVE_LOAD: Final = 0.02  # an expert recovers only above this, so that it does not alternate
 
 MAX_LOADS: Final = 256  # models with more experts report no loads; the record of a peer must stay small
 MAX_DEAD: Final = 32  # dead experts that are named

@@ -1,0 +1,64 @@
+"""A run with a tokenizer that its founder made: others need neither its folder nor the Hub."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from spes_swarm import publish, tokenize
+from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
+from spes_swarm.export import export_model
+from spes_swarm.testing.local_peer import PeerProcess
+from tests.helpers.repository import ROOT
+from tests.helpers.swarm import Launch, Swarm
+
+pytestmark = pytest.mark.swarm
+
+
+def launch_in(directory: Path) -> Launch:
+    """Starts peers in this working directory. Nothing answers in the Hub's place."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
+
+    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
+        with log.open("ab") as output:
+            command = [sys.executable, "-m", "spes_swarm.join", *arguments]
+            return subprocess.Popen(command, cwd=directory, stdout=output, stderr=output, env=environment)
+
+    return launch
+
+
+def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    for name in ("founder", "friend", "copy"):
+        (tmp_path / name).mkdir()
+    own = tmp_path / "founder" / "my-bpe"
+    options = ["--tokenizer", "bpe", "--bpe-vocab-size", "270", "--output", str(own), "--processes", "1"]
+    assert tokenize.main([str(tmp_path / "text.txt"), *options]) == 0
+    for path in own.glob("*.*"):
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())  # the shards, without the tokenizer
+    train_bpe(["other words"], 260).save(tmp_path / "friend" / "my-bpe" / "tokenizer")
+    expected = load_tokenizer(own / "tokenizer").digest
+    settings = {"tokenizer": {"name": "my-bpe/tokenizer"}, "model": {"settings": {"vocab_size": 272}}}
+    with Swarm(tmp_path, settings) as running:
+        running.launch = launch_in(tmp_path / "founder")
+        founder = running.found("--data", "my-bpe", "--wait-for-peers", 2, "--max-rounds", 2)
+        running.launch = launch_in(tmp_path / "friend")
+        friend = running.join("--data", tmp_path / "copy", "--wait-for-peers", 2, "--max-rounds", 2)
+        assert [founder.wait(), friend.wait()] == [0, 0], founder.text() + friend.text()
+        assert "other peers get" in founder.text()
+        monkeypatch.chdir(tmp_path)
+        assert publish.main([str(friend.output_dir), "--to", f"file:{tmp_path / 'published'}"]) == 0
+        later = running.start(
+            "later", "--from-hub", f"file:{tmp_path / 'published'}", "--data", tmp_path / "copy", "--max-rounds", 1
+        )
+        assert later.wait() == 0, later.text()
+    export_model(later.output_dir, tmp_path / "exported")
+    assert load_tokenizer(tmp_path / "exported").digest == expected
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert loaded.decode(loaded("Train one model")["input_ids"]) == "Train one model"
