@@ -27,10 +27,10 @@ from pathlib import Path
 
 import yaml
 
+from scripts.testing.chaos.peer import accuses
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.testing.chaos.peer import accuses
-from spes_swarm.testing.local_peer import LocalPeer
 
 ROOT = Path(__file__).parent.parent
 NUM_HONEST = 4

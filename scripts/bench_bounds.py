@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench_bounds.py --rounds 60 --seeds 3
 
 Four peers train in turn in one process, with the model, schedule and data of quickstart-paper.yaml, and hold their
-rounds with the real statements, plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). The seed determines how
+rounds with the real statements, plan and bookkeeping (scripts/testing/sequential_swarm.py). The seed determines how
 many steps each peer does before a round: about the inner steps; in every tenth round, as in one that is called early,
 three peers have only begun and one has done three times its share. Both runs of a seed have the same steps on the same
 data. Prints a table and writes JSON.
@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scripts.testing.sequential_swarm import SequentialSwarm, own_orders
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, own_orders
 
 NUM_PEERS = 4
 EARLY_EVERY = 10  # rounds

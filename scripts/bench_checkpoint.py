@@ -39,6 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
+from scripts.testing.local_peer import LocalPeer
+from scripts.testing.tiny_run import tiny_run
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.protocol.consensus.layout import Layout
@@ -46,8 +48,6 @@ from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.storage.checkpoint import CheckpointMeta
 from spes_swarm.storage.checkpoint_files import Array
 from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
-from spes_swarm.testing.local_peer import LocalPeer
-from spes_swarm.testing.tiny_run import tiny_run
 
 NUM_EXPERTS, NUM_HELD = 16, 4
 PEER_ROUNDS = 7

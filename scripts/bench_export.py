@@ -42,6 +42,7 @@ from rich.table import Table
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from scripts.testing.benchmark import reset_peak, status_bytes
 from spes_swarm import export
 from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.config.file import default_config_path, load_config
@@ -56,7 +57,6 @@ from spes_swarm.publishing.snapshot import take_snapshot
 from spes_swarm.storage.checkpoint import CheckpointMeta
 from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
-from spes_swarm.testing.benchmark import reset_peak, status_bytes
 
 SHARD_SIZES = (MAX_SHARD_SIZE, "50MB")
 NOISE_STDS = (0.0, 0.02)  # exact copies, and the paper's

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench_foreign.py --steps 300 --seeds 3
 
 Four peers, each with a quarter of the experts, train in turn in one process and hold rounds with the real statements,
-plan and bookkeeping (spes_swarm/testing/sequential_swarm.py). Model and data are those of quickstart-paper.yaml,
+plan and bookkeeping (scripts/testing/sequential_swarm.py). Model and data are those of quickstart-paper.yaml,
 without expert merging and bounds. All runs of a seed have the same weights, steps and data, and differ by the form of
 the others' experts (spes_swarm/model/foreign/frozen_stack.py). `ulp` shows what chance alone does: fp32, but all
 initial weights are moved to the next larger number. Chance grows with the learning rate: with its 6e-3, rounding
@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scripts.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import load_config, paper_config_path
@@ -35,7 +36,6 @@ from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.foreign.frozen_stack import FORMS
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 
 NUM_PEERS = 4
 YARDSTICK, CHANCE = "fp32", "ulp"

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import cross_entropy_of_sequences
-from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.training.held_out import held_out_loss
 
 DRAWS = 500

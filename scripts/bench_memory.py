@@ -23,11 +23,11 @@ import psutil
 import torch
 import yaml
 
+from scripts.testing.local_peer import LocalPeer
+from scripts.testing.tiny_run import tiny_run
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload
-from spes_swarm.testing.local_peer import LocalPeer
-from spes_swarm.testing.tiny_run import tiny_run
 
 ROUNDS = 2
 SAMPLE_S = 0.4

@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 
+from scripts.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -36,7 +37,6 @@ from spes_swarm.data.sampler import Sampler
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.peer.session import Session
 from spes_swarm.storage.metrics_file import Metrics
-from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training import gradients
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.saving import CheckpointSaver

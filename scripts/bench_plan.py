@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from scripts.testing.benchmark import reset_peak, status_bytes
+from scripts.testing.tiny_run import tiny_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
-from spes_swarm.testing.benchmark import reset_peak, status_bytes
-from spes_swarm.testing.tiny_run import tiny_run
 from spes_swarm.training.gradients import Gradients, loss_weights
 
 # (hidden size, expert FFN, layers, vocabulary)

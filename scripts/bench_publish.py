@@ -30,12 +30,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench_transfer import NUM_DONORS, ROUND_S, START_S, start_donors
-
+from scripts.bench_transfer import NUM_DONORS, ROUND_S, START_S, start_donors
+from scripts.testing.local_network import LocalNetwork, enter_namespace
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.base.rate_limit import DURING_ROUNDS_SHARE
-from spes_swarm.testing.local_network import LocalNetwork, enter_namespace
-from spes_swarm.testing.local_peer import LocalPeer
 
 KINDS = ("shipped", "no limit")
 TOKEN = "hf_test_owner"

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.testing.benchmark import quickstart_run
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import build_model
-from spes_swarm.testing.benchmark import quickstart_run
 from spes_swarm.training.gradients import Gradients, GradientSource, autocast
 from spes_swarm.training.ranks.follower import follow
 from spes_swarm.training.ranks.group import RankGroup

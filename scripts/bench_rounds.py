@@ -28,8 +28,8 @@ from typing import Any
 
 import yaml
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.config.file import default_config_path, read_config_file
-from spes_swarm.testing.local_peer import LocalPeer
 
 WARM_UP_ROUNDS = 3
 PARTS = ("group", "exchange", "apply", "evaluate", "rest")

@@ -38,10 +38,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from scripts.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes
 from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
-from spes_swarm.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes
 from spes_swarm.training.gradients import Gradients
 
 TOP_K, NUM_HELD = 2, 2

@@ -32,10 +32,10 @@ from typing import Any
 
 import yaml
 
+from scripts.testing.local_network import LocalNetwork, enter_namespace
+from scripts.testing.local_peer import LocalPeer, PeerProcess
+from scripts.testing.tiny_run import tiny_run
 from spes_swarm.base.lifetime import die_with_parent
-from spes_swarm.testing.local_network import LocalNetwork, enter_namespace
-from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
-from spes_swarm.testing.tiny_run import tiny_run
 
 NUM_DONORS = 3
 KINDS = ("declared", "silent", "no limit")

@@ -26,15 +26,15 @@ from spes_swarm.base.arguments import report_interrupt
 
 report_interrupt("chaos")
 
+from scripts.testing.chaos.report import describe, fault_table, markdown, to_json, totals_table
+from scripts.testing.chaos.schedule import MIN_PEERS, Kind, draw_schedule
+from scripts.testing.chaos.swarm import ChaosSwarm, HangError
+from scripts.testing.local_network import LocalNetwork, unavailable_reason
+from scripts.testing.local_peer import LocalPeerError
+from scripts.testing.tiny_run import tiny_run
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.user_paths import remake_directory
 from spes_swarm.protocol.consensus.codec import CODECS
-from spes_swarm.testing.chaos.report import describe, fault_table, markdown, to_json, totals_table
-from spes_swarm.testing.chaos.schedule import MIN_PEERS, Kind, draw_schedule
-from spes_swarm.testing.chaos.swarm import ChaosSwarm, HangError
-from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
-from spes_swarm.testing.local_peer import LocalPeerError
-from spes_swarm.testing.tiny_run import tiny_run
 
 _MAX_HANGS = 3  # after so many the experiment ends
 

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from scripts.testing.local_peer import LocalPeer, LocalPeerError
+from scripts.testing.study.table import Estimate, efficiency
 from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
-from spes_swarm.testing.local_peer import LocalPeer, LocalPeerError
-from spes_swarm.testing.study.table import Estimate, efficiency
 
 NUM_PEERS = 4
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]

@@ -14,12 +14,12 @@ import sys
 
 import torch
 
+from scripts.testing.sequential_swarm import SequentialSwarm, own_orders
+from scripts.testing.study.arm import Arm, ArmConfig
+from scripts.testing.study.peers import initial_holdings, room_of, rules_of
+from scripts.testing.study.running import open_stream
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import load_config
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, own_orders
-from spes_swarm.testing.study.arm import Arm, ArmConfig
-from spes_swarm.testing.study.peers import initial_holdings, room_of, rules_of
-from spes_swarm.testing.study.running import open_stream
 from spes_swarm.training.routing_health import DeadExperts
 
 

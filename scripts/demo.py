@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.user_paths import remake_directory
 from spes_swarm.base.wording import loss_with_error, plural
 from spes_swarm.data.corpus import open_corpus, unigram_entropy
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.peer.panel import experts_text
-from spes_swarm.testing.local_peer import LocalPeer
 
 PROMPT = "def main():\n    "
 console = Console(highlight=False, soft_wrap=True)

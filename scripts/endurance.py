@@ -24,9 +24,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import LocalPeer
-from spes_swarm.testing.tiny_run import tiny_run
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import LocalPeer
+from scripts.testing.tiny_run import tiny_run
 
 _WARM_UP = 12  # cycles until caches, pools and tables have reached their size
 _WINDOW = 5  # cycles whose median is compared, so that one reading does not decide

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
@@ -45,7 +46,6 @@ from spes_swarm.model.kernels import KERNELS, LoopKernel
 from spes_swarm.model.output_head import IGNORED_TARGET, linear_loss
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import StepShape, step_memory
-from spes_swarm.testing.benchmark import SIZES, quickstart_run
 from spes_swarm.training.gradients import Gradients, autocast, loss_weights
 from spes_swarm.training.throughput import peak_flops
 

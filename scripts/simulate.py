@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/simulate.py --peers 256 --experts 64 --median-session 1800 --hours 24 --seed 0
 
-Runs spes_swarm/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. The size of
+Runs scripts/testing/simulation.py, and makes the byte plan of some of the rounds for a whole model. The size of
 control messages, and the cost of verifying them, are measured on real signed messages. Prints a table; --json also
 writes it to a file.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from scripts.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.link.rpc import MAX_RPC_BYTES
 from spes_swarm.protocol.consensus.layout import Layout
@@ -31,7 +32,6 @@ from spes_swarm.protocol.members.signed import seal, unseal
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement
-from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 
 BYTES_PER_VALUE = 2.0  # fp16
 RECORDS_READ_EVERY_S = 1.0  # services._REFRESH_S

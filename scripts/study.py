@@ -3,8 +3,8 @@
     .venv/bin/python scripts/study.py scripts/study/table.yaml --jobs 2
 
 Every peer has its own model, optimiser and data, and rounds go through the statements, plan, codec, merge and ownership
-of real swarms (spes_swarm/testing/sequential_swarm.py). All arms of a seed start from the same weights, and peer i
-reads the same sequences in each of them. spes_swarm/testing/study/arm.py describes the file.
+of real swarms (scripts/testing/sequential_swarm.py). All arms of a seed start from the same weights, and peer i
+reads the same sequences in each of them. scripts/testing/study/arm.py describes the file.
 
 Writes one file for each finished run, so the same command continues after an interruption, and files of arms that are
 in the same directory share their runs. Then writes table.md, table.json and, if matplotlib is installed, figures.
@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.testing.study.arm import Arm, read_study
+from scripts.testing.study.course import Outcome
+from scripts.testing.study.plots import can_plot, write_plots
+from scripts.testing.study.results import Results, settings_of
+from scripts.testing.study.running import open_stream, run_missing
+from scripts.testing.study.table import make_table, to_markdown
 from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.errors import DataError, UserError, os_errors_as
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.testing.study.arm import Arm, read_study
-from spes_swarm.testing.study.course import Outcome
-from spes_swarm.testing.study.plots import can_plot, write_plots
-from spes_swarm.testing.study.results import Results, settings_of
-from spes_swarm.testing.study.running import open_stream, run_missing
-from spes_swarm.testing.study.table import make_table, to_markdown
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -78,7 +78,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """Restores what a script changes in its process, and starts no peer; a subprocess would import torch again."""
     monkeypatch.setattr("os.environ", dict(os.environ))
     monkeypatch.setattr("sys.excepthook", sys.excepthook)
-    monkeypatch.setattr("spes_swarm.testing.local_peer.LocalPeer.__init__", _refuse)
+    monkeypatch.setattr("scripts.testing.local_peer.LocalPeer.__init__", _refuse)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield monkeypatch
     for number, handler in handlers.items():

@@ -22,6 +22,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.base.errors import DataError
 from spes_swarm.data import readers
 from spes_swarm.data.corpus import default_cache_dir, open_corpus, stdlib_files, unigram_entropy
@@ -31,7 +32,6 @@ from spes_swarm.data.readers import parse_piece, read_pieces
 from spes_swarm.data.sharding import DocumentFormat
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
-from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.token_files import token_writer
 
 BYTES = ByteTokenizer()

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm import tokenize
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.corpus import open_corpus
@@ -28,7 +29,6 @@ from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.sharding import DocumentFormat, sample_documents, write_shards
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, FastTokenizer, load_tokenizer, train_bpe
-from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
 from tests.helpers.small_disk import mounted_disk
 from tests.helpers.token_files import open_checked

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.testing.forked_peer import ForkServer
 
 
 def launch_copied() -> ForkServer:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spes_swarm.testing.local_peer import PeerProcess
+from scripts.testing.local_peer import PeerProcess
 
 
 def launch_nothing(arguments: Sequence[str], log: Path) -> PeerProcess:

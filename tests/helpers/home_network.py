@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Collection, Sequence
 
-from spes_swarm.testing.local_network import LocalNetwork, LocalNetworkError, enter_namespace, set_kernel
+from scripts.testing.local_network import LocalNetwork, LocalNetworkError, enter_namespace, set_kernel
 
 _LAN_ROUTER, LAN_HOST = "192.168.77.1", "192.168.77.2"  # inside every home network
 _TIMEOUT_S = 30.0

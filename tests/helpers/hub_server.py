@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from spes_swarm.testing.local_peer import PATIENCE_S, PeerProcess
+from scripts.testing.local_peer import PATIENCE_S, PeerProcess
 from tests.helpers.repository import ROOT
 
 TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_stranger"

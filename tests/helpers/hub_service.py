@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from spes_swarm.testing.local_peer import PATIENCE_S
+from scripts.testing.local_peer import PATIENCE_S
 from tests.helpers.hub_server import READ_TOKEN, STRANGER_TOKEN, TOKEN, USER
 
 _PIECE = 64 * 1024

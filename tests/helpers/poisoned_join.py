@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.training import trainer
 
 

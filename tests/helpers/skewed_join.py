@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
 from spes_swarm.network.link import clock
-from spes_swarm.testing.forked_peer import ForkServer
 
 
 def launch_skewed(seconds: float) -> ForkServer:

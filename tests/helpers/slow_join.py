@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.testing.forked_peer import ForkServer
 from spes_swarm.training import trainer
 
 _POLL_S = 0.01

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
-from spes_swarm.testing.forked_peer import ForkServer
 
 MARK = "spinning"  # a file in the output directory: the phase has begun
 

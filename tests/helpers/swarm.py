@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import yaml
 
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
-from spes_swarm.testing.tiny_run import tiny_run
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import LocalPeer, PeerProcess
+from scripts.testing.tiny_run import tiny_run
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from spes_swarm.testing.local_peer import LocalPeer, PeerProcess
+from scripts.testing.local_peer import LocalPeer, PeerProcess
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2

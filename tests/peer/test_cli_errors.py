@@ -21,13 +21,13 @@ import psutil
 import pytest
 import yaml
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import ByteTokenizer
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.storage.run_directory import RunDirectory
-from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.moe_models import REFUSED, save_moe
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
@@ -40,7 +40,7 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 _MARK = "SPES_TEST_MARK"
-_CONTEXT = multiprocessing.get_context("forkserver")  # its imports: spes_swarm/testing/forked_peer.py
+_CONTEXT = multiprocessing.get_context("forkserver")  # its imports: scripts/testing/forked_peer.py
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def command(*arguments: Any) -> Outcome:
 
 
 def join(*arguments: Any, out: Path) -> Outcome:
-    """The same, spared the seconds of imports (see spes_swarm/testing/forked_peer.py)."""
+    """The same, spared the seconds of imports (see scripts/testing/forked_peer.py)."""
     started = time.monotonic()
     every = [*map(str, arguments), "--output-dir", str(out)]
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.local_peer import PATIENCE_S
+from scripts.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.slow

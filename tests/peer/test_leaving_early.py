@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer, PeerProcess
 from spes_swarm.base.errors import LeftEarlyError
 from spes_swarm.peer.stop_signals import STOPPED, StopSignals
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, PeerProcess
 from tests.helpers.repository import ROOT
 from tests.helpers.spinning_join import MARK, launch_spinning
 from tests.helpers.swarm import swarm

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm import publish
 from spes_swarm.export import export_model
 from spes_swarm.publishing import client
 from spes_swarm.publishing.publication import PUBLICATION_FILE, parse_publication, read_export
-from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.hub_server import TOKEN, HubServer
 from tests.helpers.publications import assert_complete, manifest_of, output_dir, packed
 from tests.helpers.repository import ROOT

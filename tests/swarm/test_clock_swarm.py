@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hivemind.dht import DHTNode
 
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.network.link.clock import TOLERANCE_S, Timekeeper
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.dht_clock import in_hivemind
 from tests.helpers.hostile_peer import joined
 from tests.helpers.rounds import identity

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.copied_join import launch_copied
 from tests.helpers.swarm import Swarm, swarm
 

@@ -14,10 +14,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.config.file import continued_config_path
 from spes_swarm.data.tokenizer import train_bpe
 from spes_swarm.export import export_model
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.chat_tokenizer import save_chat_tokenizer
 from tests.helpers.hub_server import HubServer, launch_by_itself
 from tests.helpers.moe_models import save_moe

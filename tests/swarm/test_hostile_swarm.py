@@ -17,6 +17,8 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
@@ -29,8 +31,6 @@ from spes_swarm.protocol.members.records import Lease
 from spes_swarm.protocol.members.signed import seal
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.statement import Statement, seal_statement
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers import hostile_peer
 from tests.helpers.hostile_peer import MODES, joined
 from tests.helpers.rounds import identity

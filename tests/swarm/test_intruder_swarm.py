@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers import intruder
 from tests.helpers.swarm import equal_digests, swarm
 

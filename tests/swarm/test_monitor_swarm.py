@@ -15,9 +15,9 @@ from typing import Any, Self
 import jsonschema
 import pytest
 
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.schema import STATE_SCHEMA
-from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import Swarm, swarm
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import PATIENCE_S
 from tests.helpers import noise_peer
 from tests.helpers.swarm import equal_digests, swarm
 

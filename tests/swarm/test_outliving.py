@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.network.round.gathering import rank
 from spes_swarm.storage.checkpoint import load_newest
-from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import launch_slow, launch_slower_than
 from tests.helpers.swarm import equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout

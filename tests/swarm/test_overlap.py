@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import LocalPeer
 from tests.helpers.swarm import equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from scripts.testing.local_peer import PeerProcess
 from spes_swarm import publish, tokenize
 from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
 from spes_swarm.export import export_model
-from spes_swarm.testing.local_peer import PeerProcess
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import Launch, Swarm
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_network import LocalNetwork, unavailable_reason
-from spes_swarm.testing.local_peer import LocalPeer
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_network import LocalNetwork, unavailable_reason
+from scripts.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import sleeping_main
 from tests.helpers.swarm import SWARM_RUN, equal_digests, merged
 

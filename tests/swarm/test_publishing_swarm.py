@@ -12,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
 from tests.helpers.hub_server import STRANGER_TOKEN, TOKEN, HubServer, launch_by_itself
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import TINY_RUN, merged

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
 from tests.helpers.torchrun import NUM_RANKS, launch_ranks, rank_process
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_network import LocalNetwork, enter_namespace, unavailable_reason
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.join import main
 from spes_swarm.network.link import links
 from spes_swarm.storage.checkpoint import load_newest
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_network import LocalNetwork, enter_namespace, unavailable_reason
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.home_network import LAN_HOST, HomeNetwork
 from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import LocalPeer
 from tests.helpers.swarm import PATIENT, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import LocalPeer
 from tests.helpers.repository import ROOT
 from tests.helpers.swarm import REASONABLE_S, Swarm, swarm
 from tests.helpers.token_files import save_headerless

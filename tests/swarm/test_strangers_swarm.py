@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.network.link import clock
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.rounds import identity
 from tests.helpers.slow_join import sleeping_main
 from tests.helpers.strangers import CLAIMS, connected_strangers, haunt

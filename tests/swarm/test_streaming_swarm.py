@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, Deal, Piece
 from spes_swarm.storage.checkpoint import checkpoints_in
-from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.hub_server import HubServer, launch_by_itself
 from tests.helpers.streamed_data import save_jsonl
 from tests.helpers.swarm import PATIENT, REASONABLE_S, swarm

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, SWARM_RUN, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout

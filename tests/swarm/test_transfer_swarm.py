@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from spes_swarm.testing.local_peer import PATIENCE_S, LocalPeer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from tests.helpers.swarm import Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.convert.upcycling import upcycle
 from spes_swarm.model.initial_weights import load_initial_reference, model_section
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.testing.local_peer import LocalPeer
 from tests.helpers.swarm import TINY_RUN, Swarm
 from tests.helpers.upcycling_models import options, save_dense
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.testing.chaos.peer import ChaosPeer
-from spes_swarm.testing.chaos.report import (
+from scripts.testing.chaos.peer import ChaosPeer
+from scripts.testing.chaos.report import (
     PROBLEMS,
     Attempt,
     Commit,
@@ -30,7 +30,7 @@ from spes_swarm.testing.chaos.report import (
     totals,
     totals_table,
 )
-from spes_swarm.testing.chaos.schedule import (
+from scripts.testing.chaos.schedule import (
     ENDING,
     MIN_PEERS,
     STARTING,
@@ -42,7 +42,7 @@ from spes_swarm.testing.chaos.schedule import (
     draw_schedule,
     split_in_two,
 )
-from spes_swarm.testing.local_peer import Event, LocalPeer
+from scripts.testing.local_peer import Event, LocalPeer
 from tests.helpers.empty_process import launch_nothing
 from tests.helpers.repository import ROOT
 

@@ -15,13 +15,13 @@ from typing import TypeVar
 
 import pytest
 
-from spes_swarm.testing.local_network import (
+from scripts.testing.local_network import (
     LocalNetwork,
     LocalNetworkError,
     enter_namespace,
     unavailable_reason,
 )
-from spes_swarm.testing.local_peer import PATIENCE_S
+from scripts.testing.local_peer import PATIENCE_S
 from tests.helpers.home_network import LAN_HOST, HomeNetwork
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ def test_nothing_is_left_behind() -> None:
     assert network.namespace(0) not in namespaces()
     # A process that is killed cannot clean up; the next one does.
     script = (
-        "import os, signal; from spes_swarm.testing.local_network import LocalNetwork; "
+        "import os, signal; from scripts.testing.local_network import LocalNetwork; "
         "LocalNetwork(1).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen([sys.executable, "-c", script]) as killed:

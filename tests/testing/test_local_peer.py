@@ -7,7 +7,7 @@ import os
 import threading
 from pathlib import Path
 
-from spes_swarm.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import LocalPeer
 from tests.helpers.empty_process import launch_nothing
 
 NUM_EVENTS = 3000

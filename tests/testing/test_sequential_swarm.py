@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scripts.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.repository import ROOT
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from scripts.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Form, make_plan
 from spes_swarm.protocol.rounds.statement import Group
-from spes_swarm.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from tests.helpers.rounds import small_layout
 from tests.helpers.unsigned_groups import group, member
 

@@ -16,20 +16,20 @@ import pytest
 import torch
 import yaml
 
+from scripts.testing.sequential_swarm import SequentialPeer, SequentialSwarm, own_orders
+from scripts.testing.study.arm import Arm, OuterConfig, Study, read_study
+from scripts.testing.study.course import Outcome, run_arm
+from scripts.testing.study.momentum import share_momentum
+from scripts.testing.study.outer import OuterNesterov
+from scripts.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
+from scripts.testing.study.results import key_of, settings_of
+from scripts.testing.study.running import run_missing
+from scripts.testing.study.table import Estimate, make_table, steps_to, to_markdown
 from spes_swarm.base.errors import ConfigError, DataError
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.testing.sequential_swarm import SequentialPeer, SequentialSwarm, own_orders
-from spes_swarm.testing.study.arm import Arm, OuterConfig, Study, read_study
-from spes_swarm.testing.study.course import Outcome, run_arm
-from spes_swarm.testing.study.momentum import share_momentum
-from spes_swarm.testing.study.outer import OuterNesterov
-from spes_swarm.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
-from spes_swarm.testing.study.results import key_of, settings_of
-from spes_swarm.testing.study.running import run_missing
-from spes_swarm.testing.study.table import Estimate, make_table, steps_to, to_markdown
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from tests.helpers.repository import ROOT

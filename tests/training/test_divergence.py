@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.errors import DivergenceError
-from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.training.divergence import DivergenceGuard
 from tests.helpers.poisoned_join import launch_poisoned
 from tests.helpers.swarm import equal_digests, swarm

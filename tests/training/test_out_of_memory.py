@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.errors import CapacityError, DataError, DataStoppedError
 from spes_swarm.storage.checkpoint import checkpoints_in, read_content
-from spes_swarm.testing.local_peer import LocalPeer
 from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
 from tests.helpers.lone_trainer import LoneTrainer, StubSampler, run_config
 from tests.helpers.repository import ROOT

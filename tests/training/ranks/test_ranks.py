@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.base.errors import ConfigError, RankError
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage, StagedStorage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
-from spes_swarm.testing.local_peer import PATIENCE_S
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup

@@ -14,8 +14,8 @@ from typing import TextIO
 
 import pytest
 
+from scripts.testing.forked_peer import ForkedPeer, ForkServer
 from spes_swarm import join
-from spes_swarm.testing.forked_peer import ForkedPeer, ForkServer
 from tests.helpers import rank_trainer
 from tests.helpers.lone_trainer import read_events
 from tests.helpers.rank_trainer import INNER_STEPS, OTHERS, ROUNDS

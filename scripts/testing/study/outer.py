@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from scripts.testing.study.arm import OuterConfig
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.testing.study.arm import OuterConfig
 
 
 class OuterNesterov:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from spes_swarm.testing.chaos.report import Attempt
-from spes_swarm.testing.local_peer import Event, LocalPeer
+from scripts.testing.chaos.report import Attempt
+from scripts.testing.local_peer import Event, LocalPeer
 
 # Only a lying member can be named for these; a lost connection can happen to any peer.
 _LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weight"})

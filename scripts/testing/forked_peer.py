@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+from scripts.testing.local_network import enter_namespace
 from spes_swarm import join
 from spes_swarm.base.arguments import end_program
-from spes_swarm.testing.local_network import enter_namespace
 
 Main = Callable[[list[str]], int]  # a module-level function: the server finds it by its name
 

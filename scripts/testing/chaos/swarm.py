@@ -20,12 +20,8 @@ from typing import Any, Self
 import psutil
 import yaml
 
-from spes_swarm.base.errors import SwarmError
-from spes_swarm.config.round_clock import RoundClock
-from spes_swarm.network.round.gathering import rank
-from spes_swarm.storage.run_directory import RunDirectory
-from spes_swarm.testing.chaos.peer import ChaosPeer
-from spes_swarm.testing.chaos.report import (
+from scripts.testing.chaos.peer import ChaosPeer
+from scripts.testing.chaos.report import (
     Commit,
     Outcome,
     Problem,
@@ -35,10 +31,14 @@ from spes_swarm.testing.chaos.report import (
     phase_at,
     totals,
 )
-from spes_swarm.testing.chaos.schedule import ENDING, STARTING, Fault, Kind, Phase, Role, split_in_two
-from spes_swarm.testing.forked_peer import ForkServer
-from spes_swarm.testing.local_network import LocalNetwork
-from spes_swarm.testing.local_peer import LocalPeer, LocalPeerError
+from scripts.testing.chaos.schedule import ENDING, STARTING, Fault, Kind, Phase, Role, split_in_two
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_network import LocalNetwork
+from scripts.testing.local_peer import LocalPeer, LocalPeerError
+from spes_swarm.base.errors import SwarmError
+from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.network.round.gathering import rank
+from spes_swarm.storage.run_directory import RunDirectory
 
 _POLL_S = 0.05
 _AIM_S = 0.005  # while waiting for the time of a fault

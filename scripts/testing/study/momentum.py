@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scripts.testing.sequential_swarm import SequentialPeer
 from spes_swarm.protocol.consensus.codec import Codec
-from spes_swarm.testing.sequential_swarm import SequentialPeer
 from spes_swarm.training.optimiser.moment_storage import MOMENTUM
 
 

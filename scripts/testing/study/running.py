@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from scripts.testing.study.arm import Arm, Study
+from scripts.testing.study.course import Outcome, run_arm
+from scripts.testing.study.results import Results, settings_of
 from spes_swarm.base.errors import CapacityError
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
-from spes_swarm.testing.study.arm import Arm, Study
-from spes_swarm.testing.study.course import Outcome, run_arm
-from spes_swarm.testing.study.results import Results, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)

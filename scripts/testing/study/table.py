@@ -13,8 +13,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spes_swarm.testing.study.arm import Arm, Study
-from spes_swarm.testing.study.course import Outcome
+from scripts.testing.study.arm import Arm, Study
+from scripts.testing.study.course import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from blake3 import blake3
 
+from scripts.testing.study.arm import Arm, OuterConfig
+from scripts.testing.study.course import Outcome
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.strict import Section
-from spes_swarm.testing.study.arm import Arm, OuterConfig
-from spes_swarm.testing.study.course import Outcome
 
 # Part of every digest: raise it when equal settings give other numbers than before, or a setting has a new default.
 CODE_VERSION = 1

@@ -13,8 +13,8 @@ from itertools import combinations
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from scripts.testing.chaos.schedule import Fault, Kind, Phase, Role
 from spes_swarm.base.wording import plural
-from spes_swarm.testing.chaos.schedule import Fault, Kind, Phase, Role
 
 
 class Commit(NamedTuple):

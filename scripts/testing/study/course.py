@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scripts.testing.sequential_swarm import SequentialPeer, SequentialSwarm
+from scripts.testing.study.arm import Arm, ArmConfig, ChurnConfig
+from scripts.testing.study.momentum import share_momentum
+from scripts.testing.study.outer import OuterNesterov
+from scripts.testing.study.peers import JoinedSamplers, initial_holdings, peer_sampler, room_of, rules_of
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.testing.sequential_swarm import SequentialPeer, SequentialSwarm
-from spes_swarm.testing.study.arm import Arm, ArmConfig, ChurnConfig
-from spes_swarm.testing.study.momentum import share_momentum
-from spes_swarm.testing.study.outer import OuterNesterov
-from spes_swarm.testing.study.peers import JoinedSamplers, initial_holdings, peer_sampler, room_of, rules_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scripts.testing.sequential_swarm import own_orders
+from scripts.testing.study.arm import ArmConfig
 from spes_swarm.base.errors import DataError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource, Cursor
 from spes_swarm.data.dealing import Permutation
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.protocol.ownership.reassignment import Holding, Rules, reassign
-from spes_swarm.testing.sequential_swarm import own_orders
-from spes_swarm.testing.study.arm import ArmConfig
 
 
 class JoinedSamplers(BatchSource):

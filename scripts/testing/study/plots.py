@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from scripts.testing.study.arm import Study
+from scripts.testing.study.table import Estimate, Lookup, Row
 from spes_swarm.base.errors import DataError, os_errors_as
-from spes_swarm.testing.study.arm import Study
-from spes_swarm.testing.study.table import Estimate, Lookup, Row
 
 _DOTS_PER_INCH: Final = 100
 _BLUE, _GREY = "#0072B2", "#666666"
