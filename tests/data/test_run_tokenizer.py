@@ -80,7 +80,7 @@ def test_files_of_the_founder_get_a_name_that_is_no_path_and_no_hub_name(here: P
     assert label == "my-bpe/tokenizer"
     tokenizer = load_tokenizer(here / "my-bpe" / "tokenizer")
     assert isinstance(tokenizer, FastTokenizer)
-    assert (run.tokenizer.digest, digest) == (tokenizer.digest, blake3(pack(tokenizer.files)).hexdigest())
+    assert (run.tokenizer.digest, digest) == (tokenizer.digest, blake3(pack(tokenizer.all_files)).hexdigest())
     assert str(here) not in run.tokenizer.name
     assert hub == []
     with pytest.raises(DataError, match="no such file"):

@@ -7,7 +7,13 @@ import pytest
 from spes_swarm.join import main
 from spes_swarm.peer.stop_signals import StopSignals
 
-TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 
 
 @pytest.fixture(autouse=True)
