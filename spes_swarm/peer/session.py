@@ -26,6 +26,7 @@ from spes_swarm.port.commands import Event, FaultSeen
 from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.twin import TWIN
+from spes_swarm.protocol.rounds.track_record import STANDSTILL
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import open_metrics
@@ -186,7 +187,7 @@ class Session:
                 metrics.write(event.metric, **asdict(event))
             if isinstance(event, FaultSeen):
                 status.note_fault(event.kind, event.detail)
-                if event.kind == TWIN:
+                if event.kind in (TWIN, STANDSTILL):
                     self._console.say(event.detail)
             elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
                 said_at = time.monotonic()

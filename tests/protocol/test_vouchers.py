@@ -144,13 +144,14 @@ def test_peers_that_only_ever_failed_are_not_remembered_for_long() -> None:
     assert len(tracks._failed) <= RECENT_ROUNDS + 1
 
 
-def test_missing_parts_of_the_shared_layers_are_counted_in_a_row() -> None:
+def test_shared_layers_that_stand_still_raise_an_alarm_every_three_rounds() -> None:
     tracks = TrackRecords()
-    counts = []
-    for number, stalled in enumerate((True, True, True, False, True)):
+    alarms = []
+    for number, stalled in enumerate([True] * 6 + [False] + [True] * 3):
         tracks.committed(number, [], [], stalled=stalled)
-        counts.append(tracks.stalled_rounds)
-    assert counts == [1, 2, 3, 0, 1]
+        if (alarm := tracks.standstill()) is not None:
+            alarms.append((number, alarm.kind, "3 rounds in a row" in alarm.detail))
+    assert alarms == [(2, "standstill", True), (5, "standstill", False), (9, "standstill", True)]
 
 
 def honest(num_honest: int) -> list[bytes]:

@@ -70,7 +70,7 @@ def test_a_stranger_neither_stops_nor_steers_the_shared_layers(tmp_path: Path, k
             assert [peer.rounds()[number]["parts_missing"] for peer in peers] == [0] * NUM_HONEST
         losses = {number: event["eval_loss"] for number, event in peers[0].rounds().items()}
         assert losses[last] < losses[first + 2] < UNTRAINED_LOSS
-        assert not [fault for peer in peers for fault in peer.events("fault") if fault["kind"] == "stalled"]
+        assert not [fault for peer in peers for fault in peer.events("fault") if fault["kind"] == "standstill"]
 
 
 def test_a_stranger_that_claims_work_is_waited_for_twice_and_then_left_out(tmp_path: Path) -> None:

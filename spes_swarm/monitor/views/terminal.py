@@ -17,6 +17,7 @@ from rich.text import Text
 from spes_swarm.base.wording import amount, cut, loss, plural, ranges, seconds, with_error
 from spes_swarm.monitor.figures import agreement, curve, dead_experts, name_of, peer_words, refusals, routing_words
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, PeerState, StateSource, SwarmState
+from spes_swarm.protocol.rounds.track_record import STANDSTILL
 
 _LEAST_WIDTH: Final = 40
 _FRAME_CHARS: Final = 4
@@ -227,7 +228,8 @@ def _troubles(state: SwarmState) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for fault in state.faults[-_FAULTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(fault.time))
-        lines.append(Text(f"fault at {at}: {fault.kind}, reported by {name_of(state, fault.peer_id)}", "yellow"))
+        style = "bold red" if fault.kind == STANDSTILL else "yellow"
+        lines.append(Text(f"fault at {at}: {fault.kind}, reported by {name_of(state, fault.peer_id)}", style))
     if state.refused:
         lines.append(Text(f"records refused: {refusals(state)}", style="yellow"))
     return lines

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import RoundError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
@@ -27,9 +27,6 @@ from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
-
-# After so many rounds in a row with missing parts of the shared layers, training is in danger: an alarm is raised.
-STALLED_ROUNDS = 3
 
 
 @dataclass(eq=False)
@@ -158,12 +155,8 @@ class SyncRounds:
         standing.exchanged(delivered, owing - {run.identity.peer_id})
         run.roster.committed(delivered, absent | idle)
         books.record_commit(run.tracks)
-        stalled = run.tracks.stalled_rounds
-        if stalled and stalled % STALLED_ROUNDS == 0:
-            error = f"parts of the shared layers have not been averaged for {stalled} rounds in a row"
-            self.exchange.on_fault(
-                run.identity.peer_id, ProtocolError("stalled", f"{error}; `missing` faults name who failed")
-            )
+        if (alarm := run.tracks.standstill()) is not None:
+            self.exchange.on_fault(run.identity.peer_id, alarm)
         staying = [member.peer_id for member in group.members if not member.statement.leaving]
         run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
 

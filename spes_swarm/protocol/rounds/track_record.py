@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
 
@@ -18,6 +19,8 @@ NUM_FIRST_COMMITS = 5
 _MAX_DOUBLINGS = 3  # to MAX_EARNED_RATIO
 # A peer may reduce if its work is in one of the last rounds, and none of the parts that it reduced in them was missing.
 RECENT_ROUNDS = 8
+# After so many rounds in a row with missing parts of the shared layers, peers raise an alarm: a fault of this kind.
+STANDSTILL_ROUNDS, STANDSTILL = 3, "standstill"
 _FORGET_ROUNDS = 256  # a peer that took part in none of so many rounds is forgotten
 # The remembered RMS decays by at most this factor per round: a round that is called early says little about it.
 _FADING = 0.8
@@ -94,6 +97,13 @@ class TrackRecords:
         delivered, failed = self._delivered.get(peer_id), self._failed.get(peer_id)
         oldest = round_number - RECENT_ROUNDS
         return delivered is not None and delivered >= oldest and (failed is None or failed < oldest)
+
+    def standstill(self) -> ProtocolError | None:
+        """Returns an alarm after every STANDSTILL_ROUNDS commits in a row without parts of the shared block."""
+        if self.stalled_rounds == 0 or self.stalled_rounds % STANDSTILL_ROUNDS:
+            return None
+        what = f"parts of the shared layers have not been averaged for {self.stalled_rounds} rounds in a row"
+        return ProtocolError(STANDSTILL, f"{what}; `missing` faults name who failed to deliver them")
 
     def agreement(self, peer_id: str, left: float) -> float:
         """The usual share of a peer's deviations that clipping leaves: half this round's `left`, half so far.
