@@ -105,5 +105,5 @@ def test_the_files_of_spes_and_olmo_are_trained_on_as_they_are(tmp_path: Path) -
         assert refused.wait() == 2
         line = refused.text().splitlines()[-1]
         assert line.startswith("join: ")
-        assert "0_0.npy has no .npy header, and its content is not of the run's vocabulary of 257 tokens" in line
+        assert "0_0.npy has no .npy header and does not hold ids of the run's vocabulary of 257 tokens" in line
         assert not refused.events("sync")
