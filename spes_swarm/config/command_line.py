@@ -1,4 +1,4 @@
-"""The parser of all commands: its mistakes are one line, and a word that is no flag leads to what was meant."""
+"""The parser of all commands: its mistakes are one line, and an unknown flag leads to what was meant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake; a word that is no flag is usually the reason for the others."""
+        """Called by argparse for every mistake; an unknown flag is usually the reason for the others."""
         flags = self._option_string_actions
         for word in takewhile(lambda word: word != "--", self._words):
             flag = word.partition("=")[0]
@@ -52,16 +52,16 @@ class OneLineParser(argparse.ArgumentParser):
                 keys.setdefault("_".join(parts[start:]), []).append(key)
         close = [name] if name in own or name in keys else difflib.get_close_matches(name, [*own, *keys], 1, 0.75)
         if not close:
-            return f"{flag} is no flag; see --help"
+            return f"unknown flag {flag}; see --help"
         settings = keys.get(close[0], [])
         of_peer = [key.removeprefix("peer.") for key in settings if key.startswith("peer.")]
         for meant in (close[0], *of_peer):
             if meant in own:
-                return f"{flag} is no flag, did you mean {own[meant]}?"
+                return f"unknown flag {flag}, did you mean {own[meant]}?"
         if len(of_peer) == len(settings) and "output_dir" not in own:
-            return f"{flag} is no flag of this command; see python -m spes_swarm.join --help"
+            return f"{flag} is not a flag of this command; see python -m spes_swarm.join --help"
         where = "--config" if "config" in own else "--config of python -m spes_swarm.join"
-        return f"{flag} is no flag; set {' or '.join(settings[:3])} in a configuration, see {where}"
+        return f"unknown flag {flag}; set {' or '.join(settings[:3])} in a configuration, see {where}"
 
 
 def _name(flag: str) -> str:

@@ -68,8 +68,15 @@ def founded_tokenizer(run: RunConfig, places: TokenizerPlaces) -> tuple[Tokenize
     described = dataclasses.replace(run.tokenizer, digest=tokenizer.digest)
     if path is not None and isinstance(tokenizer, FastTokenizer):
         packed = pack(tokenizer.all_files)
+        if len(packed) > MAX_TOKENIZER_BYTES:
+            raise DataError(
+                f"the files of tokenizer {str(path)!r} have {len(packed) >> 20} MiB, but at most "
+                f"{MAX_TOKENIZER_BYTES >> 20} MiB can be handed to other peers: remove those that it does not need"
+            )
         _store(places, packed)
-        described = dataclasses.replace(described, name=f"local:{_label(path)}:{blake3(packed).hexdigest()}")
+        described = dataclasses.replace(
+            described, name=f"local:{_label(path.absolute().parts)}:{blake3(packed).hexdigest()}"
+        )
     return tokenizer, described
 
 
@@ -112,14 +119,15 @@ def is_same_tokenizer(given: TokenizerConfig, run: TokenizerConfig) -> bool:
     except UserError:
         path = None
     if path is None:  # the founder's configuration, on another machine
-        return _label(Path(given.name)) == run.local[0]
+        named = [part for part in Path(given.name).parts if part not in ("..", "/")]
+        return f"/{run.local[0]}".endswith(f"/{_label(named)}")
     with suppress(UserError):
         return load_tokenizer(path).digest == run.digest
     return False
 
 
-def _label(path: Path) -> str:
-    return re.sub(r"[^A-Za-z0-9._/+-]+", "-", "/".join(path.absolute().parts[-2:]))[-64:]
+def _label(parts: Sequence[str]) -> str:
+    return re.sub(r"[^A-Za-z0-9._/+-]+", "-", "/".join(parts[-2:]))[-64:]
 
 
 def _find(wanted: TokenizerConfig, places: TokenizerPlaces) -> Tokenizer:
@@ -127,7 +135,7 @@ def _find(wanted: TokenizerConfig, places: TokenizerPlaces) -> Tokenizer:
         return _find_local(*wanted.local, wanted.digest, places)
     if wanted.digest is None or wanted.name == BYTES:
         return load_tokenizer(wanted.name)
-    # In manifests of earlier versions the name may also be a path of the founder's.
+    # A manifest may also name a path of the founder's.
     with suppress(DataError):
         if local_path(wanted.name) is not None and (found := load_tokenizer(wanted.name)).digest == wanted.digest:
             return found
@@ -155,8 +163,8 @@ def _find_local(label: str, packed_digest: str, digest: str | None, places: Toke
         return equal
     copy = f" (or {places.packed.name} of another peer's output directory to {places.packed})" if places.packed else ""
     raise DataError(
-        f"the run uses the tokenizer {label!r} of its founder (digest {(digest or packed_digest)[:12]}), which no peer "
-        f"delivers and which is not beside the data: copy its folder into that of your --data{copy}"
+        f"the run uses the tokenizer {label!r} of its founder (digest {(digest or packed_digest)[:12]}). It "
+        f"is not alongside the data, and no peer has it: copy its folder into that of your --data{copy}"
     )
 
 
@@ -167,8 +175,8 @@ def _candidates(label: str, packed_digest: str, places: TokenizerPlaces) -> Iter
             if places.packed.stat().st_size <= MAX_TOKENIZER_BYTES:
                 yield places.packed.read_bytes()
     yield from _beside(places.folders, label)
-    for packed in (places.published(), places.ask_peers(packed_digest)):
-        if packed is not None:
+    for ask in (places.published, lambda: places.ask_peers(packed_digest)):
+        if (packed := ask()) is not None:
             yield packed
 
 

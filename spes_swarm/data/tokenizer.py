@@ -388,21 +388,21 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer  # takes seconds to import; "bytes" and tokenizer.json do not need it
 
-    def attempt(local: bool) -> Any:
+    def attempt(local: bool) -> tuple[str, Any]:
         place = source
         if revision is not None and Path(source).exists():  # transformers would load the directory of this name
             place = snapshot_download(source, revision=revision, allow_patterns=list(_NEEDED), local_files_only=local)
-        return AutoTokenizer.from_pretrained(
+        return place, AutoTokenizer.from_pretrained(
             place, revision=revision or "main", trust_remote_code=False, local_files_only=local
         )
 
     try:
         try:
-            loaded = attempt(True)
+            place, loaded = attempt(True)
         except (OSError, ValueError):
             if local_files_only:
                 raise
-            loaded = attempt(False)
+            place, loaded = attempt(False)
     except Exception as exc:  # the hub client, transformers and tokenizers each raise their own types
         reason = " ".join(str(exc).split())[:300]
         if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a missing part of a file
@@ -424,7 +424,7 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
         loaded.save_pretrained(directory, save_jinja_files=not isinstance(templates, dict))
         files = {path.name: path.read_bytes() for path in sorted(Path(directory).iterdir()) if path.is_file()}
     found = FastTokenizer(name, tokenizers.Tokenizer.from_str(backend.to_str()), loaded.eos_token, files)
-    found.originals = _originals(source, revision, json.loads(files[_CONFIG]), has_templates=bool(templates))
+    found.originals = _originals(place, revision, json.loads(files[_CONFIG]), has_templates=bool(templates))
     return found
 
 

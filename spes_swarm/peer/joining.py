@@ -103,7 +103,7 @@ class Joining:
             (self._find_run, "looking for the run"),
             (self._settle_reach, "finding out whether others can connect to this peer"),
             (self._open_data, "opening the data"),
-            (self._make_room, "laying the model out"),
+            (self._make_room, "computing the model's layout"),
             (self._fill_reference, "reading weights"),
             (self._enter_swarm, "entering the swarm"),
             (self._obtain_reference, "fetching the swarm's weights"),

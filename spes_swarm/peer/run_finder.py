@@ -174,7 +174,7 @@ class RunFinder:
         assert run is not None  # preflight.check_run has rejected that
         tokenizer, described = founded_tokenizer(run, self.tokenizer_places(run))
         if described.local is not None:
-            self.console.say(f"tokenizer {tokenizer.name}: files of this machine, which other peers get from the swarm")
+            self.console.say(f"tokenizer {tokenizer.name} is local; other peers get it from the swarm")
         run = dataclasses.replace(run, tokenizer=described)
         run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
         model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)

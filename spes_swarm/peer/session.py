@@ -41,7 +41,7 @@ _SAY_PROGRESS_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class SessionResult:
-    """What a peer has reached when it leaves in order."""
+    """What a peer has reached when it leaves gracefully."""
 
     run_id: str
     output_dir: Path  # has the last checkpoint; `export_model` takes it
@@ -102,7 +102,7 @@ class Session:
         return cls(draft.peer, run, quiet=quiet)
 
     def stop(self) -> None:
-        """Makes `run` leave the swarm in order, after a last round; may be called from any thread."""
+        """Makes `run` leave the swarm gracefully, after a last round; may be called from any thread."""
         self._signals.requested.set()
 
     def run(self, *, handle_signals: bool = False) -> SessionResult:

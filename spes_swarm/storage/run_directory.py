@@ -18,9 +18,9 @@ from spes_swarm.base.user_paths import disk_of, existing_parent, replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
-_WEIGHTS = "initial_weights"
+_WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
 # What a session creates before the directory belongs to a run.
-_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", _PORT, _WEIGHTS}
+_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", _TOKENIZER, _PORT, _WEIGHTS}
 _PATIENCE_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
@@ -110,7 +110,7 @@ class RunDirectory:
     @property
     def tokenizer(self) -> Path:
         """The packed files of a tokenizer that the founder made; see data/run_tokenizer.py."""
-        return self.path / "tokenizer.msgpack"
+        return self.path / _TOKENIZER
 
     @property
     def partial_reference(self) -> Path:

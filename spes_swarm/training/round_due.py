@@ -21,6 +21,7 @@ from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import SwarmView, TokenCounts
 
 _MIN_COUNT_INTERVAL_S = 0.03
+_LOOK_AGAIN_S = 0.2
 _ASK_SHARE = 0.6  # of the round, by records: from then on the others are asked
 _ASK_AGAIN_SHARE = 0.7  # of the time that is left until the round is due, as it seems
 _ASK_AHEAD_STEPS = 1.5  # at the latest: so the answers are there, and hardly older than a step, when a round is due
@@ -35,12 +36,17 @@ def others_train(network: Port, until: float) -> bool:
     """
     view = network.view
     while view is None or view.num_training == 0:
+        remaining_s = until - time.monotonic()
+        if remaining_s <= 0:
+            return False
         try:
-            view = network.submit(Commands.view).result(max(0.0, until - time.monotonic()))
+            view = network.submit(Commands.view).result(remaining_s)
         except TimeoutError:
             return False
-        if not view.ready and view.num_training == 0:
-            return False
+        if view.num_training == 0:
+            if not view.ready:
+                return False
+            time.sleep(min(_LOOK_AGAIN_S, remaining_s))
     return True
 
 

@@ -47,7 +47,7 @@ from spes_swarm.training.throughput import Throughput, peak_flops
 
 _RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2
-_FIRST_CONTACT_S = 5.0  # how long a peer that leaves before its first commit looks for others that train
+_FIRST_CONTACT_S = 5.0  # how long a peer that leaves before its first commit, and may not know the others, tries
 _FINISH_PUBLISHING_S = 600.0  # when `max_rounds` are done or the run is over; otherwise publishing stops at once
 
 
@@ -230,10 +230,11 @@ class Trainer:
         has_work, before = self._has_work, self._rounds_done
         if self._leaving or not (before or has_work):  # it may have just joined, and have no work to lose
             return
-        # A peer that has hardly begun may not know yet which others train, and its first attempt may fail for that.
         soon = time.monotonic() + (0.0 if before else _FIRST_CONTACT_S)
         self._leaving = others_train(self._network, soon)
-        while self._leaving:
+        if not self._leaving:
+            return
+        while True:
             if not self._begin_round():
                 self._restart_from_reference()  # the others must still learn that it leaves
                 self._begin_round()

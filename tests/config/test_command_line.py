@@ -41,7 +41,7 @@ def mistake(capsys: pytest.CaptureFixture[str], module: str, *arguments: str) ->
         ("join --peer.num_threads 1", "--num-threads"),
         ("join --bootstrap-timeout-s 15", "--bootstrap-timeout"),
         ("join --batch-sze x", "--batch-size"),
-        ("join --max-rounds x --ouput-dir y", "--output-dir"),  # what is no flag comes first
+        ("join --max-rounds x --ouput-dir y", "--output-dir"),  # the unknown flag comes first
         ("plan --host-memroy 3GB", "--host-memory"),
         ("tokenize text --ouput tokens", "--output"),  # and before the flag that is missing for that reason
         ("publish runs/me --too you/model", "--to"),
@@ -53,7 +53,7 @@ def mistake(capsys: pytest.CaptureFixture[str], module: str, *arguments: str) ->
 )
 def test_a_flag_with_a_typing_error(capsys: pytest.CaptureFixture[str], command: str, meant: str) -> None:
     line = mistake(capsys, *command.split())
-    assert re.fullmatch(rf"\S+ is no flag, did you mean {meant}\?", line)
+    assert re.fullmatch(rf"unknown flag \S+, did you mean {meant}\?", line)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_flag_with_a_typing_error(capsys: pytest.CaptureFixture[str], command:
     ],
 )
 def test_a_setting_given_as_a_flag(capsys: pytest.CaptureFixture[str], command: str, advice: str) -> None:
-    assert mistake(capsys, *command.split()) == f"{command.split()[1]} is no flag; {advice}"
+    assert mistake(capsys, *command.split()) == f"unknown flag {command.split()[1]}; {advice}"
 
 
 def test_every_setting_given_as_a_flag_leads_to_its_key_or_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_every_setting_given_as_a_flag_leads_to_its_key_or_its_flag(capsys: pyte
 
 def test_a_setting_of_a_peer_at_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     line = mistake(capsys, "plan", "--num-threads", "1")
-    assert line == "--num-threads is no flag of this command; see python -m spes_swarm.join --help"
+    assert line == "--num-threads is not a flag of this command; see python -m spes_swarm.join --help"
     assert "num_threads" in PeerConfig().to_dict()
 
 
@@ -97,7 +97,7 @@ def test_a_setting_of_a_peer_at_another_command(capsys: pytest.CaptureFixture[st
 )
 def test_what_resembles_nothing(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     unknown = next(word for word in words[::-1] if word.startswith("-"))
-    assert mistake(capsys, "join", *words) == f"{unknown} is no flag; see --help"
+    assert mistake(capsys, "join", *words) == f"unknown flag {unknown}; see --help"
 
 
 def test_other_mistakes_are_those_of_argparse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from spes_swarm.data.files.finding import find_files
 from spes_swarm.data.streaming.dataset import StreamedDataset
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.token_files import save_headerless, token_writer
 
 BYTES = ByteTokenizer()
@@ -276,3 +277,15 @@ def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_pat
     for name in "ab":
         put(tmp_path / "chosen" / f"{name}.jsonl", jsonl(name))
     assert opened(tmp_path / "chosen") == 1  # its README says which files are data
+
+
+def test_what_a_peer_writes_into_its_output_directory_is_no_data(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    written = [getattr(directory, name) for name, member in vars(RunDirectory).items() if isinstance(member, property)]
+    assert len(written) >= 5
+    for path in written:
+        put(path / "a.json" if path.suffix == "" and not path.name.startswith(".") else path, b"{}")
+    put(tmp_path / "publication" / "history.json", b"{}")
+    put(tmp_path / "manifest.json", b"{}")
+    put(tmp_path / "text.jsonl", jsonl("a document"))
+    assert [path.name for path in find_files([tmp_path]).files] == ["text.jsonl"]

@@ -143,8 +143,11 @@ def test_a_repository_is_not_taken_for_a_directory_of_its_name(
         return str(tmp_path / "downloaded")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert load_tokenizer("my-bpe/tokenizer@main").digest == expected.digest
+    loaded = load_tokenizer("my-bpe/tokenizer@main")
+    assert loaded.digest == expected.digest
     assert asked == [("my-bpe/tokenizer", "main")]
+    loaded.save(tmp_path / "exported")
+    assert load_tokenizer(tmp_path / "exported").digest == expected.digest
 
 
 def test_a_configuration_agrees_with_the_run_that_was_founded_from_it(
@@ -153,6 +156,7 @@ def test_a_configuration_agrees_with_the_run_that_was_founded_from_it(
     run = elsewhere[0].tokenizer
     given = named("my-bpe/tokenizer").tokenizer
     assert is_same_tokenizer(given, run)  # nothing is there, as for anyone who got the founder's file
+    assert is_same_tokenizer(named("tokenizer").tokenizer, run)  # a founder finds this name beside its data
     assert not is_same_tokenizer(named("your-bpe/tokenizer").tokenizer, run)
     monkeypatch.chdir(here)
     assert is_same_tokenizer(given, run)
@@ -202,7 +206,7 @@ def test_a_publication_has_it(elsewhere: tuple[RunConfig, bytes], tmp_path: Path
     run, packed = elsewhere
     assert run_tokenizer(run, TokenizerPlaces(published=lambda: packed)).digest == run.tokenizer.digest
     other = pack(train_bpe([OTHER], 265).files)
-    with pytest.raises(DataError, match="which no peer delivers"):
+    with pytest.raises(DataError, match="no peer has it"):
         run_tokenizer(run, TokenizerPlaces(published=lambda: other))
 
 

@@ -86,6 +86,7 @@ def test_a_peer_without_others_leaves_at_once(make: Make) -> None:
     peer.setup.sampler.next_batch = next_batch_and_stop  # type: ignore[method-assign]
     peer.trainer.run()
     assert not peer.events("round")
+    assert not peer.events("fault")
 
 
 def test_a_merge_that_falls_due_while_catching_up_is_applied(make: Make) -> None:

@@ -50,7 +50,10 @@ _DOCUMENTATION = re.compile(
     r"|special_tokens_map|tokenizer|tokenizer_config)\.json|(merges|vocab)\.txt",
     re.IGNORECASE,
 )
-_OUTPUT = re.compile(r"(manifest|data|peers)\.json|metrics\.jsonl|identity\.key|port|checkpoints|tensorboard")
+_OUTPUT = re.compile(
+    r"(manifest|data|peers)\.json|metrics\.jsonl|identity\.key|port|initial_weights|tokenizer\.msgpack"
+    r"|reference\.partial|checkpoints|publication|tensorboard"
+)
 _OF_TOKEN_FILES = re.compile(r".*\.npy\.json|corpus\.json|file_list\.txt")  # read with them, not counted
 
 

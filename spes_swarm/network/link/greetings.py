@@ -15,6 +15,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.roster import Roster
 
 _TIMEOUT_S = 5.0
+_LIST_S = 1.0  # for p2pd to list its connections
 _RETRY_S = 10.0  # until a peer that has never answered is called again
 _MAX_UNDER_WAY = 32
 
@@ -43,8 +44,11 @@ class Greetings:
         await self._rpc.serve("ping", self._serve)
 
     async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
-        del request
-        seen = (await self._connections()).get(peer_id, [])
+        seen: list[str] = []
+        if request.get("seen"):
+            with suppress(Exception):  # of p2pd: the answer shows that this peer is alive, whatever else fails
+                async with asyncio.timeout(_LIST_S):
+                    seen = (await self._connections()).get(peer_id, [])
         return {"maddrs": self._own_maddrs(), "seen": seen[:MAX_MADDRS]}
 
     def greet_soon(self, new: Collection[str]) -> None:
@@ -70,7 +74,7 @@ class Greetings:
 
         async def ask(peer_id: str) -> list[str]:
             with suppress(OSError, ProtocolError):
-                answer = await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
+                answer = await self._rpc.call(peer_id, "ping", {"seen": True}, _TIMEOUT_S)
                 return checked_maddrs(answer.get("seen"), self._roster.me)
             return []
 

@@ -54,8 +54,9 @@ def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[fl
 def may_reduce(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
     """Which members may reduce: those that more than half as many members vouch for as for the most trusted one.
 
-    The measure is not the size of the group, or strangers could leave nobody a majority. While nobody vouches for
-    anybody, as in the first round of a run, all may.
+    The measure is not the size of the group, or strangers could leave nobody a majority. Identities that vouch for each
+    other may reduce, too, once they are more than half as many as the honest members. While nobody vouches for anybody,
+    as in the first round of a run, all may.
     """
     votes = [0] * len(peer_ids)
     for named in _named(peer_ids, vouched):

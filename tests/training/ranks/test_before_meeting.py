@@ -40,7 +40,7 @@ def test_all_ranks_end_after_a_text_that_rank_0_prints(
     assert output.err == ""
 
 
-@pytest.mark.parametrize(("rank", "code", "error"), [(0, 2, "join: --bad is no flag; see --help\n"), (1, 0, "")])
+@pytest.mark.parametrize(("rank", "code", "error"), [(0, 2, "join: unknown flag --bad; see --help\n"), (1, 0, "")])
 def test_all_ranks_end_at_a_mistake_that_rank_0_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, code: int, error: str
 ) -> None:
