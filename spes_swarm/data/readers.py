@@ -161,10 +161,13 @@ def _json_records(text: str, broken: Broken) -> Iterator[Any]:
     try:
         yield json.loads(stripped)
     except (ValueError, RecursionError):
-        broken["bad_json"] += 1
-        if "\r" in stripped:
-            for part in stripped.split("\r"):
-                yield from _json_records(part, Counter())
+        if "\r" not in stripped:
+            broken["bad_json"] += 1
+            return
+        of_parts: Broken = Counter()
+        for part in stripped.split("\r"):
+            yield from _json_records(part, of_parts)
+        broken["bad_json"] += of_parts.total() > 0
 
 
 def _json_text(line: str, text_field: str, broken: Broken) -> Iterator[str]:

@@ -313,8 +313,8 @@ class Sampler(BatchSource):
             return False
         if state.get("identity") != self._identity:
             raise DataError(
-                "the saved data cursor belongs to another sequence length, another seed or other data: use the same "
-                "ones as before, or start in a new output directory"
+                "the newest checkpoint belongs to another --seed, sequence length or other data: use the same ones as "
+                "before, or choose another --output-dir"
             )
         if epoch < 0 or not 0 <= position <= self.split.num_training():
             raise DataError(f"the saved data cursor is damaged (epoch {epoch}, position {position})")

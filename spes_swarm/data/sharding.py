@@ -112,10 +112,15 @@ def write_shards(
     if not summary.shards:
         records = (record for path in files for record in read_lines(path, Counter()) if isinstance(record, dict))
         names = ", ".join(next(records, {}))
+        kind = max(summary.broken, key=summary.broken.__getitem__, default="missing_field")
+        advice = {
+            "wrong_type": f"the field {chosen.text_field!r} does not hold text",
+            "corrupt": "the data are damaged: copy them again",
+        }.get(kind, f"is the text in the field {chosen.text_field!r}?")
         raise DataError(
             f"no usable document in {plural(len(files), 'file')}, such as {files[0]} "
-            f"({listed(summary.broken) or 'no records'}); is the text in the field {chosen.text_field!r}?"
-            + (f" The first record has {names:.200}" if names else "")
+            f"({listed(summary.broken) or 'no records'}); {advice}"
+            + (f" The first record has {names:.200}" if names and kind == "missing_field" else "")
         )
     write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began

@@ -94,7 +94,8 @@ def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
     """
     directory = RunDirectory(Path(peer.output_dir))
     stored, founds = directory.raw_manifest(), founds_run(peer)
-    has_data = peer.data is not None or directory.known_data() is not None
+    known_data = directory.known_data()
+    has_data = peer.data is not None or (known_data is not None and known_data.differs)
     needs_publishing = (peer.publish_to is not None, "requires --publish-to")
     joining = "--from-hub resumes" if not peer.initial_peers else "--initial-peers joins"
     for flag, (has_effect, why) in (

@@ -70,7 +70,7 @@ def locked_identity(path: Path, peer_id: str, advice: str = "each peer needs its
     lock = lock_file(path, f"identity file {path}", advice, _PATIENCE_S)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
-            copied = f"{advice}, and a copy of the file is the same identity: remove {path} to get a new one"
+            copied = f"{advice}, and a copy of the file is the same identity: choose another --output-dir"
             what = f"identity {peer_id} of {path}"
             _retry(lambda: name.bind(f"\0spes_swarm/{peer_id}"), what, copied, _PATIENCE_S)
             yield

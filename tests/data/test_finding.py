@@ -289,3 +289,11 @@ def test_what_a_peer_writes_into_its_output_directory_is_no_data(tmp_path: Path)
     put(tmp_path / "manifest.json", b"{}")
     put(tmp_path / "text.jsonl", jsonl("a document"))
     assert [path.name for path in find_files([tmp_path]).files] == ["text.jsonl"]
+
+
+def test_a_hard_link_is_a_file_found_before(tmp_path: Path) -> None:
+    first = put(tmp_path / "data" / "a.jsonl", jsonl("a document"))
+    (tmp_path / "data" / "b.jsonl").hardlink_to(first)
+    found = find_files([tmp_path / "data"])
+    assert found.files == (first,)
+    assert found.left_out == Counter({".jsonl (a file found before)": 1})

@@ -175,7 +175,7 @@ def test_a_foreign_or_damaged_cursor_is_refused(stream: TokenStream) -> None:
     one.next_batch(3)
     state = one.state()
     for other in (sampler(stream, 2), sampler(stream, run_seed=1), sampler(stream, fraction=0.2)):
-        with pytest.raises(DataError, match="belongs to another sequence length, another seed"):
+        with pytest.raises(DataError, match="belongs to another --seed, sequence length"):
             other.restore(state)
     for change in ({"position": 10**9}, {"position": -1}, {"epoch": -1}):
         with pytest.raises(DataError, match="damaged"):
@@ -386,7 +386,7 @@ def test_a_cursor_of_divided_data_resumes_exactly(long_stream: TokenStream, befo
     assert resumed.restore(state)
     assert resumed.state() == original.state()
     assert resumed.next_batch(700).tolist() == original.next_batch(700).tolist()
-    with pytest.raises(DataError, match="another seed"):
+    with pytest.raises(DataError, match="another --seed"):
         divided(long_stream, "b").restore(state)
 
 

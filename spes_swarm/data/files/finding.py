@@ -134,7 +134,7 @@ class _Search:
     """Collects files and sorts them into data and others."""
 
     def __init__(self, without: Path | None) -> None:
-        self._seen: set[str] = set()  # real paths of files and folders
+        self._seen: set[str | tuple[int, int]] = set()  # real paths of folders; device and inode of files
         self.data: list[Path] = []  # without documentation
         self._documentation: list[tuple[Path, bool]] = []  # with whether the user named it
         self.unread: list[Path] = []  # data in unknown formats
@@ -183,12 +183,13 @@ class _Search:
                 raise DataError(f"{path} is a link to {path.readlink()}, which does not exist: copy that, too")
             self.left_out["not a file"] += 1
             return
-        real = os.path.realpath(path)
-        if real in self._seen:
+        status = path.stat()
+        file = status.st_dev, status.st_ino  # the same for all links
+        if file in self._seen:
             self.left_out[f"{ending(path)} (a file found before)"] += not named
             return
         if known is not None:  # a data file may be a link to a file whose name has no suffix, as in the Hub's cache
-            self._seen.add(real)
+            self._seen.add(file)
         if known in (None, "text", "json") and _DOCUMENTATION.fullmatch(path.name):
             self._documentation.append((path, named))
         elif known is not None:

@@ -32,6 +32,8 @@ class Placement:
         """
         world_size = _number(environment, "WORLD_SIZE", default=1)
         if world_size == 1:
+            if not environment.get("WORLD_SIZE") and environment.get("RANK", "0") != "0":
+                raise ConfigError(f"RANK is set, but WORLD_SIZE is not: {_advice(environment, 2)}")
             return None
         for name in _REQUIRED:
             if not environment.get(name):
