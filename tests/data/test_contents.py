@@ -234,6 +234,21 @@ def test_csv(tmp_path: Path) -> None:
     assert read(tmp_path / "a.tsv", b"text\tid\na, b\t1\n") == (["a, b"], {})
 
 
+@pytest.mark.parametrize("header", ['id,"text', '"id,text'])
+def test_no_column_is_read_if_the_header_is_damaged(tmp_path: Path, header: str) -> None:
+    content = f"{header}\n" + "".join(f"{i},{text}\n" for i, text in enumerate(TEXTS))
+    assert read(tmp_path / "a.csv", content.encode()) == ([], {"bad_csv": 1, "missing_field": 30})
+
+
+@pytest.mark.parametrize("rows", [30, 20_000])
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"])
+def test_any_line_end_ends_a_row_of_csv(tmp_path: Path, end: str, rows: int) -> None:
+    texts = [f"document {i} ü" for i in range(rows)]
+    content = end.join(["text,id", *(f'"{text}",1' for text in texts)])
+    assert read(tmp_path / "a.csv", content.encode()) == (texts, {})
+    assert read(tmp_path / "b.csv", (content + end).encode()) == (texts, {})
+
+
 def not_utf8(kind: str) -> pa.Array:
     """Three values, of which the second is not UTF-8, in a column of some type."""
     raw = pa.array([b"good", b"\xff\xfe", b"also"], pa.binary())

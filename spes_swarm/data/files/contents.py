@@ -24,6 +24,7 @@ PARQUET_MAGIC = b"PAR1"
 
 _READ_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16  # decide about encoding and layout
+MAX_RECORD_BYTES = 1 << 26
 # The first bytes of compressed files; skippable frames may precede those of Zstandard.
 _COMPRESSED = re.compile(
     rb"(?P<gz>\x1f\x8b)|(?P<bz2>BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90))|(?P<xz>\xfd7zXZ\0)"
@@ -132,13 +133,13 @@ class _RecordSplitter:
         self._in_string = False
         self._line = b"\n"  # start of the current line, with its indentation
         self._first: bytes | None = None  # start of the line with the first record, if what follows is indented more
-        self._held = b""  # backslashes at the end of a block, whose next character is still to come
+        self._held = b""  # backslashes and space at the end of a block, which what is still to come decides about
         self._record = bytearray()  # as far as it is known
 
     def split(self, block: bytes) -> bytes:
-        """Returns the records that end in a block, each followed by a line end."""
+        """Returns the records that end in a block, each followed by a line end, and parts of one that is too long."""
         block = self._held + block
-        self._held = block[len(block.rstrip(b"\\")) :]
+        self._held = block[len(block.rstrip(b"\\ \t\n")) :]
         block = block[: len(block) - len(self._held)]
         records = bytearray()
         start = 0  # of the part of the current record in this block
@@ -170,6 +171,8 @@ class _RecordSplitter:
                     records += self.rest() + b"\n"
         if self._depth > self._base:
             self._record += block[start:]
+        if len(self._record) > MAX_RECORD_BYTES:
+            records += self.rest()
         return bytes(records)
 
     def rest(self) -> bytes:
@@ -183,13 +186,13 @@ def _depth_of_records(head: bytes) -> int | None:
     """Returns the depth of records that are not lines: 1 in an array, 0 for objects that span lines; otherwise None."""
     text = head.decode("utf-8", "replace").strip()
     first, newline, _ = text.partition("\n")
-    is_array = re.match(r"\[\s*[{\]]", text) is not None
+    is_array = re.match(r'\[\s*(\]|\{\s*(["}]|$))', text) is not None
     if not is_array and not (newline and first.startswith("{")):
         return None
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # damaged, or longer than the head
-        return 1 if is_array else 0 if first.strip() == "{" else None
+        return 1 if is_array else 0 if re.match(r'\{\s*\n\s*(["}]|$)', text) else None
     if newline and end <= len(first):
         return None  # the first line is a record, even if it is a list
     return 1 if is_array else 0
