@@ -132,7 +132,11 @@ def test_marks_in_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer, not the data: run `git lfs"),
+        (
+            "a.txt",
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            "a Git LFS pointer, not the file itself: run `git lfs",
+        ),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
         ("a.jsonl", b"PK\x03\x04\0\0", "a zip archive or office document: unpack"),
         ("a.txt", b"%PDF-1.7\n", "a PDF document: extract"),
@@ -145,6 +149,13 @@ def test_marks_in_settings(tmp_path: Path) -> None:
 def test_what_a_file_is_instead_is_said(tmp_path: Path, name: str, content: bytes, what: str) -> None:
     with pytest.raises(DataError, match=f"{name} is {what}"):
         read(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("size", [1, 2, 4096, 1 << 20])
+def test_a_file_of_zeros_is_no_text_of_another_encoding(tmp_path: Path, name: str, size: int) -> None:
+    with pytest.raises(DataError, match=rf"{name} holds only zeros: copy it again$"):
+        read(tmp_path / name, bytes(size))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.json", "a.csv"])

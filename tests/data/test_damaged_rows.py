@@ -157,7 +157,16 @@ def test_each_bad_line_of_json_costs_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a__jsonl__gz", "a__jsonl", "a__jsonl__bz2", "a__jsonl__xz", "a__jsonl__zst", "plain__jsonl__gz", "utf16__jsonl"],
+    [
+        "a__jsonl__gz",
+        "a__jsonl",
+        "a__jsonl__bz2",
+        "a__jsonl__xz",
+        "a__jsonl__zst",
+        "plain__jsonl__gz",
+        "utf16__jsonl",
+        "frames__jsonl",
+    ],
 )
 def test_what_a_file_is_follows_from_its_content(tmp_path: Path, name: str) -> None:
     halves = lines(range(200)), lines(range(200, ROWS))  # both formats allow several members
@@ -165,10 +174,15 @@ def test_what_a_file_is_follows_from_its_content(tmp_path: Path, name: str) -> N
         "a__jsonl__bz2": bz2.compress(lines()),
         "a__jsonl__xz": lzma.compress(lines()),
         "a__jsonl__zst": b"".join(map(zstandard.ZstdCompressor().compress, halves)),
+        "frames__jsonl": b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstandard.compress(lines()),  # a skippable frame first
         "plain__jsonl__gz": lines(),
         "utf16__jsonl": lines().decode().encode("utf-16"),
     }.get(name, b"".join(map(gzip.compress, halves)))
     assert prepared(opened(save(tmp_path, **{name: content}))) == (all_but(), "")
+
+
+def test_text_that_begins_almost_like_a_compressed_file_is_text(tmp_path: Path) -> None:
+    assert prepared(opened(save(tmp_path, a__txt=b"BZh, a name\nanother\n"))) == (["BZh, a name", "another"], "")
 
 
 def test_a_truncated_file_keeps_what_is_before(tmp_path: Path) -> None:

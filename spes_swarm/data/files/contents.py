@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.data.files.finding import COMPRESSED_SUFFIXES, format_of
 
 Block = tuple[bytes, int, str | None]
@@ -31,7 +32,6 @@ _COMPRESSED = re.compile(
     rb"|(?P<zst>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
 )
 _STRANGE = {
-    b"version https://git-lfs.github.com/": "a Git LFS pointer, not the data: run `git lfs pull` in its folder",
     b"PK\x03\x04": "a zip archive or office document: unpack or convert it",
     b"%PDF-": "a PDF document: extract its text",
     b"\x93NUMPY": "a NumPy array: name it .npy if it holds token ids",
@@ -62,6 +62,7 @@ def refuse_stand_in(path: Path) -> bytes:
     """
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
         head = file.read(64)
+    refuse_lfs_pointer(path, head, DataError)
     for magic, what in _STRANGE.items():
         if head.startswith(magic):
             raise DataError(f"{path} is {what}")
@@ -81,7 +82,7 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
     """Yields the content of a file: decompressed, in UTF-8, without a byte order mark.
 
     Raises:
-        DataError: the content is UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
+        DataError: the content is zeros, or UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
     """
     blocks = _with_head(_decompressed(file, path), min(_READ_BYTES, _HEAD_BYTES))
     head, consumed, fault = next(blocks, (b"", 0, None))
@@ -91,6 +92,8 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
         for block, consumed, fault in blocks:
             yield decoder.decode(block).encode("utf-8", "replace"), consumed, fault
         return
+    if head and not head.strip(b"\0"):
+        raise DataError(f"{path} holds only zeros: copy it again")
     for half in (head[::2], head[1::2]):
         if half.count(0) > max(1, 0.7 * len(half)):
             raise DataError(
@@ -241,9 +244,14 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[Block]:
         yield b"", 0, "truncated"
 
 
+def compression_of(start: bytes) -> str | None:
+    """Returns the usual suffix of files that begin like this, if they are compressed; a file's own suffix may lie."""
+    return f".{match.lastgroup}" if (match := _COMPRESSED.match(start)) else None
+
+
 def _compression(head: bytes, path: Path) -> str | None:
-    if match := _COMPRESSED.match(head):
-        return f".{match.lastgroup}"
+    if named := compression_of(head):
+        return named
     suffix = path.suffix.lower()
     if suffix not in COMPRESSED_SUFFIXES:
         return None

@@ -21,16 +21,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spes_swarm.data.files.contents import Block, json_lines
+from spes_swarm.data.files.contents import Block, compression_of, json_lines
 from spes_swarm.data.files.tables import parsed_csv
 from spes_swarm.data.readers import cut, json_records
 
 _TABLE_ROWS = 256  # in memory at a time
 _BLOCK_CHARS = 1 << 16  # of JSON; the first block decides about the layout
 _JUDGED_RECORDS = 1000  # JSON records whose keys are a file's columns
+_MAGIC_BYTES = 16  # tell how a file is compressed
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# Suffixes lie; the first bytes of a file do not.
-_GZIP, _BZ2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +158,15 @@ def _opened(file: str, stack: ExitStack) -> Any:
 
 
 def _decompressed(raw: Any) -> Any:
-    start = raw.read(len(_XZ))
+    compression = compression_of(raw.read(_MAGIC_BYTES))
     raw.seek(0)
-    if start.startswith(_GZIP):
+    if compression == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if start.startswith(_BZ2):
+    if compression == ".bz2":
         return bz2.BZ2File(raw)
-    if start.startswith(_XZ):
+    if compression == ".xz":
         return lzma.LZMAFile(raw)
-    if start.startswith(_ZSTD):
+    if compression == ".zst":
         import zstandard
 
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as of `zstd --long=31`
