@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -214,7 +215,16 @@ def test_json_in_one_piece(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("rows", [5, ROWS, 4000])  # one block or several
+def test_a_value_that_datasets_cannot_decode_costs_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    schema = datasets.Features({"text": datasets.Image()}).arrow_schema
+    images = [None, {"bytes": b"no image", "path": None}, None]
+    pq.write_table(pa.table({"text": images}, schema=schema), path)
+    found = list(RowReader("parquet", None).rows(str(path), 0, "text"))
+    assert found == [None, Unusable("wrong_type"), None]
+
+
+@pytest.mark.parametrize("rows", [5, ROWS, 1500])  # one block or several
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_indented_json_costs_what_it_costs_in_a_directory(
     tmp_path: Path, rows: int, pack: Callable[[bytes], bytes]

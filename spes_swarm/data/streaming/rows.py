@@ -311,7 +311,9 @@ def _decoder(schema: Any, column: str) -> Callable[[Any], Any]:
     def decoded(value: Any) -> Any:
         try:
             return value if isinstance(value, Unusable) else decode_nested_example(feature, value)
-        except ValueError:
-            return Unusable("bad_json")
+        except Exception as exc:
+            if is_transient(exc):
+                raise
+            return Unusable("bad_json" if isinstance(exc, ValueError) else "wrong_type")
 
     return decoded
