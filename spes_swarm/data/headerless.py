@@ -24,6 +24,7 @@ from blake3 import blake3
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import refuse_lfs_pointer, replace_file
 from spes_swarm.data.content_check import WORTH_SAYING_BYTES, file_state
+from spes_swarm.data.files.contents import compression_of
 from spes_swarm.data.token_file import (
     MAGIC,
     Sidecar,
@@ -45,7 +46,6 @@ _INTEGERS = re.compile(r"[<>|=]?[iu][1248]")
 # What ids without a header may be, but are not read as: the wrong width or order gives wrong ids, not an error.
 _OTHER_FORMS = {"<u8": "64-bit", ">u8": "big-endian 64-bit", ">u4": "big-endian 32-bit", ">u2": "big-endian 16-bit"}
 _LARGEST_VOCABULARY = 1 << 19
-_ARCHIVES = (b"PK\x03\x04", b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
 
 
 def is_headerless(path: Path) -> bool:
@@ -72,8 +72,9 @@ def check_size(path: Path) -> int:
             _header(path)
             return size
     refuse_lfs_pointer(path, start, DataError)
-    kind = "an archive: unpack it" if start.startswith(_ARCHIVES) else "text: give it a name that ends in .txt"
-    if start.startswith(_ARCHIVES) or (len(start) >= 64 and _is_text(start)):
+    is_archive = start.startswith(b"PK\x03\x04") or compression_of(start) is not None
+    kind = "an archive: unpack it" if is_archive else "text: give it a name that ends in .txt"
+    if is_archive or (len(start) >= 64 and _is_text(start)):
         raise DataError(f"{path} is not a token file, but {kind}")
     if size == 0 or size % 2:
         state = "is empty" if size == 0 else f"has {size} bytes, which is not a whole number of token ids"

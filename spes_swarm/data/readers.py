@@ -19,14 +19,20 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from spes_swarm.base.errors import DataError, os_errors_as
-from spes_swarm.data.files.contents import PARQUET_MAGIC, Block, json_lines, refuse_stand_in, text_blocks
+from spes_swarm.data.files.contents import (
+    MAX_RECORD_BYTES,
+    PARQUET_MAGIC,
+    Block,
+    json_lines,
+    refuse_stand_in,
+    text_blocks,
+)
 from spes_swarm.data.files.finding import format_of
 from spes_swarm.data.files.tables import NOT_UTF8, csv_rows, parquet_rows, without_nulls
 
 TextMode = Literal["file", "paragraph", "line"]
 
 _PIECE_BYTES = 1 << 20
-_MAX_RECORD_BYTES = 1 << 26
 _CHATS = ("messages", "conversations")  # the columns of conversations, see chat.py
 _PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
 
@@ -65,9 +71,9 @@ def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "
             for rows in csv_rows(blocks, delimiter, text_field):
                 yield Piece("values", *rows)
         elif kind == "json":
-            yield from _cut(json_lines(blocks), "json")
+            yield from cut(json_lines(blocks), "json")
         else:
-            yield from _cut(blocks, text_mode)
+            yield from cut(blocks, text_mode)
 
 
 def parse_piece(piece: Piece, text_field: str = "text") -> tuple[list[str], Broken]:
@@ -113,7 +119,7 @@ def read_lines(path: Path, broken: Broken) -> Iterator[Any]:
         broken.update(piece.broken)
         for line in cast(bytes, piece.records).split(b"\n"):
             for text in _text(line, broken):
-                yield from _json_records(text, broken)
+                yield from json_records(text, broken)
 
 
 def _is_parquet(path: Path) -> bool:
@@ -154,8 +160,8 @@ def _text(value: Any, broken: Broken) -> Iterator[str]:
         broken["missing_field" if value is None else "wrong_type"] += 1
 
 
-def _json_records(text: str, broken: Broken) -> Iterator[Any]:
-    """Yields the value of a line, or, of a broken record that was several lines, the values of those."""
+def json_records(text: str, broken: Broken) -> Iterator[Any]:
+    """Yields the value of a line, or, of a broken record that was several lines, the objects that are lines of it."""
     if not (stripped := text.strip().removeprefix("\ufeff").removesuffix(",")):
         return  # blank lines between records are common
     try:
@@ -166,12 +172,16 @@ def _json_records(text: str, broken: Broken) -> Iterator[Any]:
             return
         of_parts: Broken = Counter()
         for part in stripped.split("\r"):
-            yield from _json_records(part, of_parts)
+            for value in json_records(part, of_parts):
+                if isinstance(value, dict):
+                    yield value
+                else:  # a scrap of the broken record
+                    of_parts["bad_json"] += 1
         broken["bad_json"] += of_parts.total() > 0
 
 
 def _json_text(line: str, text_field: str, broken: Broken) -> Iterator[str]:
-    for record in _json_records(line, broken):
+    for record in json_records(line, broken):
         if not isinstance(record, dict):
             broken["wrong_type"] += 1
         elif text_field not in record:
@@ -188,10 +198,10 @@ def _is_encodable(text: str) -> bool:
     return True
 
 
-def _cut(blocks: Iterator[Block], kind: Literal["json", "file", "paragraph", "line"]) -> Iterator[Piece]:
+def cut(blocks: Iterator[Block], kind: Literal["json", "file", "paragraph", "line"]) -> Iterator[Piece]:
     """Joins blocks into pieces that end where a record ends."""
     separator = b"\n\n" if kind == "paragraph" else b"\n"
-    wanted = _MAX_RECORD_BYTES if kind == "file" else _PIECE_BYTES
+    wanted = MAX_RECORD_BYTES if kind == "file" else _PIECE_BYTES
     pending = bytearray()
     consumed = 0
     skipping = False  # inside a record that is too long
@@ -221,7 +231,7 @@ def _cut(blocks: Iterator[Block], kind: Literal["json", "file", "paragraph", "li
             yield Piece(kind, bytes(pending[:end]), consumed)
             del pending[:end]
             consumed = 0
-        elif len(pending) > _MAX_RECORD_BYTES:
+        elif len(pending) > MAX_RECORD_BYTES:
             yield Piece(kind, b"", consumed, Counter(["too_long"]))
             pending.clear()
             consumed = 0

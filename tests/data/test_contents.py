@@ -132,7 +132,11 @@ def test_marks_in_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("a.txt", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer, not the data: run `git lfs"),
+        (
+            "a.txt",
+            b"version https://git-lfs.github.com/spec/v1\noid",
+            "a Git LFS pointer, not the file itself: run `git lfs",
+        ),
         ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid", "a Git LFS pointer"),
         ("a.jsonl", b"PK\x03\x04\0\0", "a zip archive or office document: unpack"),
         ("a.txt", b"%PDF-1.7\n", "a PDF document: extract"),
@@ -145,6 +149,13 @@ def test_marks_in_settings(tmp_path: Path) -> None:
 def test_what_a_file_is_instead_is_said(tmp_path: Path, name: str, content: bytes, what: str) -> None:
     with pytest.raises(DataError, match=f"{name} is {what}"):
         read(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+@pytest.mark.parametrize("size", [1, 2, 4096, 1 << 20])
+def test_a_file_of_zeros_is_no_text_of_another_encoding(tmp_path: Path, name: str, size: int) -> None:
+    with pytest.raises(DataError, match=rf"{name} holds only zeros: copy it again$"):
+        read(tmp_path / name, bytes(size))
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.json", "a.csv"])
@@ -232,6 +243,21 @@ def test_csv(tmp_path: Path) -> None:
     assert broken == {"missing_field": 1, "bad_csv": 2, "bad_utf8": 1}
     assert read(tmp_path / "a.csv", text_field="body") == ([], {"missing_field": 6, "bad_csv": 2})
     assert read(tmp_path / "a.tsv", b"text\tid\na, b\t1\n") == (["a, b"], {})
+
+
+@pytest.mark.parametrize("header", ['id,"text', '"id,text'])
+def test_no_column_is_read_if_the_header_is_damaged(tmp_path: Path, header: str) -> None:
+    content = f"{header}\n" + "".join(f"{i},{text}\n" for i, text in enumerate(TEXTS))
+    assert read(tmp_path / "a.csv", content.encode()) == ([], {"bad_csv": 1, "missing_field": 30})
+
+
+@pytest.mark.parametrize("rows", [30, 20_000])
+@pytest.mark.parametrize("end", ["\r", "\r\n", "\n"])
+def test_any_line_end_ends_a_row_of_csv(tmp_path: Path, end: str, rows: int) -> None:
+    texts = [f"document {i} ü" for i in range(rows)]
+    content = end.join(["text,id", *(f'"{text}",1' for text in texts)])
+    assert read(tmp_path / "a.csv", content.encode()) == (texts, {})
+    assert read(tmp_path / "b.csv", (content + end).encode()) == (texts, {})
 
 
 def not_utf8(kind: str) -> pa.Array:

@@ -146,7 +146,7 @@ def test_a_corrupt_stream_is_one_fault(tmp_path: Path, suffix: str, pack: Any) -
 
 
 def test_records_that_are_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(readers, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(readers, "_PIECE_BYTES", 100)
     monkeypatch.setattr(contents, "_READ_BYTES", 64)
     long = json.dumps({"text": "x" * 5000}).encode()

@@ -9,10 +9,11 @@ import lzma
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,8 +21,12 @@ import pytest
 import zstandard
 
 from spes_swarm.base.errors import DataError
+from spes_swarm.data import readers
+from spes_swarm.data.files import contents
+from spes_swarm.data.readers import parse_piece, read_pieces
 from spes_swarm.data.streaming.dataset import StreamedDataset
 from spes_swarm.data.streaming.preparing import Preparing
+from spes_swarm.data.streaming.rows import RowReader, Unusable
 from spes_swarm.data.streaming.stream_sampler import StreamSampler
 from spes_swarm.data.tokenizer import ByteTokenizer, load_tokenizer
 from tests.helpers.chat_tokenizer import save_chat_tokenizer
@@ -121,6 +126,18 @@ def test_columns_of_other_types_are_counted(tmp_path: Path) -> None:
     assert skipped == "1 bad_utf8, 3 missing_field, 4 wrong_type"
 
 
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.list_(pa.timestamp("us")), pa.date64()], ids=str)
+def test_a_date_beyond_the_last_year_costs_one_row(tmp_path: Path, kind: pa.DataType) -> None:
+    values: list[Any] = [1, 2**62, 86_400_000]
+    inner = pa.array(values, pa.int64()).cast(kind.value_type if pa.types.is_list(kind) else kind)
+    column = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), inner) if pa.types.is_list(kind) else inner
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": column}), path)
+    found = list(RowReader("parquet", None).rows(str(path), 0, "text"))
+    assert [isinstance(value, Unusable) for value in found] == [False, True, False]
+    assert found[1] == Unusable("wrong_type")
+
+
 def test_each_bad_line_of_json_costs_itself(tmp_path: Path) -> None:
     content = lines(
         _0=b"{broken",
@@ -141,7 +158,16 @@ def test_each_bad_line_of_json_costs_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["a__jsonl__gz", "a__jsonl", "a__jsonl__bz2", "a__jsonl__xz", "a__jsonl__zst", "plain__jsonl__gz", "utf16__jsonl"],
+    [
+        "a__jsonl__gz",
+        "a__jsonl",
+        "a__jsonl__bz2",
+        "a__jsonl__xz",
+        "a__jsonl__zst",
+        "plain__jsonl__gz",
+        "utf16__jsonl",
+        "frames__jsonl",
+    ],
 )
 def test_what_a_file_is_follows_from_its_content(tmp_path: Path, name: str) -> None:
     halves = lines(range(200)), lines(range(200, ROWS))  # both formats allow several members
@@ -149,10 +175,15 @@ def test_what_a_file_is_follows_from_its_content(tmp_path: Path, name: str) -> N
         "a__jsonl__bz2": bz2.compress(lines()),
         "a__jsonl__xz": lzma.compress(lines()),
         "a__jsonl__zst": b"".join(map(zstandard.ZstdCompressor().compress, halves)),
+        "frames__jsonl": b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstandard.compress(lines()),  # a skippable frame first
         "plain__jsonl__gz": lines(),
         "utf16__jsonl": lines().decode().encode("utf-16"),
     }.get(name, b"".join(map(gzip.compress, halves)))
     assert prepared(opened(save(tmp_path, **{name: content}))) == (all_but(), "")
+
+
+def test_text_that_begins_almost_like_a_compressed_file_is_text(tmp_path: Path) -> None:
+    assert prepared(opened(save(tmp_path, a__txt=b"BZh, a name\nanother\n"))) == (["BZh, a name", "another"], "")
 
 
 def test_a_truncated_file_keeps_what_is_before(tmp_path: Path) -> None:
@@ -178,10 +209,58 @@ def test_json_in_one_piece(tmp_path: Path) -> None:
     cut = content[: content.rindex('"text"') + 9]
     texts, skipped = prepared(opened(save(tmp_path / "cut", a__json=cut.encode())))
     assert texts == all_but(ROWS - 1)
-    assert skipped == "2 bad_json"
+    assert skipped == "1 bad_json"
     assert prepared(opened(save(tmp_path / "one", a__json=json.dumps(records[3], indent=1).encode())))[0] == [
         document(3)
     ]
+
+
+def test_a_value_that_datasets_cannot_decode_costs_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    schema = datasets.Features({"text": datasets.Image()}).arrow_schema
+    images = [None, {"bytes": b"no image", "path": None}, None]
+    pq.write_table(pa.table({"text": images}, schema=schema), path)
+    found = list(RowReader("parquet", None).rows(str(path), 0, "text"))
+    assert found == [None, Unusable("wrong_type"), None]
+
+
+@pytest.mark.parametrize("rows", [5, ROWS, 1500])  # one block or several
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_indented_json_costs_what_it_costs_in_a_directory(
+    tmp_path: Path, rows: int, pack: Callable[[bytes], bytes]
+) -> None:
+    records = [{"text": document(number), "of": {"list": [1, {"a": "}]"}]}} for number in range(rows)]
+    array = json.dumps(records, indent=2)
+    objects = "\n".join(json.dumps(record, indent=1) for record in records)
+    quote = f'"{document(3)}'
+    cases = {
+        "objects": (objects, all_but(rows=rows), ""),
+        "array": (array.replace(quote, quote[1:]), all_but(3, rows=rows), "1 bad_json"),
+        "damaged": (objects.replace(quote, quote[1:]), all_but(3, rows=rows), "1 bad_json"),
+        "bracket": (array.replace("  },\n", "  ,\n", 1), all_but(0, rows=rows), "1 bad_json"),
+        "first": ("{\n" + lines(range(rows)).decode(), all_but(rows=rows), "1 bad_json"),
+    }
+    for name, (content, texts, skipped) in cases.items():
+        path = save(tmp_path / name, a__json=pack(content.encode()))
+        assert prepared(opened(path)) == (texts, skipped), name
+        found, broken = [], Counter[str]()
+        for piece in read_pieces(path / "a.json"):
+            documents, faults = parse_piece(piece)
+            found += documents
+            broken += faults
+        assert (found, ", ".join(f"{count} {kind}" for kind, count in broken.items())) == (texts, skipped), name
+
+
+def test_a_record_that_is_too_long_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not held in memory, whether it is a line or has lines of its own."""
+    for module in (contents, readers):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1 << 17)
+    monkeypatch.setattr(readers, "_PIECE_BYTES", 1 << 14)
+    records = [{"text": document(number), "long": ["x" * 50] * 20_000 * (number == 3)} for number in range(ROWS)]
+    for indent in (None, 1):
+        content = "\n".join(json.dumps(record, indent=indent) for record in records)
+        found = prepared(opened(save(tmp_path / str(indent), a__json=content.encode())))
+        assert found == (all_but(3), "1 too_long")
 
 
 def test_bad_rows_of_csv(tmp_path: Path) -> None:
@@ -202,6 +281,13 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
     tabs = "".join(f"{number}\t{document(number)}\n" for number in range(9))
     assert prepared(opened(save(tmp_path / "c", a__tsv=b"\xef\xbb\xbftext\tid\nx\t1\n")))[0] == ["x"]
     assert prepared(opened(save(tmp_path / "d", a__tsv=f"id\ttext\n{tabs}".encode())))[0] == all_but(rows=9)
+
+
+@pytest.mark.parametrize("header", ['id,"text', '"id,text'])
+def test_no_column_is_read_if_the_header_is_damaged(tmp_path: Path, header: str) -> None:
+    content = "\n".join([header, *(f"{number},{document(number)}" for number in range(9))])
+    save(tmp_path, a__csv=content.encode(), b__csv=b"id,text\r1,<1>\r2,<2>\r")
+    assert prepared(opened(tmp_path)) == (["<1>", "<2>"], "1 bad_csv, 9 missing_field")
 
 
 def test_a_bad_line_of_text(tmp_path: Path) -> None:
@@ -260,15 +346,20 @@ def stream(dataset: StreamedDataset, peer_id: str = "a", **changes: Any) -> Stre
     return StreamSampler(dataset, prepare, peer_id=peer_id, **settings)
 
 
-def test_held_out_rows_report_what_is_wrong_with_them(tmp_path: Path) -> None:
-    save_table(tmp_path / "a.parquet", range(ROWS), bad=range(40, ROWS))
+@pytest.mark.parametrize(
+    ("bad", "advice"),
+    [(range(40, ROWS), "repair the data set"), (range(0, ROWS, 7), "raise run.evaluation.holdout_fraction")],
+)
+def test_held_out_rows_report_what_is_wrong_with_them(tmp_path: Path, bad: range, advice: str) -> None:
+    save_table(tmp_path / "a.parquet", range(ROWS), bad=bad)
     said: list[str] = []
     peer = stream(opened(tmp_path), say=said.append, sequence_length=1000)
     with pytest.raises(
-        DataError, match=r"\(1000\): (\d+) of (\d+) cannot be used .*\1 bad_utf8\); repair the data set"
+        DataError,
+        match=rf"\(1000\): {advice} \((\d+) of (\d+) cannot be used; .*\1 bad_utf8\), or set every_rounds to 0$",
     ):
         list(peer.evaluation_batches(4, 4))
-    assert said[-1].endswith("10 bad_utf8")
+    assert any(text.endswith("bad_utf8") for text in said)
     peer.close()
 
 

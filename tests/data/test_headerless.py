@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import itertools
+import lzma
 import os
 from pathlib import Path
 from typing import Any
@@ -306,6 +308,8 @@ def test_ids_of_text_are_never_refused(tmp_path: Path, cache: Path, dtype: str, 
         ("\u4e00\u4e8c".encode() * 2000, "is not a token file, but text"),
         (b"PK\x03\x04" + bytes(100), "is not a token file, but an archive: unpack it"),
         (gzip.compress(bytes(1000), mtime=0), "is not a token file, but an archive: unpack it"),
+        (bz2.compress(bytes(1000)), "is not a token file, but an archive: unpack it"),
+        (lzma.compress(bytes(1000)), "is not a token file, but an archive: unpack it"),
         (b"\x93NUMPY\x01\x00", "its header is damaged"),
     ],
 )

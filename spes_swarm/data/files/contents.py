@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.data.files.finding import COMPRESSED_SUFFIXES, format_of
 
 Block = tuple[bytes, int, str | None]
@@ -24,13 +25,13 @@ PARQUET_MAGIC = b"PAR1"
 
 _READ_BYTES = 1 << 18
 _HEAD_BYTES = 1 << 16  # decide about encoding and layout
+MAX_RECORD_BYTES = 1 << 26
 # The first bytes of compressed files; skippable frames may precede those of Zstandard.
 _COMPRESSED = re.compile(
     rb"(?P<gz>\x1f\x8b)|(?P<bz2>BZh[1-9](1AY&SY|\x17\x72\x45\x38\x50\x90))|(?P<xz>\xfd7zXZ\0)"
     rb"|(?P<zst>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
 )
 _STRANGE = {
-    b"version https://git-lfs.github.com/": "a Git LFS pointer, not the data: run `git lfs pull` in its folder",
     b"PK\x03\x04": "a zip archive or office document: unpack or convert it",
     b"%PDF-": "a PDF document: extract its text",
     b"\x93NUMPY": "a NumPy array: name it .npy if it holds token ids",
@@ -61,6 +62,7 @@ def refuse_stand_in(path: Path) -> bytes:
     """
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
         head = file.read(64)
+    refuse_lfs_pointer(path, head, DataError)
     for magic, what in _STRANGE.items():
         if head.startswith(magic):
             raise DataError(f"{path} is {what}")
@@ -80,7 +82,7 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
     """Yields the content of a file: decompressed, in UTF-8, without a byte order mark.
 
     Raises:
-        DataError: the content is UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
+        DataError: the content is zeros, or UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
     """
     blocks = _with_head(_decompressed(file, path), min(_READ_BYTES, _HEAD_BYTES))
     head, consumed, fault = next(blocks, (b"", 0, None))
@@ -90,6 +92,8 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
         for block, consumed, fault in blocks:
             yield decoder.decode(block).encode("utf-8", "replace"), consumed, fault
         return
+    if head and not head.strip(b"\0"):
+        raise DataError(f"{path} holds only zeros: copy it again")
     for half in (head[::2], head[1::2]):
         if half.count(0) > max(1, 0.7 * len(half)):
             raise DataError(
@@ -132,13 +136,13 @@ class _RecordSplitter:
         self._in_string = False
         self._line = b"\n"  # start of the current line, with its indentation
         self._first: bytes | None = None  # start of the line with the first record, if what follows is indented more
-        self._held = b""  # backslashes at the end of a block, whose next character is still to come
+        self._held = b""  # backslashes and space at the end of a block, which what is still to come decides about
         self._record = bytearray()  # as far as it is known
 
     def split(self, block: bytes) -> bytes:
-        """Returns the records that end in a block, each followed by a line end."""
+        """Returns the records that end in a block, each followed by a line end, and parts of one that is too long."""
         block = self._held + block
-        self._held = block[len(block.rstrip(b"\\")) :]
+        self._held = block[len(block.rstrip(b"\\ \t\n")) :]
         block = block[: len(block) - len(self._held)]
         records = bytearray()
         start = 0  # of the part of the current record in this block
@@ -170,6 +174,8 @@ class _RecordSplitter:
                     records += self.rest() + b"\n"
         if self._depth > self._base:
             self._record += block[start:]
+        if len(self._record) > MAX_RECORD_BYTES:
+            records += self.rest()
         return bytes(records)
 
     def rest(self) -> bytes:
@@ -183,13 +189,13 @@ def _depth_of_records(head: bytes) -> int | None:
     """Returns the depth of records that are not lines: 1 in an array, 0 for objects that span lines; otherwise None."""
     text = head.decode("utf-8", "replace").strip()
     first, newline, _ = text.partition("\n")
-    is_array = re.match(r"\[\s*[{\]]", text) is not None
+    is_array = re.match(r'\[\s*(\]|\{\s*(["}]|$))', text) is not None
     if not is_array and not (newline and first.startswith("{")):
         return None
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # damaged, or longer than the head
-        return 1 if is_array else 0 if first.strip() == "{" else None
+        return 1 if is_array else 0 if re.match(r'\{\s*\n\s*(["}]|$)', text) else None
     if newline and end <= len(first):
         return None  # the first line is a record, even if it is a list
     return 1 if is_array else 0
@@ -238,9 +244,14 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[Block]:
         yield b"", 0, "truncated"
 
 
+def compression_of(start: bytes) -> str | None:
+    """Returns the usual suffix of files that begin like this, if they are compressed; a file's own suffix may lie."""
+    return f".{match.lastgroup}" if (match := _COMPRESSED.match(start)) else None
+
+
 def _compression(head: bytes, path: Path) -> str | None:
-    if match := _COMPRESSED.match(head):
-        return f".{match.lastgroup}"
+    if named := compression_of(head):
+        return named
     suffix = path.suffix.lower()
     if suffix not in COMPRESSED_SUFFIXES:
         return None

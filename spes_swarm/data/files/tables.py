@@ -6,8 +6,9 @@ A value that cannot be read costs its row. Libraries raise errors of many types 
 from __future__ import annotations
 
 import csv
+import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,11 @@ def csv_rows(blocks: Iterator[Block], delimiter: str, column: str) -> Iterator[R
 
     def lines() -> Iterator[str]:
         nonlocal consumed
-        pending = b""
+        pending, end = b"", b""
         for block, block_consumed, fault in blocks:
             consumed += block_consumed
-            *whole, pending = (pending + block).split(b"\n")
+            end = end or (b"\r" if b"\r" in block and b"\n" not in block else b"\n")
+            *whole, pending = (pending + block).split(end)
             yield from (line.decode("utf-8", "surrogateescape") + "\n" for line in whole)
             if fault is not None:
                 broken[fault] += 1
@@ -45,9 +47,11 @@ def csv_rows(blocks: Iterator[Block], delimiter: str, column: str) -> Iterator[R
         if pending:
             yield pending.decode("utf-8", "surrogateescape")
 
-    rows = _parsed(lines(), delimiter)
-    names = next(rows, None) or []
-    index = names.index(column) if column in names else len(names)
+    rows = parsed_csv(lines(), delimiter=delimiter)
+    names = next(rows, [])
+    if names is None:
+        broken["bad_csv"] += 1
+    index = names.index(column) if names and column in names else sys.maxsize
     values: list[Any] = []
     for row in rows:
         if row is None:
@@ -61,26 +65,27 @@ def csv_rows(blocks: Iterator[Block], delimiter: str, column: str) -> Iterator[R
     yield values, consumed, broken
 
 
-def _parsed(lines: Iterator[str], delimiter: str) -> Iterator[list[str] | None]:
-    """Yields rows; None for a row that cannot be read, whose further lines are read again.
+def parsed_csv(lines: Iterable[str], **dialect: Any) -> Iterator[list[str] | None]:
+    """Yields rows, given the options of `csv.reader`; None for a row that cannot be read.
 
-    A quotation mark that is never closed hides the lines that follow: the row then has too many fields, is too long, or
-    reaches the end of the file.
+    The further lines of such a row are read again. A quotation mark that is never closed hides the lines that follow:
+    the row then has too many fields, is too long, or reaches the end of the file.
     """
     waiting: deque[str] = deque()  # lines to be read again
     taken: list[str] = []  # lines of the current row
     num_columns = 0
     at_end = False
+    more = iter(lines)
 
     def feed() -> Iterator[str]:
         nonlocal at_end
-        while (line := waiting.popleft() if waiting else next(lines, None)) is not None:
+        while (line := waiting.popleft() if waiting else next(more, None)) is not None:
             taken.append(line)
             yield line
         at_end = True
 
     csv.field_size_limit(_MAX_FIELD_CHARS)
-    reader = csv.reader(feed(), delimiter=delimiter)
+    reader = csv.reader(feed(), **dialect)
     while True:
         taken.clear()
         try:
@@ -91,11 +96,11 @@ def _parsed(lines: Iterator[str], delimiter: str) -> Iterator[list[str] | None]:
             row = None
         if row == []:
             continue  # a blank line
-        num_columns = num_columns or len(row or ())
-        if row is None or at_end or len(row) > num_columns:
+        if row is None or at_end or len(row) > (num_columns or len(row)):
             waiting.extendleft(reversed(taken[1:]))
             row, at_end = None, False
-            reader = csv.reader(feed(), delimiter=delimiter)
+            reader = csv.reader(feed(), **dialect)
+        num_columns = num_columns or len(row or ())
         yield row
 
 

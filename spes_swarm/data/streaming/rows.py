@@ -9,24 +9,27 @@ for instance by a quotation mark too many in CSV, are read as what they seem to 
 from __future__ import annotations
 
 import bz2
-import csv
 import gzip
 import io
 import itertools
 import json
 import lzma
-from collections import deque
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
+from spes_swarm.data.files.contents import Block, compression_of, json_lines
+from spes_swarm.data.files.tables import parsed_csv
+from spes_swarm.data.readers import cut, json_records
+
 _TABLE_ROWS = 256  # in memory at a time
+_BLOCK_CHARS = 1 << 16  # of JSON; the first block decides about the layout
 _JUDGED_RECORDS = 1000  # JSON records whose keys are a file's columns
-_MAX_FIELD_CHARS = 1 << 24  # of a CSV field; a quotation mark too many hides at most so much
+_MAGIC_BYTES = 16  # tell how a file is compressed
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# Suffixes lie; the first bytes of a file do not.
-_GZIP, _BZ2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class RowReader:
                     return ["text"]
                 text = self._text(file, stack)
                 if self.format == "csv":
-                    return next(iter(_csv_header(text, self.config)), [])
-                records = itertools.islice(_json_records(text, self.config.field), _JUDGED_RECORDS)
+                    return next(_csv_header(text, self.config), None) or []
+                records = itertools.islice(_json_rows(text, self.config.field), _JUDGED_RECORDS)
                 return list(dict.fromkeys(key for record in records if isinstance(record, Mapping) for key in record))
         except Exception as exc:  # each library that decodes has its own types
             if is_transient(exc):
@@ -91,7 +94,7 @@ class RowReader:
                 elif self.format == "csv":
                     yield from _csv_values(text, column, self.config)
                 else:
-                    for record in _json_records(text, self.config.field):
+                    for record in _json_rows(text, self.config.field):
                         is_record = isinstance(record, Mapping)
                         yield record.get(column) if is_record else _or_unusable(record)
         except Exception as exc:
@@ -155,15 +158,15 @@ def _opened(file: str, stack: ExitStack) -> Any:
 
 
 def _decompressed(raw: Any) -> Any:
-    start = raw.read(len(_XZ))
+    compression = compression_of(raw.read(_MAGIC_BYTES))
     raw.seek(0)
-    if start.startswith(_GZIP):
+    if compression == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if start.startswith(_BZ2):
+    if compression == ".bz2":
         return bz2.BZ2File(raw)
-    if start.startswith(_XZ):
+    if compression == ".xz":
         return lzma.LZMAFile(raw)
-    if start.startswith(_ZSTD):
+    if compression == ".zst":
         import zstandard
 
         decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as of `zstd --long=31`
@@ -183,31 +186,44 @@ def _texts(text: io.TextIOWrapper, sample_by: str) -> Iterator[str]:
 # JSON
 
 
-def _json_records(text: io.TextIOWrapper, field: str | None) -> Iterator[Any]:
-    """Yields the records of JSON Lines, of one array, or of one indented object; `Unusable` for a line that is none."""
+def _json_rows(text: io.TextIOWrapper, field: str | None) -> Iterator[Any]:
+    """Yields the records of JSON Lines, of an array, or of indented objects; `Unusable` for one that is damaged.
+
+    The records are those of a file in a directory (see readers.py).
+    """
     if field is not None:
         yield from json.load(text)[field]
         return
-    lines: Iterable[str] = text
-    first = next((line for line in text if line.strip()), "")
-    if first.lstrip().startswith("[") or first.strip() == "{":
-        content = first + text.read()
-        try:
-            whole = json.loads(content)
-        except (ValueError, RecursionError):
-            lines = content.split("\n")  # an array may still have a record in each line
-        else:
-            yield from whole if isinstance(whole, list) else [whole]
-            return
-    else:
-        lines = itertools.chain([first], text)
-    for line in lines:
-        if content := line.strip().removesuffix(","):
-            try:
-                yield json.loads(content)
-            except (ValueError, RecursionError):
+    damage: list[Exception] = []
+    for piece in cut(json_lines(_blocks(text, damage)), "json"):
+        if not damage:
+            yield from map(Unusable, piece.broken.elements())
+        for line in cast(bytes, piece.records).split(b"\n"):
+            content, broken = line.decode("utf-8", "surrogateescape"), Counter[str]()
+            yield from json_records(content, broken)
+            if broken:
                 # Otherwise a byte that is not UTF-8 would count as a fault of JSON.
                 yield Unusable("bad_utf8" if has_surrogates(content) else "bad_json")
+    if damage:
+        raise damage[0]
+
+
+def _blocks(text: io.TextIOWrapper, damage: list[Exception]) -> Iterator[Block]:
+    """Yields a text as blocks of whole lines; an error that is not transient ends them as a fault."""
+    fault, size = None, _BLOCK_CHARS
+    while size >= _BLOCK_CHARS:
+        lines: list[str] = []
+        size = 0
+        try:
+            while size < _BLOCK_CHARS and (line := text.readline(_BLOCK_CHARS)):
+                lines.append(line)
+                size += len(line)
+        except Exception as exc:
+            if is_transient(exc):
+                raise  # the layout of the file follows from the first block
+            damage.append(exc)
+            fault, size = "corrupt", 0
+        yield "".join(lines).encode("utf-8", "surrogateescape"), 0, fault
 
 
 def _or_unusable(record: Any) -> Unusable:
@@ -217,10 +233,12 @@ def _or_unusable(record: Any) -> Unusable:
 # CSV
 
 
-def _csv_header(text: Iterable[str], config: Any) -> Iterator[list[str]]:
-    """Yields the names of the columns, then the rows that have values."""
+def _csv_header(text: Iterable[str], config: Any) -> Iterator[list[str] | None]:
+    """Yields the names of the columns, then the rows that have values; None for one that cannot be read."""
     skipped = config.skiprows if isinstance(config.skiprows, int) else 0
-    rows = _csv_rows(itertools.islice(text, skipped, None), config)
+    options = ("quotechar", "escapechar", "doublequote", "skipinitialspace", "quoting")
+    dialect = {option: getattr(config, option) for option in options}
+    rows = parsed_csv(itertools.islice(text, skipped, None), delimiter=config.sep, **dialect)
     if config.names:
         yield list(config.names)
         if config.header == 0:
@@ -231,54 +249,14 @@ def _csv_header(text: Iterable[str], config: Any) -> Iterator[list[str]]:
 def _csv_values(text: Iterable[str], column: str, config: Any) -> Iterator[Any]:
     rows = _csv_header(text, config)
     columns = next(rows, [])
-    index = columns.index(column) if column in columns else len(columns)
+    if columns is None:
+        yield Unusable("bad_csv")
+    index = columns.index(column) if columns and column in columns else sys.maxsize
     for row in rows:
-        if not row or len(row) > len(columns):
+        if row is None or (columns and len(row) > len(columns)):
             yield Unusable("bad_csv")
         else:
             yield row[index] if index < len(row) else None
-
-
-def _csv_rows(lines: Iterable[str], config: Any) -> Iterator[list[str]]:
-    """Yields rows; an empty one for a row that cannot be read, whose further lines are read again.
-
-    A quotation mark that is never closed hides the lines that follow: the row then has too many fields, or reaches the
-    end of the file.
-    """
-    waiting: deque[str] = deque()  # lines to be read again
-    taken: list[str] = []  # lines of the current row
-    at_end = False
-    more = iter(lines)
-
-    def feed() -> Iterator[str]:
-        nonlocal at_end
-        while (line := waiting.popleft() if waiting else next(more, None)) is not None:
-            taken.append(line)
-            yield line
-        at_end = True
-
-    csv.field_size_limit(_MAX_FIELD_CHARS)
-    options = ("quotechar", "escapechar", "doublequote", "skipinitialspace", "quoting")
-    dialect = {option: getattr(config, option) for option in options}
-    num_columns = 0
-    reader = csv.reader(feed(), delimiter=config.sep, **dialect)
-    while True:
-        taken.clear()
-        try:
-            row = next(reader)
-        except StopIteration:
-            return
-        except csv.Error:
-            row = []
-        else:
-            if not row:
-                continue  # a blank line
-        num_columns = num_columns or len(row)
-        if at_end or not row or len(row) > num_columns:
-            waiting.extendleft(reversed(taken[1:]))
-            row, at_end = [], False
-            reader = csv.reader(feed(), delimiter=config.sep, **dialect)
-        yield row
 
 
 # Parquet
@@ -308,15 +286,17 @@ def _table_rows(table: Any, part: int, column: str, file: str) -> Iterator[Any]:
 
 
 def _values(array: Any) -> Iterator[Any]:
-    """Yields Python values: all at once, or one by one if one of them is not UTF-8."""
+    """Yields Python values: all at once, or one by one if one of them cannot be one."""
     try:
         yield from array.to_pylist()
-    except UnicodeDecodeError:
+    except Exception:  # the array is in memory: no error is transient
         for item in array:
             try:
                 yield item.as_py()
             except UnicodeDecodeError:
                 yield Unusable("bad_utf8")
+            except Exception:  # such as a date beyond the year 9999
+                yield Unusable("wrong_type")
 
 
 def _decoder(schema: Any, column: str) -> Callable[[Any], Any]:
@@ -331,7 +311,9 @@ def _decoder(schema: Any, column: str) -> Callable[[Any], Any]:
     def decoded(value: Any) -> Any:
         try:
             return value if isinstance(value, Unusable) else decode_nested_example(feature, value)
-        except ValueError:
-            return Unusable("bad_json")
+        except Exception as exc:
+            if is_transient(exc):
+                raise
+            return Unusable("bad_json" if isinstance(exc, ValueError) else "wrong_type")
 
     return decoded

@@ -162,8 +162,10 @@ class StreamSampler(BatchSource):
                     "repair the data set"
                 )
             if unusable:
-                counts = f"{unusable:,} of {usable + unusable:,} cannot be used"
-                why = f"{counts} (skipped so far: {self._prepare.skipped}); repair the data set"
+                counts = (
+                    f"{unusable:,} of {usable + unusable:,} cannot be used; skipped so far: {self._prepare.skipped}"
+                )
+                why = f"{'repair the data set' if unusable > usable else why} ({counts})"
             raise DataError(
                 f"the held-out examples of {self._units.name} have fewer tokens than one sequence "
                 f"({self.sequence_length}): {why}, or set every_rounds to 0"
