@@ -298,17 +298,13 @@ def test_data_without_text(tmp_path: Path) -> None:
     ("name", "left", "why"),
     [
         ("tokens-00000.npy", 0.5, "is truncated"),
-        ("tokens-00000.npy.json", None, "has no sidecar"),
         ("tokens-00000.npy.json", 0.5, "is not JSON"),
         ("corpus.json", 0.5, "corpus.json is damaged"),
     ],
 )
-def test_damaged_token_files(tmp_path: Path, corpus: Path, name: str, left: float | None, why: str) -> None:
+def test_damaged_token_files(tmp_path: Path, corpus: Path, name: str, left: float, why: str) -> None:
     content = (corpus / name).read_bytes()
-    if left is None:
-        (corpus / name).unlink()
-    else:
-        (corpus / name).write_bytes(content[: int(left * len(content))])
+    (corpus / name).write_bytes(content[: int(left * len(content))])
     assert why in refusal(tmp_path, "--data", corpus)
 
 
