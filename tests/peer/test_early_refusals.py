@@ -403,7 +403,7 @@ def test_a_monitor_whose_files_or_port_are_taken(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         for arguments, why in (
             (["--web", f"127.0.0.1:{port}", "--history", tmp_path / "new.sqlite"], "another program uses this port"),
-            (["--history", tmp_path / "notes"], "file is not a database"),
+            (["--history", tmp_path / "notes"], "is not an SQLite file"),
         ):
             code, stdout, stderr = run(tmp_path, "spes_swarm.monitor", *peer, *arguments)
             assert (code, stdout) == (2, "")

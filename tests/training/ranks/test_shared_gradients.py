@@ -54,6 +54,7 @@ def two_ranks(directory: Path, storage: str, rounds: int = ROUNDS, precision: st
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "test",
             }
             pipe = directory.with_name(f"output{number}")
             os.mkfifo(pipe)
