@@ -112,10 +112,14 @@ class RoundBook:
         """Returns True if a peer has reported its losses."""
         return peer_id in self._reports or self._figures.get(peer_id, {}).get("train_loss") is not None
 
-    def is_complete(self, num_present: int) -> bool:
-        """Returns True if all members of the commit have reported it, among them most of the present peers."""
+    def is_complete(self, num_present: int, num_ended: int = 0) -> bool:
+        """Returns True if all members of the commit have reported it, and as many as most of the present peers.
+
+        `num_ended` is the number of members that may be missing, since their reports ended before this round.
+        """
         members = [report.peers for report in self._reports.values() if report.peers]
-        return bool(members) and len(self._reports) >= max(median_high(members), num_present // 2 + 1)
+        num_reports = len(self._reports)
+        return bool(members) and num_reports + num_ended >= median_high(members) and num_reports > num_present // 2
 
     def point(self, num_experts: int, now: float) -> HistoryPoint:
         """The round as a point of the history."""
@@ -130,7 +134,7 @@ class RoundBook:
         tokens = [report.swarm_tokens for report in reports if report.swarm_tokens]
         experts = [report.experts_covered for report in reports if report.experts_covered]
         return HistoryPoint(
-            round=self.number,
+            round=count(self.number),
             time=min(median_low(times), now) if times else self.first_seen,
             tokens=count(median_low(tokens)) if tokens else self.tokens or 0,
             peers=len(figures),

@@ -178,7 +178,10 @@ class Ledger:
 
     def _keep_books(self, now: float, at: float) -> None:
         for number in [n for n, book in self._books.items() if abs(n - self.round) > _WINDOW]:
-            if number > self.round or self._books[number].is_written or number < (self._began_in or 0):
+            book = self._books[number]
+            # One from before the first read may wait for a member to be late.
+            is_past = number < (self._began_in or 0) and now - book.first_seen > 2 * self.progress_ttl_s
+            if number > self.round or book.is_written or is_past:
                 del self._books[number]
         for peer_id, sighting in self._peers.items():
             progress = sighting.progress
@@ -219,18 +222,24 @@ class Ledger:
             for name in ("eval_loss", "eval_loss_stderr"):
                 values = [value for report in same if (value := getattr(report, name)) is not None]
                 self._evaluated[name] = clamped(known_median(values))
-            self._evaluated["eval_round"] = number
+            self._evaluated["eval_round"] = count(number)
 
     def _is_final(self, book: RoundBook, now: float, at: float) -> bool:
         """Returns True if no more reports of a round are to be expected.
 
-        If some never come, what is there counts, unless the round is from before the first read: a monitor that was
-        there may have seen more.
+        If some never come, what is there counts. Of a round from before the first read, a monitor that was there may
+        have seen more, unless as many peers as are missing have a record of rounds that ends before it: they were
+        killed before they reported it to anyone.
         """
-        if book.is_complete(len(self._participants(at))):
+        num_present = len(self._participants(at))
+        if book.is_complete(num_present):
             return True
-        if self._began_in is None or book.number < self._began_in:
+        if self._began_in is None:
             return False
+        if book.number < self._began_in:
+            num_ended = sum(reports[-1].round < book.number for _, reports in self._reports.values())
+            if not book.is_complete(num_present, num_ended):
+                return False
         is_old = now - book.first_seen > self.progress_ttl_s
         return not any(self._may_report(book, peer_id, seen, at, is_old) for peer_id, seen in self._peers.items())
 
