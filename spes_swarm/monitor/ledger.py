@@ -228,8 +228,8 @@ class Ledger:
         """Returns True if no more reports of a round are to be expected.
 
         If some never come, what is there counts. Of a round from before the first read, a monitor that was there may
-        have seen more, unless as many peers as are missing have a record of rounds that ends before it: they were
-        killed before they reported it to anyone.
+        have seen more, unless as many peers as are missing have a record of rounds that ends before it: they are
+        then taken to have been killed before they reported it.
         """
         num_present = len(self._participants(at))
         if book.is_complete(num_present):

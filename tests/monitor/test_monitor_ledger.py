@@ -16,7 +16,7 @@ from spes_swarm.monitor.books import Known
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.state import SwarmState, to_text
 from spes_swarm.protocol.members.records import FaultNote, Progress
-from tests.helpers.monitoring import DIGEST, RUN, START, TTL_S, Watched, lease, peer_id, progress
+from tests.helpers.monitoring import DIGEST, RUN, START, TTL_S, Watched, figures, lease, peer_id, progress, report
 
 A, B, C, D = (peer_id(n) for n in range(4))
 OTHER = b"\x02" * 32
@@ -299,6 +299,16 @@ def test_losses_are_medians_so_one_peer_cannot_move_them() -> None:
     assert (state.train_loss, state.eval_loss) == (5.5, 5.75)
     assert math.isfinite(state.tokens_per_second)
     json.loads(to_text(state))
+
+
+def test_rounds_too_large_for_json_are_clamped() -> None:
+    large = 1 << 53
+    own = {"peers": 1, "swarm_tokens": 0}
+    records = {A: progress(round=large + 90, train_loss=None, eval_loss=None)}
+    rounds = {A: report(START, figures(large, eval_loss=4.0, **own), figures(large + 90, **own))}
+    state = Watched().look(records, rounds=rounds)
+    assert (state.round, state.loss_round, state.eval_round) == (large - 1, large - 1, large - 1)
+    assert SwarmState.from_json(json.loads(to_text(state))) == state
 
 
 def test_a_long_history_is_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.monitor.books import Known
@@ -110,6 +110,20 @@ def test_rounds_from_before_the_first_look_count_if_all_members_report_them() ->
     watched = Watched()
     watched.look({A: progress(), B: progress()}, rounds={A: report(START, *known), B: report(START, *known)})
     assert list(points(watched)) == [2, 3]
+
+
+def test_a_round_from_before_the_first_look_counts_without_a_member_that_was_killed_before_it_reported_it() -> None:
+    watched = Watched()
+    known = [figures(1, peers=4), figures(2, peers=3), figures(3)]
+    records = {A: progress(), B: progress(), C: progress(round=2, train_loss=None)}
+    rounds = {A: report(START, *known), B: report(START, *known), C: report(START - 1, figures(1, peers=4))}
+    watched.look(records, rounds=rounds)
+    assert list(points(watched)) == [3]
+    for number in range(4, 24):  # so many that round 2 is in no record any more
+        watched.wait(1)
+        newer = report(watched.now, *(figures(n) for n in range(max(3, number - 10), number + 1)))
+        watched.look({p: progress(watched.now, round=number) for p in (A, B)}, rounds={A: newer, B: newer})
+    assert list(points(watched)) == list(range(2, 24))  # the report of round 1's fourth member is not known
 
 
 def test_older_peers_count_with_their_progress() -> None:
@@ -216,6 +230,7 @@ _PAUSES = st.lists(st.floats(0.05, 3.5), max_size=20)
 
 @pytest.mark.slow
 @given(st.floats(0, 4), _PAUSES, st.floats(0, 4), _PAUSES, st.floats(4, 30))
+@example(2.5, [2.0, 0.9], 4.0, [], 4.0)  # killed before it reports a round from before the other's first look
 @settings(max_examples=60, phases=_PHASES)
 def test_two_monitors_show_the_same_rounds_and_figures(
     start: float, pauses: list[float], other_start: float, other_pauses: list[float], killed_at: float
