@@ -48,7 +48,7 @@ def test_a_second_process_is_refused(running: Swarm, tmp_path: Path, copy: Calla
     copy(founder.output_dir, tmp_path / "copy")
     with LocalPeer(tmp_path / "copy", ["--config", str(running.config)], running.launch) as second:
         assert second.wait() == 2
-        assert "in use by another process" in second.text().splitlines()[-1]
+        assert "in use by another process" in second.text()  # of a linked directory, both write into one log
         assert "Traceback" not in second.text()
     founder.wait_for_round(max(founder.rounds()) + 1)
 
