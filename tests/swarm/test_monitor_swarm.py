@@ -19,7 +19,7 @@ from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.schema import STATE_SCHEMA
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import Swarm, swarm
+from tests.helpers.swarm import PATIENT, Swarm, swarm
 
 pytestmark = pytest.mark.swarm
 
@@ -169,7 +169,9 @@ def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Pa
 
 def test_two_monitors_see_every_short_round_with_the_same_figures_and_who_leaves(tmp_path: Path) -> None:
     """Rounds are several times shorter than the pauses between the looks of the monitors, which differ."""
-    with swarm(tmp_path, round={"inner_steps": 1}, evaluation={"every_rounds": 10}) as running:
+    # However busy the machine: no report comes so late that a monitor takes its peer to be gone.
+    patient = {**PATIENT, "progress_ttl_s": 100.0, "lease_s": 300.0}
+    with swarm(tmp_path, round={"inner_steps": 1, **patient}, evaluation={"every_rounds": 10}) as running:
         running.launch = launch_slow(0.4)  # a round takes at least as long, also that of a single peer
         founder, second = running.start_all(2)
         watch = ("--initial-peers", founder.address(), "--history")
