@@ -32,7 +32,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.peer.local_data import LocalData, absolute_source, described_by_name, open_source
-from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.storage.run_directory import KnownData, RunDirectory
 
 
 @dataclass(eq=False)
@@ -45,15 +45,46 @@ class PeerData:
     stop: threading.Event  # set when the user wants to leave
     _founded: LocalData | None = field(default=None, init=False)
 
+    @property
+    def _last(self) -> KnownData | None:
+        """The data of the last session, unless the user names other data."""
+        last, given = self.directory.known_data(), self.peer.data
+        return last if last is not None and (given is None or absolute_source(given) == last.source) else None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of an order of this peer's own: the user's, or that of the last session; None: there is none."""
+        return self.peer.seed if self.peer.seed is not None or self._last is None else self._last.seed
+
+    def given(self) -> tuple[str | None, bool]:
+        """Returns the source that the user or the last session names, and whether it may differ from the run's.
+
+        Raises:
+            DataError: it is malformed, or --seed contradicts it or the last session.
+        """
+        source, may_differ, last = self.peer.data, self.peer.data_differs, self._last
+        if source is None and last is not None:
+            source, may_differ = last.source, last.differs or may_differ
+        if last is not None and self.seed != last.seed:
+            before = "without --seed" if last.seed is None else f"with --seed {last.seed}"
+            raise DataError(
+                f"output directory {self.directory.path} goes through its data {before}: leave out --seed {self.seed}, "
+                "or choose another --output-dir"
+            )
+        self._check_seed(source or "")
+        return source, may_differ
+
+    def _check_seed(self, source: str) -> None:
+        if self.seed is not None and source.startswith(HF_PREFIX):
+            raise DataError(f"--seed is the order of token files, but {source} streams: leave it out")
+
     def choose(self, run: DataConfig) -> tuple[str, bool]:
         """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
 
         Raises:
             DataError: the user has named no data although the run needs some, or obviously different data.
         """
-        source, may_differ = self.peer.data, self.peer.data_differs
-        if source is None and (last := self.directory.known_data()) is not None:
-            source, may_differ = last.source, last.differs or may_differ
+        source, may_differ = self.given()
         if source is None:
             if run.kind == "own":
                 raise DataError(
@@ -66,8 +97,7 @@ class PeerData:
                 f"the run trains on {describe_data(run)}, and a swarm never moves data: give --data PATH with the path "
                 "of your copy"
             )
-        if self.peer.seed is not None and source.startswith(HF_PREFIX):
-            raise DataError(f"--seed is the order of token files, but {source} streams: leave it out")
+        self._check_seed(source)
         if source_of(run) is None and run.kind != "own" and not may_differ and (missing := missing_paths(source)):
             raise DataError(
                 f"--data {missing[0]!r} does not exist here: the run trains on {describe_data(run)}, and a swarm never "
@@ -185,7 +215,7 @@ class PeerData:
         Raises:
             UserError: the directory cannot be written.
         """
-        self.directory.remember_data(data.source, differs=data.differs)
+        self.directory.remember_data(KnownData(data.source, data.differs, self.seed))
 
     def _leave_if_stopped(self) -> None:
         if self.stop.is_set():
