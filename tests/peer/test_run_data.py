@@ -441,7 +441,7 @@ def test_the_next_start_has_the_same_data(tmp_path: Path, peer: Peer, monkeypatc
     assert (opened.source, opened.differs) == (str(tmp_path / "a.txt"), False)
 
 
-def test_the_next_start_remembers_that_the_data_differ_and_compares_others_anew(tmp_path: Path, peer: Peer) -> None:
+def test_the_next_start_remembers_that_the_data_differ_and_compares_others(tmp_path: Path, peer: Peer) -> None:
     run = founded(text_file(tmp_path / "a.txt"), peer)
     other = text_file(tmp_path / "b.txt", "it was the best of times")
     data = peer.data(other, differs=True)
