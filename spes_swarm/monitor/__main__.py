@@ -151,9 +151,7 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
 
     console = _console()
     await collector.refresh()
-    works: list[Coroutine[Any, Any, None]] = [collector.run()]
-    if listener is not None:
-        works.append(_serve(collector.source, listener))
+    works: list[Coroutine[Any, Any, None]] = []
     if options.log is not None:
         from spes_swarm.monitor.views.tracking import follow, open_swarm_tracker
         from spes_swarm.storage.trackers import Quiet
@@ -161,13 +159,15 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
         tracker = open_swarm_tracker(options.log, collector.source.state().run.run_id)
         quiet = Quiet(tracker, lambda text: print(f"monitor: {text}", file=sys.stderr, flush=True))
         works.append(follow(collector.source, quiet))
+    if listener is not None:
+        works.append(_serve(collector.source, listener))
     if options.json:
         works.append(_show_json(collector.source, sys.stdout))
     elif console.is_terminal:
         works.append(show_live(collector.source, console))
     else:
         works.append(show_lines(collector.source, console))
-    await _together(works)
+    await _together([collector.run(), *works])
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
