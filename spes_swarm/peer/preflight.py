@@ -44,14 +44,14 @@ def check_machine(peer: PeerConfig) -> None:
     directory = RunDirectory(Path(peer.output_dir))
     directory.check()
     _check_identity(directory.identity_file(peer.identity), peer.initial_peers)
-    source, _ = PeerData(peer, directory, print, threading.Event()).given()
+    known_data = directory.known_data()
     if peer.data is not None:
         # Of a run that exists, PeerData also says what its data are.
         if peer.data_differs or founds_run(peer) or not missing_paths(peer.data):
             check_source(peer.data)
-    elif source is not None:
+    elif known_data is not None:
         try:
-            check_source(source)
+            check_source(known_data.source)
         except DataError as exc:
             raise DataError(f"the data of the last session: {exc}; give --data if they have moved") from exc
     if peer.initial_weights is not None:

@@ -46,45 +46,27 @@ class PeerData:
     _founded: LocalData | None = field(default=None, init=False)
 
     @property
-    def _last(self) -> KnownData | None:
-        """The data of the last session, unless the user names other data."""
-        last, given = self.directory.known_data(), self.peer.data
-        return last if last is not None and (given is None or absolute_source(given) == last.source) else None
-
-    @property
     def seed(self) -> int | None:
         """The seed of an order of this peer's own: the user's, or that of the last session; None: there is none."""
-        return self.peer.seed if self.peer.seed is not None or self._last is None else self._last.seed
+        last = self.directory.known_data()
+        return last.seed if self.peer.seed is None and last is not None else self.peer.seed
 
-    def given(self) -> tuple[str | None, bool]:
-        """Returns the source that the user or the last session names, and whether it may differ from the run's.
+    def choose(self, run: DataConfig) -> tuple[str, bool]:
+        """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
 
         Raises:
-            DataError: it is malformed, or --seed contradicts it or the last session.
+            DataError: the user has named no data although the run needs some, or obviously different data, or --seed
+                contradicts the data or the last session.
         """
-        source, may_differ, last = self.peer.data, self.peer.data_differs, self._last
-        if source is None and last is not None:
-            source, may_differ = last.source, last.differs or may_differ
+        source, may_differ, last = self.peer.data, self.peer.data_differs, self.directory.known_data()
         if last is not None and self.seed != last.seed:
             before = "without --seed" if last.seed is None else f"with --seed {last.seed}"
             raise DataError(
                 f"output directory {self.directory.path} goes through its data {before}: leave out --seed {self.seed}, "
                 "or choose another --output-dir"
             )
-        self._check_seed(source or "")
-        return source, may_differ
-
-    def _check_seed(self, source: str) -> None:
-        if self.seed is not None and source.startswith(HF_PREFIX):
-            raise DataError(f"--seed is the order of token files, but {source} streams: leave it out")
-
-    def choose(self, run: DataConfig) -> tuple[str, bool]:
-        """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
-
-        Raises:
-            DataError: the user has named no data although the run needs some, or obviously different data.
-        """
-        source, may_differ = self.given()
+        if source is None and last is not None:
+            source, may_differ = last.source, last.differs or may_differ
         if source is None:
             if run.kind == "own":
                 raise DataError(
@@ -97,7 +79,8 @@ class PeerData:
                 f"the run trains on {describe_data(run)}, and a swarm never moves data: give --data PATH with the path "
                 "of your copy"
             )
-        self._check_seed(source)
+        if self.peer.seed is not None and source.startswith(HF_PREFIX):
+            raise DataError(f"--seed is the order of token files, but {source} streams: leave it out")
         if source_of(run) is None and run.kind != "own" and not may_differ and (missing := missing_paths(source)):
             raise DataError(
                 f"--data {missing[0]!r} does not exist here: the run trains on {describe_data(run)}, and a swarm never "

@@ -184,7 +184,7 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
         ),
         (
             ["--seed", "5", "--data", "hf:you/set", "--initial-peers", PEER],
-            "--seed is the order of token files, but hf:you/set streams: leave it out",
+            "--seed is the order of token files, but --data streams",
         ),
         (["--initial-peers", ""], "initial peer '' is empty"),
         (["--initial-peers", f"join --initial-peers {PEER} --run-id x"], "found '--run-id' in place of an address"),
