@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from spes_swarm.base.address import peer_addresses
-from spes_swarm.base.arguments import MAX_SHARD_SIZE, end_program, shard_bytes, show_any_text
+from spes_swarm.base.arguments import MAX_SHARD_SIZE, end_program, handle_interrupts, shard_bytes, show_any_text
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.command_line import OneLineParser
 
@@ -42,6 +42,8 @@ def go_to_background() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     show_any_text()
+    interrupted = "interrupted; earlier publications are intact"
+    handle_interrupts("publish", interrupted)
     started = time.monotonic()
     options: argparse.Namespace | None = None
     try:
@@ -62,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"publish: {exc.strerror or type(exc).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("publish: interrupted; earlier publications are intact", file=sys.stderr)
+        print(f"publish: {interrupted}", file=sys.stderr)
         return 130
     seconds = time.monotonic() - started
     if options.json:

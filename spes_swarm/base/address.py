@@ -7,7 +7,9 @@ in base58, names of hosts in lower case. What p2pd cannot dial or listen on is r
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -19,6 +21,7 @@ from spes_swarm.base.errors import AddressError
 
 _PEER, _HOST, _ANNOUNCED = "initial peer", "host address", "announced address"
 _NAME_AS_IP = re.compile(r"/?ip[46]/([^/:]*[g-z][^/:]*)/", re.I)
+_HOST_AND_PORT = re.compile(r"(?:\w+://)?(([\w.-]+):(\d{1,5}))(?!\w)")
 _MAX_CHARS = 256
 _EXAMPLES = {
     _PEER: "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
@@ -36,12 +39,20 @@ _FORMS = {
 }
 _NAMES = ("dns", "dns4", "dns6", "dnsaddr")
 
-# What comes along when an address is copied: it is no part of any address.
-_NOISE = re.compile("[\\[\\]\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff]")
-_LABEL = re.compile(
-    r"[-\u2010-\u2015]{0,2}(initial[-_ ]peers?|(host|announce)[-_ ]maddrs?)\b[:=]?(?=[\s/\"'\[]|$)", re.I
+# What comes along when addresses are copied: it is no part of any of them.
+_NOISE = re.compile(
+    "\x1b(\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b]*(\x07|\x1b\\\\))|[\\[\\]\u00ad\u200b-\u200f\u202a-\u202e\u2060\ufeff]"
 )
-_BETWEEN = re.compile("[\\s,;|\"'`\u00ab\u00bb\u2018-\u201f\u2039\u203a<>(){}]+|\\\\+(?=\\s|$)")
+_BETWEEN = re.compile("[\\s,;|\"'`\u00ab\u00bb\u2018-\u201f\u2039\u203a\u3001\u3002<>(){}]+|\\\\+(?=\\s|$)")
+_START = re.compile(r"(?<![A-Za-z0-9./-])/*(ip[46]|dns[46]?|dnsaddr)/", re.I)
+_LABEL = re.compile(
+    r"[-\u2010-\u2015]{0,2}(initial[-_ ]peers?|(host|announce)[-_ ]maddrs?)\b[:=]?(?=[\s/\"'\[]|$)"
+    rf"|(?<!\S)\(?\d{{1,3}}[.):]\s*(?={_START.pattern})",
+    re.I,
+)
+_FILLER = re.compile(r"(and|or|(peer|m?addr|address)(e?s)?[-_#]?\d*)[:=]?", re.I)
+_LINE_END = re.compile(r"[ \t]*\r?\n[ \t]*")
+_MOST_LINES = 4  # that an address is taken to fill in a terminal
 
 
 def peer_addresses(texts: Sequence[str]) -> tuple[str, ...]:
@@ -64,18 +75,40 @@ def listen_addresses(texts: Sequence[str], *, announced: bool = False) -> tuple[
 
 
 def _addresses(texts: Sequence[str], role: str, parse: Callable[[str], str]) -> tuple[str, ...]:
-    given = _LABEL.sub(" ", _NOISE.sub("", "\n".join(texts)))
-    words = [word.strip("*.:!?") for word in _BETWEEN.split(given)]
-    words = [word for word in words if any(map(str.isalnum, word))]
-    if texts and not words:
+    given = _LABEL.sub(" ", _NOISE.sub("", unicodedata.normalize("NFKC", " ".join(texts))))
+    starts = [match.start() for match in _START.finditer(given)]
+    others = _words(given[: starts[0] if starts else None])
+    found: list[str] = []
+    for start, end in itertools.pairwise([*starts, len(given)]):
+        address, *more = _first_words(given[start:end], parse)
+        found.append(address)
+        others += more
+    others = [word for word in others if _FILLER.fullmatch(word) is None]
+    if texts and not found and not others:
         raise _wrong(texts[0], role, "is empty")
-    for word in words:
+    for word in others:
         if word.startswith("-"):
             raise AddressError(
                 f"found {word!r} in place of an address ({role}): give only addresses there, and other flags by "
                 "themselves (a whole command that was copied is run as it is)"
             )
-    return tuple(dict.fromkeys(map(parse, words)))
+    return tuple(dict.fromkeys(map(parse, [*others, *found])))
+
+
+def _words(text: str) -> list[str]:
+    words = (word.strip("*_.:!?") for word in _BETWEEN.split(text))
+    return [word for word in words if any(map(str.isalnum, word))]
+
+
+def _first_words(text: str, parse: Callable[[str], str]) -> list[str]:
+    """Splits a text that starts with an address, which a terminal may have broken into lines."""
+    lines = _LINE_END.split(text)
+    for num_lines in range(min(len(lines), _MOST_LINES), 1, -1):
+        words = _words("\n".join(["".join(lines[:num_lines]), *lines[num_lines:]]))
+        with suppress(AddressError):
+            parse(words[0])
+            return words
+    return _words(text)
 
 
 def _parse(text: str, role: str) -> list[tuple[str, str]]:
@@ -89,6 +122,9 @@ def _parse(text: str, role: str) -> list[tuple[str, str]]:
         where = "" if culprit == text else f" ({culprit!r} cannot be parsed)"
         if (named := _NAME_AS_IP.match(text)) is not None:
             where = f" (a name of a host is written /dns4/{named[1]})"
+        elif (pair := _HOST_AND_PORT.match(text)) is not None:
+            kind = "ip4" if pair[2].replace(".", "").isdigit() else "dns4"
+            where = f" ({pair[1]} is written /{kind}/{pair[2]}/tcp/{pair[3]})"
         raise _wrong(text, role, f"is not a multiaddress{where}") from exc
     return [_normal(name, value) for name, value in pairs]
 
@@ -98,7 +134,10 @@ _KNOWN = {protocol.name for protocol in PROTOCOLS} | {"ipfs"}
 
 def _normal(name: str, value: str) -> tuple[str, str]:
     if name in _NAMES:
-        return name, value.lower().rstrip(".")
+        value = value.lower().rstrip(".")
+        with suppress(ValueError):  # an IP address in place of a name
+            return _normal("ip4" if ipaddress.ip_address(value).version == 4 else "ip6", value)
+        return name, value
     mapped = ipaddress.IPv6Address(value).ipv4_mapped if name == "ip6" else None
     return (name, value) if mapped is None else ("ip4", str(mapped))
 
@@ -128,6 +167,8 @@ def _unusable(ip: ipaddress.IPv4Address | ipaddress.IPv6Address, role: str) -> s
         return f"is not the address of a machine: {ip} stands for several"
     if role != _HOST and ip.is_unspecified:
         return f"is not the address of a machine: {ip} only means that a peer listens on all of its addresses"
+    if ip.version == 4 and not ip.is_unspecified and (ip.is_reserved or ip.packed[0] == 0):
+        return f"is not the address of a machine: {ip} is reserved"
     if ip.version == 6 and ip.is_link_local:
         return "is link-local, which p2pd cannot use"
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import signal
 import sys
@@ -19,6 +20,7 @@ MAX_SHARD_SIZE = "1GB"
 def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str = "interrupted") -> int:
     """Runs a command and returns its exit code (None: 0); explains a failure or a Ctrl-C in one line on stderr."""
     show_any_text()
+    handle_interrupts(program, interrupted)
     try:
         return run() or 0
     except UserError as exc:
@@ -41,6 +43,24 @@ def show_any_text() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
+def handle_interrupts(program: str, interrupted: str = "interrupted") -> None:
+    """Makes a Ctrl-C that would be dangerous end the process with one line; any other raises KeyboardInterrupt."""
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        end_while_torch_is_imported(130, f"{program}: {interrupted}\n")
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, handle)
+
+
+def end_while_torch_is_imported(code: int, last_words: str = "") -> None:
+    """Ends the process if torch is being imported: its C++ calls Python, and aborts at an exception of a handler."""
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        sys.stderr.write(last_words)
+        os._exit(code)
+
+
 def end_program(code: int) -> NoReturn:
     """Exits. A Ctrl-C while libraries clean up ends the program at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -58,15 +78,13 @@ def report_interrupt(program: str) -> None:
             sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = report
+    handle_interrupts(program)
 
 
 def interrupt_on_sigterm() -> None:
-    """Makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does; call this in the main thread."""
-    signal.signal(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    """Makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does, even if that is ignored; call this in the main thread."""
+    handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, handler if callable(handler) else signal.default_int_handler)
 
 
 def shard_bytes(size: str) -> int:

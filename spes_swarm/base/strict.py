@@ -94,7 +94,7 @@ class Section:
 _S = TypeVar("_S", bound=Section)
 
 
-# typing would evaluate every annotation anew for every value. (No functools.cache: to mypy, a class is not hashable.)
+# typing would evaluate every annotation again for every value. (No functools.cache: to mypy, a class is not hashable.)
 _HINTS: dict[type[Section], dict[str, Any]] = {}
 
 

@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spes_swarm.base.arguments import end_program, show_any_text
 from spes_swarm.base.errors import NetworkProcessError, UserError
 from spes_swarm.base.wording import plural
-from spes_swarm.monitor.history_file import read_history
-from spes_swarm.monitor.options import Options, parse_options
-from spes_swarm.monitor.source import HeldState
-from spes_swarm.monitor.state import StateSource, to_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from spes_swarm.monitor.collector import Collector
+    from spes_swarm.monitor.options import Options
+    from spes_swarm.monitor.state import StateSource
 
 # One read may miss records; the next ones find them.
 _ONCE_LOOKS = 3
@@ -39,6 +37,8 @@ _ONCE_PAUSE_S = 0.5
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
     try:
+        from spes_swarm.monitor.options import parse_options  # with pydantic, which takes long enough for a Ctrl-C
+
         options = parse_options(arguments)
         show_any_text()
         return asyncio.run(_until_stopped(_replay(options) if options.replay is not None else _watch(options)))
@@ -76,6 +76,9 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _replay(options: Options) -> None:
+    from spes_swarm.monitor.history_file import read_history
+    from spes_swarm.monitor.source import HeldState
+
     assert options.replay is not None
     state, history = read_history(options.replay)
     if options.plot is not None:
@@ -151,9 +154,7 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
 
     console = _console()
     await collector.refresh()
-    works: list[Coroutine[Any, Any, None]] = [collector.run()]
-    if listener is not None:
-        works.append(_serve(collector.source, listener))
+    works: list[Coroutine[Any, Any, None]] = []
     if options.log is not None:
         from spes_swarm.monitor.views.tracking import follow, open_swarm_tracker
         from spes_swarm.storage.trackers import Quiet
@@ -161,13 +162,15 @@ async def _follow(options: Options, collector: Collector, listener: socket.socke
         tracker = open_swarm_tracker(options.log, collector.source.state().run.run_id)
         quiet = Quiet(tracker, lambda text: print(f"monitor: {text}", file=sys.stderr, flush=True))
         works.append(follow(collector.source, quiet))
+    if listener is not None:
+        works.append(_serve(collector.source, listener))
     if options.json:
         works.append(_show_json(collector.source, sys.stdout))
     elif console.is_terminal:
         works.append(show_live(collector.source, console))
     else:
         works.append(show_lines(collector.source, console))
-    await _together(works)
+    await _together([collector.run(), *works])
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -194,6 +197,8 @@ def _console() -> Console:
 
 def _print_once(options: Options, source: StateSource) -> None:
     if options.json:
+        from spes_swarm.monitor.state import to_text
+
         print(to_text(source.state()), flush=True)
         return
     from spes_swarm.monitor.views.terminal import print_once
@@ -202,6 +207,8 @@ def _print_once(options: Options, source: StateSource) -> None:
 
 
 async def _show_json(source: StateSource, output: TextIO) -> None:
+    from spes_swarm.monitor.state import to_text
+
     while True:
         print(to_text(source.state()), file=output, flush=True)
         await source.wait_for_change(60.0)

@@ -279,7 +279,7 @@ class RunServices(RunCommands):
         detail = (
             f"two processes use the identity of this peer, {me}, and rounds lose parts; this one has "
             f"{', '.join(self._own_maddrs()) or 'no address'}, and other peers are connected to {seen}: "
-            "stop one of them and remove its identity file to get a new one"
+            "stop one of them; to run both, give it another --output-dir, without --identity"
         )
         self._on_fault(me, ProtocolError(TWIN, detail))
 

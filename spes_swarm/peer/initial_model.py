@@ -69,6 +69,12 @@ class InitialModel:
         """The name, independent of the current directory."""
         return self.name if self.location.path is None else str(self.location.path.absolute())
 
+    def file_stamps(self) -> dict[str, str]:
+        """Returns, by name, what changes when a weight file in a directory is replaced; nothing for a repository."""
+        files = self.location.path.glob("*.safetensors") if self.location.path is not None else ()
+        stats = {file.name: file.stat() for file in files if file.is_file()}
+        return {name: f"{stat.st_size} bytes of {stat.st_mtime_ns}" for name, stat in stats.items()}
+
     def description(self, *, with_tokenizer: bool = True) -> Path:
         """Returns a directory with config.json and, if wanted, the tokenizer; fetches them from a Hub.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.config.data_source import HF_PREFIX
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.file import RawConfigFile, continued_config_path, default_config_path, read_config_file
 from spes_swarm.config.model_size import MAX_EXPERTS
@@ -96,13 +97,16 @@ def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
     stored, founds = directory.raw_manifest(), founds_run(peer)
     known_data = directory.known_data()
     has_data = peer.data is not None or (known_data is not None and known_data.differs)
+    listens = (not peer.client_mode, "is for a peer that accepts connections: leave out --client-mode")
     needs_publishing = (peer.publish_to is not None, "requires --publish-to")
     joining = "--from-hub resumes" if not peer.initial_peers else "--initial-peers joins"
     for flag, (has_effect, why) in (
         ("publish_every", needs_publishing),
         ("publish_mbps", needs_publishing),
         ("publish_keep", needs_publishing),
-        ("announce_maddrs", (not peer.client_mode, "is for a peer that accepts connections: leave out --client-mode")),
+        ("announce_maddrs", listens),
+        ("host_maddrs", listens),
+        ("seed", (not (peer.data or "").startswith(HF_PREFIX), "is the order of token files, but --data streams")),
         ("bootstrap_timeout_s", (bool(peer.initial_peers), "is for --initial-peers, of which there are none")),
         ("initial_weights", (founds or stored is not None, f"founds a run, but {joining} one: leave out one of them")),
         ("data_differs", (not founds, "is for joiners: the data of a founder are those of the run")),

@@ -184,7 +184,7 @@ class Joining:
         self._local = context.data.open(run.data, run_tokenizer(run, self._tokenizer_places))
         context.metrics.write("data", **self._local.to_event())
         self._sampler = self._local.batches(
-            run, peer_id=context.identity.peer_id, seed=self._peer.seed, stop=context.stop
+            run, peer_id=context.identity.peer_id, seed=context.data.seed, stop=context.stop
         )
         self._evaluation = held_out_batches(self._sampler, run.evaluation)
 
@@ -489,7 +489,8 @@ class Joining:
         if not self._maddrs:
             return
         self._console.say("others join with (on this machine, each with its own --output-dir):")
-        self._console.command(join_command(self.manifest, best_first(self._maddrs)[0], interpreter()))
+        address, one_thread = best_first(self._maddrs)[0], self._peer.num_threads == 1  # more might not suit others
+        self._console.command(join_command(self.manifest, address, interpreter(), one_thread=one_thread))
         if (note := join_note(self._run.data)) is not None:
             self._console.say(note)
 

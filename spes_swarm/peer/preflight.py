@@ -5,6 +5,7 @@ A request that passes may still fail later, with the same message: files can van
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from spes_swarm.base.address import without_own
 from spes_swarm.base.errors import ConfigError, DataError, UserError
 from spes_swarm.base.strict import read_section
+from spes_swarm.config.data import DataConfig
 from spes_swarm.config.data_source import missing_paths
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.manifest import RawManifest
@@ -19,8 +21,10 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig, TrainingConfig
 from spes_swarm.data.corpus import check_source
 from spes_swarm.peer.join_request import check_peer, founds_run
+from spes_swarm.peer.run_data import PeerData
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.location import parse_location, parse_model
+from spes_swarm.storage.checkpoint import last_peer
 from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import check_tracker
 from spes_swarm.training.ranks.placement import Placement
@@ -39,7 +43,7 @@ def check_machine(peer: PeerConfig) -> None:
         raise ConfigError(f"device {peer.device!r} was requested, but this machine has no CUDA device; use cpu or auto")
     directory = RunDirectory(Path(peer.output_dir))
     directory.check()
-    _check_identity(Path(peer.identity) if peer.identity else directory.identity, peer.initial_peers)
+    _check_identity(directory.identity_file(peer.identity), peer.initial_peers)
     known_data = directory.known_data()
     if peer.data is not None:
         # Of a run that exists, PeerData also says what its data are.
@@ -89,8 +93,10 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
             f"output directory {directory.path} belongs to run {stored.run_id}, not {peer.run_id}; "
             "choose another --output-dir"
         )
-    if stored is not None and peer.initial_weights is not None:
-        _check_starts_from_model(directory, stored, peer)
+    if stored is not None:
+        _check_is_same_peer(directory, peer)
+        if peer.initial_weights is not None:
+            _check_starts_from_model(directory, stored, peer)
     if stored is None and not peer.initial_peers:
         if peer.client_mode:
             raise ConfigError(
@@ -107,10 +113,27 @@ def check_run(peer: PeerConfig, founded: Mapping[str, Any] | None, placement: Pl
         batch_size = read_section(TrainingConfig, run["training"], "", "run.training").batch_size_of(peer.batch_size)
         if placement is not None:
             placement.check_batch(batch_size)
+        described = read_section(DataConfig, run.get("data", {}), "", "run.data")
+        PeerData(peer, directory, print, threading.Event()).choose(described)
+
+
+def _check_is_same_peer(directory: RunDirectory, peer: PeerConfig) -> None:
+    """Refuses another identity than that with which the directory takes part in its run."""
+    path = directory.identity_file(peer.identity)
+    own = Identity.load(directory.identity).peer_id if directory.identity.exists() else None
+    owner = last_peer(directory.checkpoints) or own
+    if owner is None or (path.exists() and Identity.load(path).peer_id == owner):
+        return
+    problem = "is that of another peer" if path.exists() else "does not exist"
+    advice = "leave out --identity" if owner == own else "give that peer's file with --identity"
+    raise UserError(
+        f"output directory {directory.path} belongs to peer {owner}, but identity file {path} {problem}: {advice}, or "
+        "choose another --output-dir"
+    )
 
 
 def _check_starts_from_model(directory: RunDirectory, stored: RawManifest, peer: PeerConfig) -> None:
-    identity = Path(peer.identity) if peer.identity else directory.identity
+    identity = directory.identity_file(peer.identity)
     if stored.run["model"].get("initial_weights") is None:
         problem = "which does not start from an existing model"
     elif identity.exists() and Identity.load(identity).peer_id != stored.founder:

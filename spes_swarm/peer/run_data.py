@@ -32,7 +32,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.data.corpus_index import Membership
 from spes_swarm.data.tokenizer import Tokenizer
 from spes_swarm.peer.local_data import LocalData, absolute_source, described_by_name, open_source
-from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.storage.run_directory import KnownData, RunDirectory
 
 
 @dataclass(eq=False)
@@ -45,14 +45,27 @@ class PeerData:
     stop: threading.Event  # set when the user wants to leave
     _founded: LocalData | None = field(default=None, init=False)
 
+    @property
+    def seed(self) -> int | None:
+        """The seed of an order of this peer's own: the user's, or that of the last session; None: there is none."""
+        last = self.directory.known_data()
+        return last.seed if self.peer.seed is None and last is not None else self.peer.seed
+
     def choose(self, run: DataConfig) -> tuple[str, bool]:
         """Returns where this peer's data are, and whether they may differ from the run's; opens nothing.
 
         Raises:
-            DataError: the user has named no data although the run needs some, or obviously different data.
+            DataError: the user has named no data although the run needs some, or obviously different data, or --seed
+                contradicts the data or the last session.
         """
-        source, may_differ = self.peer.data, self.peer.data_differs
-        if source is None and (last := self.directory.known_data()) is not None:
+        source, may_differ, last = self.peer.data, self.peer.data_differs, self.directory.known_data()
+        if last is not None and self.seed != last.seed:
+            before = "without --seed" if last.seed is None else f"with --seed {last.seed}"
+            raise DataError(
+                f"output directory {self.directory.path} goes through its data {before}: leave out --seed {self.seed}, "
+                "or choose another --output-dir"
+            )
+        if source is None and last is not None:
             source, may_differ = last.source, last.differs or may_differ
         if source is None:
             if run.kind == "own":
@@ -185,7 +198,7 @@ class PeerData:
         Raises:
             UserError: the directory cannot be written.
         """
-        self.directory.remember_data(data.source, differs=data.differs)
+        self.directory.remember_data(KnownData(data.source, data.differs, self.seed))
 
     def _leave_if_stopped(self) -> None:
         if self.stop.is_set():

@@ -123,7 +123,7 @@ class RunFinder:
         if name is None or stored.founder != self.identity.peer_id:
             return
         model = InitialModel.find(name)
-        if self.directory.known_weights() == model.absolute_name:
+        if self.directory.knows_weights(model.absolute_name, model.file_stamps()):
             return
         self.console.say("comparing the initial weights with those of the run")
         try:
@@ -200,13 +200,13 @@ class RunFinder:
 
     def _read_weights(self, model: InitialModel, run: RunConfig) -> str:
         """Returns the digest of initial weights, which must be those of the run if it names any."""
-        directory = model.weights(self.console.say)
+        directory, stamps = model.weights(self.console.say), model.file_stamps()
         empty = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(empty)
         digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), empty)
         if run.model.initial_weights not in (None, digest):
             raise ConfigError(f"--initial-weights: {model.name} does not have the weights that the run starts from")
-        self.directory.remember_weights(model.absolute_name)
+        self.directory.remember_weights(model.absolute_name, stamps)
         return digest
 
 

@@ -144,8 +144,8 @@ class Session:
         started = time.monotonic()
         peer = self._peer
         directory = RunDirectory(Path(peer.output_dir))
-        stack.enter_context(directory.held())
-        identity_path = Path(peer.identity) if peer.identity else directory.identity
+        identity_path = directory.identity_file(peer.identity)
+        stack.enter_context(directory.held(identity_path))
         identity = Identity.load_or_create(identity_path.absolute())
         stack.enter_context(locked_identity(identity_path, identity.peer_id))
         peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))

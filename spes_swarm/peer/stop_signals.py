@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from spes_swarm.base.arguments import end_while_torch_is_imported
 from spes_swarm.base.errors import LeftEarlyError
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -128,4 +129,5 @@ class StopSignals:
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not again and self._interrupts:
+            end_while_torch_is_imported(self.early_code)
             raise _Interrupted

@@ -124,6 +124,14 @@ def load_newest(
     return None, complaints
 
 
+def last_peer(directory: Path) -> str | None:
+    """Returns the peer that wrote the newest checkpoint whose metadata can be read; None if there is none."""
+    for path in checkpoints_in(directory):
+        with contextlib.suppress(CheckpointError):
+            return read_content(path).meta.peer_id
+    return None
+
+
 def has_broken(directory: Path) -> bool:
     """Returns True if the directory has checkpoints that were set aside."""
     return any(directory.glob(f"{_BROKEN}*"))

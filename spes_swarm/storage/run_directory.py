@@ -8,9 +8,9 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_swarm.base.errors import CheckpointError, LeftEarlyError, ManifestError, UserError, os_errors_as
@@ -84,6 +84,7 @@ class KnownData:
 
     source: str
     differs: bool  # from the run's, as declared by the user
+    seed: int | None  # of this peer's own order
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ class RunDirectory:
     def identity(self) -> Path:
         """The identity file, unless the user names another one."""
         return self.path / "identity.key"
+
+    def identity_file(self, named: str | None) -> Path:
+        """The identity file, given the one that the user names."""
+        return self.identity if named is None else Path(named)
 
     @property
     def checkpoints(self) -> Path:
@@ -154,33 +159,38 @@ class RunDirectory:
         """Returns the data of the last session; None in a fresh directory, and if the file is damaged."""
         try:
             stored = json.loads((self.path / _DATA).read_text(encoding="utf-8"))
-            source, differs = stored["source"], stored["differs"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            known = KnownData(stored["source"], stored["differs"], stored.get("seed"))
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return None
-        return KnownData(source, differs) if isinstance(source, str) and isinstance(differs, bool) else None
+        is_valid = isinstance(known.source, str) and isinstance(known.differs, bool)
+        return known if is_valid and (known.seed is None or type(known.seed) is int) else None
 
-    def remember_data(self, source: str, *, differs: bool) -> None:
+    def remember_data(self, data: KnownData) -> None:
         """Stores the data that this peer trains on, for the next start.
 
         Raises:
             UserError: it cannot be written.
         """
-        self._store(_DATA, json.dumps({"source": source, "differs": differs}))
+        self._store(_DATA, json.dumps(asdict(data)))
 
-    def known_weights(self) -> str | None:
-        """Returns the model from which this peer founded the run; None if the file is missing or damaged."""
+    def knows_weights(self, model: str, files: Mapping[str, str]) -> bool:
+        """Returns True if this peer founded the run from this model, and none of the files that are left has changed.
+
+        False if the file that says so is missing or damaged.
+        """
         try:
-            return (self.path / _WEIGHTS).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            return None
+            known = json.loads((self.path / _WEIGHTS).read_text(encoding="utf-8"))
+            return bool(known["model"] == model and files.items() <= known["files"].items())
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            return False
 
-    def remember_weights(self, model: str) -> None:
+    def remember_weights(self, model: str, files: Mapping[str, str]) -> None:
         """Stores the model whose weights the run starts from, so that they need not be compared at the next start.
 
         Raises:
             UserError: it cannot be written.
         """
-        self._store(_WEIGHTS, f"{model}\n")
+        self._store(_WEIGHTS, json.dumps({"model": model, "files": dict(files)}))
 
     def check(self) -> None:
         """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
@@ -222,33 +232,27 @@ class RunDirectory:
         return self._take_lock()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, identity: Path) -> Iterator[None]:
         """Creates the directory, and locks it as `prepare` does, for the duration of a session.
 
-        A session that is refused or stopped before it has joined a run leaves nothing that it has created.
+        A session that is refused or stopped before it has joined a run leaves nothing that it has created, an
+        `identity` file in another directory included.
 
         Raises:
             UserError: as `prepare`.
         """
-        created = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
-        before = set() if created else {entry.name for entry in self.path.iterdir()}
+        folders = (folder for path in (self.path, identity.parent) for folder in (path, *path.parents))
+        created = [folder for folder in folders if not folder.exists()]
+        made = [path for path in (*(self.path / name for name in _MADE), identity) if not path.exists()]
         lock = self.prepare()
         try:
             yield
         except (UserError, LeftEarlyError):
             if not (self.path / _MANIFEST).exists():
-                self._remove(_MADE - before, created)
+                _remove(made, created)
             raise
         finally:
             os.close(lock)
-
-    def _remove(self, names: set[str], folders: list[Path]) -> None:
-        for entry in (self.path / name for name in names):
-            with suppress(OSError):
-                entry.unlink() if not entry.is_dir() else entry.rmdir()
-        for folder in folders:  # the inner ones first
-            with suppress(OSError):  # something else is in it
-                folder.rmdir()
 
     def manifest(self) -> Manifest | None:
         """Reads the manifest of the run that this directory belongs to; None for a fresh directory.
@@ -317,3 +321,12 @@ class RunDirectory:
     def _full_disk(self) -> str:
         disk = disk_of(self.path)
         return f"{os.strerror(errno.ENOSPC)}; free some on the disk {disk}, or choose an --output-dir on another one"
+
+
+def _remove(entries: list[Path], folders: list[Path]) -> None:
+    for entry in entries:
+        with suppress(OSError):
+            entry.unlink() if not entry.is_dir() else entry.rmdir()
+    for folder in folders:  # the inner ones first
+        with suppress(OSError):  # something else is in it
+            folder.rmdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ CID = "bafzbeigo7gxunl7kkztclq7icmrwkvcxkmznwoskko4237solkzc35523a"  # PEER as a
         (f"/ip6/2001:DB8:0:0::1/tcp/1/p2p/{PEER}", f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}"),
         (f"/ip6/[2001:db8::1]/tcp/1/p2p/{PEER}", f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}"),
         (f"/dns4/Example.ORG./tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/1/p2p/{PEER}"),
+        (NORMAL.replace("ip4", "dns4"), NORMAL),
     ],
 )
 def test_an_address_is_kept_in_its_normal_form(text: str, normal: str) -> None:
@@ -100,11 +102,37 @@ def test_an_address_is_kept_in_its_normal_form(text: str, normal: str) -> None:
         "[{0}]({0}), **{1}**",
         "\ufeff{0}\u00a0{1}\u200b",
         "{0} {1} {0}",
+        "{0} and {1}",
+        "1. {0}\n2. {1}",
+        "(1) {0}, (2) {1}",
+        "peer: {0}\npeer 2: {1}",
+        "Peers:{0};address={1}.",
+        "{0}\uff0c{1}\u3001{0}\u3002",
+        "\x1b[32m{0}\x1b[0m \x1b[1;4m{1}\x1b[m",
+        "\x1b]8;;https://example.org\x1b\\{0}\x1b]8;;\x07 {1}",
+        '{{"maddrs": ["{0}", "{1}"]}}',
+        "_{0}_ *{1}*...",
     ],
 )
 def test_what_comes_along_when_addresses_are_copied_is_no_part_of_them(text: str) -> None:
     assert peer_addresses([text.format(NORMAL, OTHER)]) == (NORMAL, OTHER)
     assert peer_addresses(text.format(NORMAL, OTHER).split(" ")) == (NORMAL, OTHER)
+
+
+def test_a_terminal_may_break_an_address_into_lines() -> None:
+    for column in range(len("/ip4/"), len(NORMAL)):
+        broken = f"{NORMAL[:column]}\n  {NORMAL[column:]}"
+        assert peer_addresses([broken]) == (NORMAL,)
+        assert peer_addresses([f"{OTHER}\n{broken}\r\nand {OTHER}"]) == (OTHER, NORMAL)
+    assert listen_addresses(["/ip4/0.0.0.0/tcp/313\n37\n/ip6/::/tcp/1"]) == ("/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/1")
+
+
+@pytest.mark.parametrize("rest", ["foo", "7", "7.5", "31337/p2p/Qm", "203.0.113.8:31337", "the", "/p2p-circuit"])
+@pytest.mark.parametrize("form", ["{0} {1}", "{0}\n{1}", "{1} {0}"])
+def test_what_is_neither_an_address_nor_comes_along_with_one_is_named(rest: str, form: str) -> None:
+    with pytest.raises(AddressError, match="initial peer") as error:
+        peer_addresses([form.format(NORMAL, rest)])
+    assert rest.rstrip(".") in str(error.value)
 
 
 def test_a_copied_command_is_no_address() -> None:
@@ -150,6 +178,11 @@ def test_stored_addresses_that_cannot_be_dialled_are_left_out() -> None:
         (f"/ip4/0.0.0.0/tcp/1/p2p/{PEER}", "is not the address of a machine: 0.0.0.0 only means"),
         (f"/ip6/::/tcp/1/p2p/{PEER}", "is not the address of a machine"),
         (f"/ip4/224.0.0.1/tcp/1/p2p/{PEER}", "stands for several"),
+        (f"/ip4/255.255.255.255/tcp/1/p2p/{PEER}", "stands for several"),
+        (f"/ip4/0.0.0.1/tcp/1/p2p/{PEER}", "is not the address of a machine: 0.0.0.1 is reserved"),
+        (f"/ip4/240.0.0.1/tcp/1/p2p/{PEER}", "240.0.0.1 is reserved"),
+        (f"/dns/0.0.0.0/tcp/1/p2p/{PEER}", "is not the address of a machine"),
+        (f"/dnsaddr/1.2.3.4/p2p/{PEER}", "has no port"),
         (f"/ip4/example.org/tcp/1/p2p/{PEER}", "a name of a host is written /dns4/example.org"),
         (PEER, "not a multiaddress"),
         ("http://203.0.113.7:8080/", "not a multiaddress"),
@@ -205,6 +238,8 @@ def test_the_example_is_of_the_kind_that_was_asked_for(text: str) -> None:
     ("text", "why"),
     [
         ("foo", "is not a multiaddress; it should"),
+        ("tcp://1.2.3.4:5", "is not a multiaddress (1.2.3.4:5 is written /ip4/1.2.3.4/tcp/5); it should"),
+        (f"a.org:5/p2p/{PEER}", "is not a multiaddress (a.org:5 is written /dns4/a.org/tcp/5); it should"),
         ("/nonsense/1", "is not a multiaddress; it should"),
         ("/ip4/300.0.0.1/tcp/1", "is not a multiaddress; it should"),
         ("/ip4/1.2.3.4/tcp", "is not a multiaddress ('/tcp' cannot be parsed); it should"),
@@ -216,6 +251,8 @@ def test_the_complaint_is_in_our_words_and_says_where(text: str, why: str) -> No
     with pytest.raises(AddressError) as error:
         peer_address(text)
     assert str(error.value).startswith(f"initial peer {text!r} {why}")
+    with pytest.raises(AddressError, match=re.escape(str(error.value))):
+        peer_addresses([text])
 
 
 def test_an_announced_address_needs_its_real_port() -> None:

@@ -257,9 +257,13 @@ def test_a_session_that_joins_no_run_leaves_nothing(
         if name:
             (run.path / name).write_text("mine")
 
+    elsewhere = tmp_path / "keys" / "own.key"
+
     def session(joins: bool) -> None:
-        with run.held():
+        with run.held(elsewhere):
             run.identity.touch()
+            elsewhere.parent.mkdir()
+            elsewhere.touch()
             run.metrics.touch()
             run.remember_port(4001)
             if joins:
@@ -269,18 +273,20 @@ def test_a_session_that_joins_no_run_leaves_nothing(
     with pytest.raises(error, match="refused"):
         session(joins=False)
     assert run.path.parent.exists() == run.path.exists() == bool(there)
+    assert not elsewhere.parent.exists()
     assert {path.name for path in run.path.glob("*")} == set(filter(None, there))
     with pytest.raises(error, match="refused"):
         session(joins=True)
     assert run.identity.exists()
+    assert elsewhere.exists()
     assert run.manifest() == manifest
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "peer")
-    with run.held():
+    with run.held(run.identity):
         run.identity.touch()
-        with pytest.raises(UserError, match="in use by another process"), RunDirectory(run.path).held():
+        with pytest.raises(UserError, match="in use by another process"), RunDirectory(run.path).held(run.identity):
             raise AssertionError("it is in use")
         assert run.identity.exists()
 

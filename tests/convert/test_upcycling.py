@@ -364,7 +364,7 @@ torch.set_num_threads(1)
 small, large, out = map(Path, sys.argv[1:])
 upcycle(small, out / "small", options(experts=8))  # whatever is loaded late is loaded now
 before = resident("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: proc_pid_clear_refs(5)
+Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc_pid_clear_refs(5)
 report = upcycle(large, out / "large", options(experts=8, max_shard_size="50MB"))
 print(report.num_bytes, report.num_shards, report.largest_shard, resident("VmHWM") - before)
 """

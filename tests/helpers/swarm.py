@@ -85,7 +85,9 @@ class Swarm:
 
     def start(self, name: str, *arguments: Any) -> LocalPeer:
         """Starts a process."""
-        common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1", "--checkpoint-minutes", "0"]
+        common = ["--num-threads", "1", "--checkpoint-minutes", "0"]
+        if "--client-mode" not in arguments:
+            common += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
         peer = LocalPeer(self.directory / name, [*common, *map(str, arguments)], self.launch)
         self.peers.append(peer)
         return peer

@@ -72,7 +72,7 @@ def test_ctrl_c_before_its_handler_is_there(monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(arguments: list[str]) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("spes_swarm.monitor.__main__.parse_options", interrupted)
+    monkeypatch.setattr("spes_swarm.monitor.options.parse_options", interrupted)
     assert main([]) == 0
 
 

@@ -152,9 +152,7 @@ NARROW = """
     ids=["four peers", "trouble", "nobody", "wide", "narrow"],
 )
 def test_the_screen(state: SwarmState, history: list[HistoryPoint], width: int, expected: str) -> None:
-    shown = printed(state, history, width)
-    assert shown == expected[1:]
-    assert {cell_len(line) for line in shown.splitlines()} == {width}
+    assert printed(state, history, width) == expected[1:]
 
 
 @pytest.mark.parametrize("width", [40, 45, 60, 79, 80, 81, 100, 140, 250])

@@ -24,7 +24,9 @@ from spes_swarm.data.sharding import write_shards
 from spes_swarm.data.token_file import sidecar_path
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.peer.preflight import has_cuda_hardware
-from spes_swarm.storage.run_directory import RunDirectory
+from spes_swarm.storage.checkpoint_writing import save_checkpoint
+from spes_swarm.storage.run_directory import KnownData, RunDirectory
+from tests.helpers.checkpoints import meta, state
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
 from tests.helpers.swarm import TINY_RUN, merged
@@ -176,6 +178,14 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
             ["--client-mode", "--initial-peers", PEER, "--announce-maddrs", "/ip4/192.0.2.1/tcp/1"],
             "--announce-maddrs is for a peer that accepts connections: leave out --client-mode",
         ),
+        (
+            ["--client-mode", "--initial-peers", PEER, "--host-maddrs", "/ip4/0.0.0.0/tcp/0"],
+            "--host-maddrs is for a peer that accepts connections: leave out --client-mode",
+        ),
+        (
+            ["--seed", "5", "--data", "hf:you/set", "--initial-peers", PEER],
+            "--seed is the order of token files, but --data streams",
+        ),
         (["--initial-peers", ""], "initial peer '' is empty"),
         (["--initial-peers", f"join --initial-peers {PEER} --run-id x"], "found '--run-id' in place of an address"),
         (["--publish-to", "file:/proc/version/models"], "to publish to cannot be written"),
@@ -317,7 +327,7 @@ def test_a_token_file_with_the_sidecar_of_another(tmp_path: Path, corpus: Path) 
 
 
 def test_the_data_of_the_last_stay_are_gone(tmp_path: Path, corpus: Path, output: RunDirectory) -> None:
-    output.remember_data(str(corpus / "tokens-00000.npy"), differs=False)
+    output.remember_data(KnownData(str(corpus / "tokens-00000.npy"), differs=False, seed=None))
     (corpus / "tokens-00000.npy").unlink()
     line = refusal(tmp_path)
     assert line.startswith("the data of the last session: token file ")
@@ -360,6 +370,45 @@ def test_initial_weights_for_a_run_that_another_peer_founded(tmp_path: Path) -> 
     directory.identity.write_bytes(identity(1).path.read_bytes())
     line = refusal(tmp_path, "--initial-weights", tmp_path)
     assert "which another peer founded: choose another --output-dir to found a run from" in line
+
+
+@pytest.mark.parametrize("more", [[], ["--initial-peers", PEER]])
+def test_another_identity_than_that_of_the_output_directory(
+    tmp_path: Path, output: RunDirectory, more: list[str]
+) -> None:
+    own, other, new = output.identity, tmp_path / "other.key", tmp_path / "new.key"
+    own.write_bytes(identity(0).path.read_bytes())
+    other.write_bytes(identity(1).path.read_bytes())
+    start = f"output directory {output.path} belongs to peer {identity(0).peer_id}, but identity file "
+    for path, problem in ((other, "is that of another peer"), (new, "does not exist")):
+        line = refusal(tmp_path, "--identity", path, *more)
+        assert line == f"{start}{path} {problem}: leave out --identity, or choose another --output-dir"
+    # It has trained with an identity from elsewhere, which is left out now.
+    save_checkpoint(output.checkpoints, state(1, meta=meta(1, peer_id=identity(0).peer_id)), keep=2)
+    own.unlink()
+    advice = "give that peer's file with --identity, or choose another --output-dir"
+    assert refusal(tmp_path, *more) == f"{start}{own} does not exist: {advice}"
+    assert not new.exists()
+    assert not own.exists()
+
+
+@pytest.mark.parametrize(("before", "said"), [(None, "without --seed"), (5, "with --seed 5")])
+def test_another_seed_than_that_of_the_output_directory(
+    tmp_path: Path, output: RunDirectory, before: int | None, said: str
+) -> None:
+    output.remember_data(KnownData("stdlib", differs=False, seed=before))
+    for more in ([], ["--data", "stdlib", "--initial-peers", PEER]):
+        assert refusal(tmp_path, "--seed", 6, *more) == (
+            f"output directory {output.path} goes through its data {said}: leave out --seed 6, or choose another "
+            "--output-dir"
+        )
+
+
+def test_a_seed_for_a_run_whose_data_stream(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    streams = merged(TINY_RUN, {"data": {"kind": "hf", "name": "you/set"}})
+    path.write_text(yaml.safe_dump({"run": streams}), encoding="utf-8")
+    assert "hf:you/set streams: leave it out" in refusal(tmp_path, "--config", path, "--seed", 5)
 
 
 def test_an_output_directory_with_a_damaged_manifest(tmp_path: Path, output: RunDirectory) -> None:

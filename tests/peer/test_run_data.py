@@ -80,11 +80,13 @@ class Peer:
         directory.mkdir(exist_ok=True)
         self.said: list[str] = []
 
-    def data(self, source: object = None, *, differs: bool = False, stop: bool = False) -> PeerData:
+    def data(
+        self, source: object = None, *, differs: bool = False, seed: int | None = None, stop: bool = False
+    ) -> PeerData:
         told = threading.Event()
         if stop:
             told.set()
-        peer = PeerConfig(data=None if source is None else str(source), data_differs=differs)
+        peer = PeerConfig(data=None if source is None else str(source), data_differs=differs, seed=seed)
         return PeerData(peer, self.directory, self.said.append, told)
 
 
@@ -439,7 +441,7 @@ def test_the_next_start_has_the_same_data(tmp_path: Path, peer: Peer, monkeypatc
     assert (opened.source, opened.differs) == (str(tmp_path / "a.txt"), False)
 
 
-def test_the_next_start_remembers_that_the_data_differ_and_compares_others_anew(tmp_path: Path, peer: Peer) -> None:
+def test_the_next_start_remembers_that_the_data_differ_and_compares_others(tmp_path: Path, peer: Peer) -> None:
     run = founded(text_file(tmp_path / "a.txt"), peer)
     other = text_file(tmp_path / "b.txt", "it was the best of times")
     data = peer.data(other, differs=True)
@@ -460,8 +462,32 @@ def test_data_that_have_moved_are_not_replaced_by_others(tmp_path: Path, peer: P
         peer.data().choose(run)
 
 
+def test_the_next_start_has_the_same_order(tmp_path: Path, peer: Peer) -> None:
+    path, other = text_file(tmp_path / "a.txt"), text_file(tmp_path / "b.txt")
+    run = founded(path, peer)
+    data = peer.data(path, seed=5)
+    data.remember(data.open(run, BYTES))
+    again = peer.data(path, seed=5)
+    assert again.choose(run) == (str(path), False)
+    assert [found.seed for found in (again, peer.data(), peer.data(path), peer.data(other))] == [5, 5, 5, 5]
+    peer.data().remember(peer.data().open(run, BYTES))
+    assert peer.data().seed == 5
+    with pytest.raises(DataError, match=r"goes through its data with --seed 5: leave out --seed 6"):
+        peer.data(seed=6).choose(run)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": 3, "differs": true}', '{"source": "a", "differs": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"source": "a", "differs": true, "seed": "5"}',
+        '{"source": 3, "differs": true}',
+        '{"source": "a", "differs": 1}',
+    ],
+)
 def test_a_damaged_memory_is_none(peer: Peer, content: str) -> None:
     (peer.directory.path / "data.json").write_text(content)
     assert peer.directory.known_data() is None

@@ -106,6 +106,12 @@ def test_initial_weights_are_those_of_the_run_or_refused(tmp_path: Path, monkeyp
             find(out, initial_weights=str(wrong))
         assert str(error.value).startswith(f"output directory {out} belongs to run {founded.run_id}, but ")
         assert str(wrong) in str(error.value)
+    # Another model at the same path.
+    shutil.copy(other / "model.safetensors", copy / "model.safetensors")
+    with pytest.raises(UserError, match="does not have the weights that the run starts from"):
+        find(out, initial_weights=str(copy))
+    shutil.copy(model / "model.safetensors", copy / "model.safetensors")
+    assert find(out, initial_weights=str(copy)).run_id == founded.run_id
     # A supervisor gives the same command again, also from another directory: the weights need not be read.
     (copy / "model.safetensors").unlink()
     monkeypatch.chdir(tmp_path)

@@ -213,7 +213,7 @@ def test_a_users_experts_stay_whatever_room_it_claims() -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_who_claims_more_than_the_limit_gets_no_more(fixed: bool) -> None:
-    """In each round anew: a statement may say what it wants."""
+    """In each round, since a statement may say what it wants."""
     liar = member("liar", LAYOUT, held=[0, 1, 2, 3], room=1 << 20, fixed=fixed)
     outcome = decided(
         liar, member("a", LAYOUT, held=[0, 1]), member("b", LAYOUT, held=[2, 3]), rules=Rules(most_each=2)

@@ -219,7 +219,7 @@ def test_the_traffic_of_a_round_can_be_known_before_and_after_its_figures() -> N
     assert [one.bytes_sent for one in published(recent)] == [700, 800]
 
 
-def test_a_peer_that_went_back_to_a_checkpoint_begins_anew() -> None:
+def test_a_peer_that_went_back_to_a_checkpoint_reports_no_earlier_rounds() -> None:
     rounds = [RoundFigures(round=n, time=1e9, eval_loss=2.0) for n in (7, 8, 6)]
     assert [one.round for one in published(noted(*rounds))] == [6]
 

@@ -28,7 +28,7 @@ def test_a_ratio_is_earned_slowly_and_never_beyond_what_was_claimed() -> None:
     assert after(*[3.0] * (9 * SPAN)).earned("fast") == 3
 
 
-def test_one_commit_out_of_order_or_without_need_begins_anew() -> None:
+def test_one_commit_out_of_order_or_without_need_resets_the_count() -> None:
     earned = after(*[10.0] * SPAN)
     earned.committed(SPAN, [("fast", 10.0)], set())
     assert earned.earned("fast") == 2
@@ -189,7 +189,7 @@ def test_a_ratio_and_the_right_to_reduce_are_independent() -> None:
     assert may_reduce(IDS[:3], said) == [False, True, False]
 
 
-def test_too_many_peers_are_selected_alike_by_all_and_anew_in_every_round() -> None:
+def test_of_too_many_peers_all_select_the_same_and_others_in_each_round() -> None:
     peers = {f"peer{i}" for i in range(3 * MAX_VOUCHED)}
     first = vouchers({}, peers, 1)
     assert len(first) == MAX_VOUCHED * VOUCHER_BYTES

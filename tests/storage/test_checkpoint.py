@@ -46,7 +46,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
         assert (name, values_N.size, others) == (block.name, block.size, [])
 
 
-def test_a_peer_without_checkpoints_begins_anew(tmp_path: Path) -> None:
+def test_a_peer_without_checkpoints_starts_from_nothing(tmp_path: Path) -> None:
     assert load_newest(tmp_path, RUN, PEER, LAYOUT) == (None, [])
     assert load_newest(tmp_path / "nowhere", RUN, PEER, LAYOUT) == (None, [])
 

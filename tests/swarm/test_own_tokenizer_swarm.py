@@ -40,6 +40,9 @@ def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, mo
     own = tmp_path / "founder" / "my-bpe"
     options = ["--tokenizer", "bpe", "--bpe-vocab-size", "270", "--output", str(own), "--processes", "1"]
     assert tokenize.main([str(tmp_path / "text.txt"), *options]) == 0
+    # Other peers get its files in pieces of 1 MiB.
+    template = "{# " + "x" * (5 << 18) + " #}{{ messages[0].content }}"
+    (own / "tokenizer" / "chat_template.jinja").write_text(template, encoding="utf-8")
     for path in own.glob("*.*"):
         (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())  # the shards, without the tokenizer
     train_bpe(["other words"], 260).save(tmp_path / "friend" / "my-bpe" / "tokenizer")
@@ -52,6 +55,7 @@ def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, mo
         friend = running.join("--data", tmp_path / "copy", "--wait-for-peers", 2, "--max-rounds", 2)
         assert [founder.wait(), friend.wait()] == [0, 0], founder.text() + friend.text()
         assert "other peers get" in founder.text()
+        assert (friend.output_dir / "tokenizer.msgpack").stat().st_size > len(template)
         monkeypatch.chdir(tmp_path)
         assert publish.main([str(friend.output_dir), "--to", f"file:{tmp_path / 'published'}"]) == 0
         later = running.start(
@@ -61,4 +65,5 @@ def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, mo
     export_model(later.output_dir, tmp_path / "exported")
     assert load_tokenizer(tmp_path / "exported").digest == expected
     loaded = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert loaded.chat_template == template
     assert loaded.decode(loaded("Train one model")["input_ids"]) == "Train one model"

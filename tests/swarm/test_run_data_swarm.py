@@ -40,6 +40,7 @@ def printed_command(founder: LocalPeer) -> str:
 
 def test_the_printed_command_does_not_train_on_other_data(running: Swarm, tmp_path: Path) -> None:
     command = printed_command(running.peers[0])
+    assert " --num-threads 1 " in command  # as the founder has it
     out = tmp_path / "pasted"
     # Where it is pasted, no file has the founder's name.
     pasted = subprocess.run(

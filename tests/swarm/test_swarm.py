@@ -121,7 +121,7 @@ def test_a_suspended_trainer_holds_the_others_up_only_at_first(tmp_path: Path) -
         equal_digests(peers, back)
 
 
-def test_damaged_checkpoints_never_begin_a_run_anew(tmp_path: Path) -> None:
+def test_damaged_checkpoints_never_restart_a_run(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
         peer = running.found("--max-rounds", 3)
         assert peer.wait() == 0

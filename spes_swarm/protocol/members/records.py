@@ -232,7 +232,7 @@ class RecentRounds:
         self.num_new = 0  # rounds since the last record
 
     def note(self, figures: RoundFigures) -> None:
-        """Adds a round; one that is not newer than the last one begins anew."""
+        """Adds a round; one that is not newer than the last one replaces all before."""
         if self._rounds and figures.round <= self._rounds[-1].round:  # the peer went back to a checkpoint
             self._rounds.clear()
             self._evaluated = None

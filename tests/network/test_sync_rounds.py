@@ -1,0 +1,75 @@
+"""What a peer notes after each of its rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+from spes_swarm.base.arrays import SharedVector
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.manifest import found_run
+from spes_swarm.network.round.sync_round import SyncRounds
+from spes_swarm.network.run_state import RunState
+from spes_swarm.port.messages import RunSettings
+from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from spes_swarm.protocol.rounds.statement import Group, Statement
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.rounds import FakePeer, form, identities
+from tests.helpers.tiny_model import tiny_layout
+
+
+def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
+    """The other member delivers nothing in rounds 1 to 3, all in round 4, and nothing in rounds 5 and 6."""
+    layout, me = tiny_layout(), identities(2)[0]
+    reference, contribution = (SharedVector.create(layout.num_elements) for _ in range(2))
+    settings = RunSettings(
+        manifest=found_run(run_config(), layout.digest, me),
+        layout=layout,
+        reference_fd=reference.fd,
+        contribution_fd=contribution.fd,
+        trainer_pid=os.getpid(),
+        client_mode=False,
+        bandwidth_mbps=100.0,
+        initial_peers=(),
+    )
+    run = RunState.of(me, settings)
+    for vector in (reference, contribution):
+        vector.close()
+    faults: list[tuple[int, str, str]] = []
+
+    async def join(statement: Statement) -> Group:
+        member = FakePeer(run.reference, run.contribution_N, held=(0, 1))
+        return form([member, member], statement.round)
+
+    async def exchange(state: RoundState) -> CommitReport:
+        if state.plan.round == 4:
+            other = RoundState(state.group, state.plan, 1, run.reference, run.contribution_N, state.codec, state.bounds)
+            for one, two in ((state, other), (other, state)):
+                for part, contribution in state.plan.pushes(one.me, two.me):
+                    two.accept(one.me, one.push_frame(part, contribution))
+            for index, part in state.wanted.items():
+                if part.reducer == other.me:
+                    result = other.result_frame(index, state.me)
+                    assert result is not None
+                    state.store_result(result)
+        return state.commit()
+
+    def on_fault(peer_id: str, error: ProtocolError) -> None:
+        faults.append((run.reference.round, peer_id, error.kind))
+
+    others: dict[str, Any] = {
+        "rendezvous": SimpleNamespace(join=join, reachable=True),
+        "exchange": SimpleNamespace(run=exchange, on_fault=on_fault),
+        **{name: MagicMock() for name in ("transfer", "moments", "announcer", "listener")},
+    }
+    rounds = SyncRounds(run, **others)
+
+    async def hold() -> None:
+        for number in range(1, 7):
+            await rounds.hold(number, tokens=1, routed=(1,) * len(run.leases.held), leaving=False)
+
+    asyncio.run(hold())
+    assert faults == [(3, me.peer_id, "standstill")]
