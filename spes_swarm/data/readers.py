@@ -10,6 +10,7 @@ Kinds: `bad_json`, `bad_csv`, `bad_utf8`, `missing_field`, `wrong_type`, `too_lo
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -28,7 +29,7 @@ from spes_swarm.data.files.contents import (
     text_blocks,
 )
 from spes_swarm.data.files.finding import format_of
-from spes_swarm.data.files.tables import NOT_UTF8, csv_header, csv_rows, parquet_columns, parquet_rows, without_nulls
+from spes_swarm.data.files.tables import NOT_UTF8, csv_rows, parquet_columns, parquet_rows, parsed_csv, without_nulls
 
 TextMode = Literal["file", "paragraph", "line"]
 
@@ -134,7 +135,8 @@ def field_names(path: Path) -> list[str]:
     if format_of(path) != "csv":
         return list(next((record for record in read_lines(path, Counter()) if isinstance(record, dict)), {}))
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
-        return csv_header(text_blocks(file, path), _delimiter(path))
+        head = next(text_blocks(file, path))[0].decode("utf-8", "surrogateescape")
+    return next(parsed_csv(io.StringIO(head, newline=None), delimiter=_delimiter(path)), None) or []
 
 
 def _delimiter(path: Path) -> str:
@@ -180,10 +182,7 @@ def _text(value: Any, broken: Broken) -> Iterator[str]:
 
 
 def json_records(text: str, broken: Broken) -> Iterator[Any]:
-    """Yields the value of a line, or its objects if it has several.
-
-    Of a broken record that was several lines, the objects that are lines of it are yielded.
-    """
+    """Yields the value or objects of a line, or, of a broken record that was several lines, its lines' objects."""
     if not (stripped := text.strip().removeprefix("\ufeff").removesuffix(",")):
         return  # blank lines between records are common
     values: list[Any] = []
@@ -197,7 +196,7 @@ def json_records(text: str, broken: Broken) -> Iterator[Any]:
         pass  # `end` is where the broken record begins
     is_whole = end == len(stripped)
     if is_whole or "\r" not in stripped:
-        yield from values
+        yield from (value for value in values if is_whole or isinstance(value, dict))  # not the year of a log's line
         broken.update([] if is_whole else ["bad_json"])
     else:
         of_parts: Broken = Counter()

@@ -147,13 +147,12 @@ def test_marks_in_settings(tmp_path: Path) -> None:
         ("a.jsonl", b"\n<!DOCTYPE html><html>", "a web page or XML, not data: download it again"),
         ("a.jsonl", b"\xef\xbb\xbf<!DOCTYPE html><html>", "a web page or XML, not data: download it again"),
         ("a.parquet", b"<html><body>404", "a web page or XML, not data: download it again"),
-        ("a.parquet", b'{"text": "a"}\n', "JSON, not Parquet: give it a name that ends in .jsonl"),
+        ("a.parquet", b'{"text": "a"}\n', "JSON: name it .jsonl"),
         ("a.parquet", gzip.compress(b"PAR1", mtime=0), "compressed: unpack it"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "compressed twice: unpack it once"),
         ("a.jsonl.gz", gzip.compress(b"PAR1", mtime=0), "Parquet inside: unpack it once"),
         pytest.param("a.jsonl.gz", gzip.compress(TAR, mtime=0), "a tar archive: unpack it", id="compressed-tar"),
         pytest.param("a.txt", TAR, "a tar archive: unpack it", id="tar"),
-        ("a.jsonl", b"Obj\x01", "an Avro file: convert it to Parquet"),
     ],
 )
 def test_what_a_file_is_instead_is_said(tmp_path: Path, name: str, content: bytes, what: str) -> None:
@@ -241,6 +240,7 @@ def test_objects_need_no_line_end_between_them(tmp_path: Path, between: str) -> 
     assert read(tmp_path / "a.jsonl", content + b"\n" + content) == (TEXTS * 2, {})
     assert read(tmp_path / "a.jsonl", content + b'{"te\n' + content) == (TEXTS * 2, {"bad_json": 1})
     assert read(tmp_path / "a.jsonl", content + b"x\n" + content) == (TEXTS * 2, {"bad_json": 1})
+    assert read(tmp_path / "a.jsonl", b"2024-01-01 a log\n" + content) == (TEXTS, {"bad_json": 1})
 
 
 def test_objects_without_line_ends_need_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,9 @@ def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_pat
     put(tmp_path / "texts" / "a.txt")
     put(tmp_path / "texts" / "LICENSE.txt")
     assert opened(tmp_path / "texts") == 1
+    (tmp_path / "texts" / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"holds no file with a known suffix \(it has 1 \.txt \(documentation\)\)"):
+        opened(tmp_path / "texts")
     put(tmp_path / "chosen" / "README.md", b"---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
     for name in "ab":
         put(tmp_path / "chosen" / f"{name}.jsonl", jsonl(name))

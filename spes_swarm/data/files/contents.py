@@ -34,7 +34,6 @@ _COMPRESSED = re.compile(
 _STRANGE = {
     b"PK\x03\x04": "a zip archive or office document: unpack or convert it",
     b"%PDF-": "a PDF document: extract its text",
-    b"Obj\x01": "an Avro file: convert it to Parquet",
     b"\x93NUMPY": "a NumPy array: name it .npy if it holds token ids",
     b"ARROW1": "an Arrow file: convert it to Parquet",
     b"\x89HDF": "an HDF5 file: convert it to Parquet",
@@ -66,10 +65,7 @@ def refuse_stand_in(path: Path) -> bytes:
     refuse_lfs_pointer(path, head, DataError)
     _refuse_strange(path, head)
     if format_of(path) == "parquet" and (compression_of(head) or head.lstrip()[:1] in (b"{", b"[")):
-        what = (
-            "compressed: unpack it" if compression_of(head) else "JSON, not Parquet: give it a name that ends in .jsonl"
-        )
-        raise DataError(f"{path} is {what}")
+        raise DataError(f"{path} is {'compressed: unpack it' if compression_of(head) else 'JSON: name it .jsonl'}")
     if compression_of(head) == ".zst":
         _decompression(".zst", path)
     if format_of(path) in ("json", "csv", "parquet") and _PAGE.match(head):

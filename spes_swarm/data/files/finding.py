@@ -266,7 +266,7 @@ def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str
     are data.
 
     Raises:
-        DataError: a folder or link cannot be read.
+        DataError: there is no data, or a folder or link cannot be read.
     """
     readme = directory / "README.md"
     if readme.is_file() and "data_files:" in readme.read_text(encoding="utf-8", errors="replace"):
@@ -275,6 +275,8 @@ def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str
     search.add_directory(directory)
     search.settle()
     linked = {str(view / path.relative_to(directory)): path for path in search.data + search.unread}
+    if not linked:
+        search.result(f"hf:{directory}")  # raises
     options = {str(view / readme.name): readme} if readme.is_file() else {}
     for link, path in (linked | options).items():
         Path(link).parent.mkdir(parents=True, exist_ok=True)

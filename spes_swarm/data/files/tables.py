@@ -6,7 +6,6 @@ A value that cannot be read costs its row. Libraries raise errors of many types 
 from __future__ import annotations
 
 import csv
-import io
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,12 +63,6 @@ def csv_rows(blocks: Iterator[Block], delimiter: str, column: str) -> Iterator[R
             yield values, consumed, broken
             values, consumed, held, broken = [], 0, 0, Counter()
     yield values, consumed, broken
-
-
-def csv_header(blocks: Iterator[Block], delimiter: str) -> list[str]:
-    """Returns the names in the first row of a CSV file; none if it cannot be read."""
-    head = next(blocks, (b"", 0, None))[0].decode("utf-8", "surrogateescape")
-    return next(parsed_csv(io.StringIO(head, newline=None), delimiter=delimiter), None) or []
 
 
 def delimiter_hint(names: Sequence[str]) -> str:

@@ -88,8 +88,7 @@ class StreamedDataset:
                 root, view = Path(source.name), Path(scratch).resolve() / "view"
                 linked, left_out = link_data(root, view) if source.is_local and not source.config else ({}, Counter())
                 place = str(view) if linked else source.name
-                # In the user's cache, the builder would leave a lock for each view.
-                cache = f"{scratch}/cache" if linked else None
+                cache = f"{scratch}/cache" if linked else None  # the user's would keep a lock for each view
                 builder = datasets.load_dataset_builder(place, source.config, revision=self.revision, cache_dir=cache)
             if _format(builder) not in _FORMATS:
                 raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
