@@ -3,7 +3,8 @@
     python -m spes_swarm.tokenize TEXT ... --output DIR
 
 Reads text (.txt, .md, .rst, .py), JSON (.jsonl, .json), tables (.csv, .tsv), each plain or compressed (.gz, .bz2, .xz,
-.zst), and .parquet. Documentation and hidden files are no text. Broken records and files that are left out are counted.
+.zst), and .parquet. Documentation (as txt, md, rst and py beside records) and hidden files are no text. Broken records
+and files that are left out are counted. Conversations go to --data as they are.
 The result does not depend on the number of processes.
 """
 
@@ -63,6 +64,7 @@ def _run(options: argparse.Namespace) -> None:
     # Slow enough to be interrupted.
     from tqdm import tqdm
 
+    from spes_swarm.data.chat import check_same_kind
     from spes_swarm.data.files.finding import find_files
     from spes_swarm.data.sharding import DocumentFormat, prepare_output, sample_documents, write_shards
     from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
@@ -71,6 +73,7 @@ def _run(options: argparse.Namespace) -> None:
     files = found.files
     if found.are_tokens:
         raise DataError(f"{files[0]} is a token file, which needs no tokenising: pass it to --data")
+    check_same_kind(files, chats=False)
     document_format = DocumentFormat(text_field=options.text_field, text_mode=options.text_mode)
     tokenizer: Tokenizer
     prepare_output(options.output, options.overwrite)  # before the tokenizer is saved, which belongs to the shards

@@ -80,7 +80,7 @@ class ChatTemplate:
         """
         assert isinstance(tokenizer, FastTokenizer)
         config = json.loads(tokenizer.files.get("tokenizer_config.json", b"{}"))
-        template = tokenizer.files.get("chat_template.jinja", b"").decode("utf-8") or config.get("chat_template")
+        template = tokenizer.files.get("chat_template.jinja", b"").decode("utf-8-sig") or config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         if not template:
@@ -260,7 +260,8 @@ def tokenised_chat(record: Any, template: ChatTemplate, broken: Broken) -> list[
     """Returns the samples of a record, each 1-D (see `ChatTemplate.encode`); none, counted, if it is unusable."""
     messages = messages_of(record)
     if messages is None:
-        broken["wrong_type" if not isinstance(record, Mapping) else "missing_field"] += 1
+        lacks = isinstance(record, Mapping) and not any(record.get(form) for form in _FORMS)
+        broken["missing_field" if lacks else "wrong_type"] += 1
     elif not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
         broken["wrong_type"] += 1
     elif not any(message["role"] == _ANSWERING for message in messages):

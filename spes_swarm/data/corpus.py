@@ -38,7 +38,7 @@ from spes_swarm.data.streaming.dataset import check_installed
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
 
-_CACHE_VERSION = 3  # increment it when the same files would give different tokens
+_CACHE_VERSION = 4  # increment it when the same files would give different tokens
 _LOCK_TIMEOUT_S = 600.0
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _SCAN_TOKENS = 1 << 22

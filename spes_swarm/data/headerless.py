@@ -24,7 +24,7 @@ from blake3 import blake3
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import refuse_lfs_pointer, replace_file
 from spes_swarm.data.content_check import WORTH_SAYING_BYTES, file_state
-from spes_swarm.data.files.contents import compression_of
+from spes_swarm.data.files.contents import PARQUET_MAGIC, compression_of
 from spes_swarm.data.token_file import (
     MAGIC,
     Sidecar,
@@ -72,9 +72,14 @@ def check_size(path: Path) -> int:
             _header(path)
             return size
     refuse_lfs_pointer(path, start, DataError)
-    is_archive = start.startswith(b"PK\x03\x04") or compression_of(start) is not None
-    kind = "an archive: unpack it" if is_archive else "text: give it a name that ends in .txt"
-    if is_archive or (len(start) >= 64 and _is_text(start)):
+    kind = None
+    if start.startswith(b"PK\x03\x04") or compression_of(start) is not None:
+        kind = "an archive: unpack it"
+    elif start.startswith(PARQUET_MAGIC):
+        kind = "a Parquet file: give it a name that ends in .parquet"
+    elif len(start) >= 64 and _is_text(start):
+        kind = "text: give it a name that ends in .txt"
+    if kind is not None:
         raise DataError(f"{path} is not a token file, but {kind}")
     if size == 0 or size % 2:
         state = "is empty" if size == 0 else f"has {size} bytes, which is not a whole number of token ids"
@@ -150,9 +155,12 @@ def _described(path: Path, size: int, tokenizer: Tokenizer) -> Sidecar:
         found = _scan(_mapped(path, ""), tokenizer)
         if isinstance(found, Sidecar):
             return found
+        advice = f"tokenise the text with {tokenizer.name!r}"
+        if found < 0:
+            advice = "remove padding and other marks that are not ids; a file that spes_swarm wrote needs its sidecar"
         raise DataError(
             f"{path} holds the id {found}, which is not in the run's vocabulary of {tokenizer.vocab_size} tokens: "
-            f"tokenise the text with {tokenizer.name!r}, or copy the file's sidecar {sidecar_path(path).name} too"
+            + advice
         )
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
         start = file.read(_JUDGED_BYTES)

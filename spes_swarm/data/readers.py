@@ -10,6 +10,7 @@ Kinds: `bad_json`, `bad_csv`, `bad_utf8`, `missing_field`, `wrong_type`, `too_lo
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -28,12 +29,14 @@ from spes_swarm.data.files.contents import (
     text_blocks,
 )
 from spes_swarm.data.files.finding import format_of
-from spes_swarm.data.files.tables import NOT_UTF8, csv_rows, parquet_rows, without_nulls
+from spes_swarm.data.files.tables import NOT_UTF8, csv_rows, parquet_columns, parquet_rows, parsed_csv, without_nulls
 
 TextMode = Literal["file", "paragraph", "line"]
 
 _PIECE_BYTES = 1 << 20
 _CHATS = ("messages", "conversations")  # the columns of conversations, see chat.py
+_JSON = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
 _PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
 
 Broken = Counter[str]
@@ -67,8 +70,7 @@ def read_pieces(path: Path, *, text_field: str = "text", text_mode: TextMode = "
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
         blocks = text_blocks(file, path)
         if kind == "csv":
-            delimiter = "\t" if ".tsv" in path.name.lower() else ","
-            for rows in csv_rows(blocks, delimiter, text_field):
+            for rows in csv_rows(blocks, _delimiter(path), text_field):
                 yield Piece("values", *rows)
         elif kind == "json":
             yield from cut(json_lines(blocks), "json")
@@ -122,6 +124,25 @@ def read_lines(path: Path, broken: Broken) -> Iterator[Any]:
                 yield from json_records(text, broken)
 
 
+def field_names(path: Path) -> list[str]:
+    """Returns the columns of a table, or the fields of the first JSON object; none if there are none.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
+    if _is_parquet(path):
+        return parquet_columns(path)
+    if format_of(path) != "csv":
+        return list(next((record for record in read_lines(path, Counter()) if isinstance(record, dict)), {}))
+    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
+        head = next(text_blocks(file, path))[0].decode("utf-8", "surrogateescape")
+    return next(parsed_csv(io.StringIO(head, newline=None), delimiter=_delimiter(path)), None) or []
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in path.name.lower() else ","
+
+
 def _is_parquet(path: Path) -> bool:
     return refuse_stand_in(path).startswith(PARQUET_MAGIC) or format_of(path) == "parquet"
 
@@ -161,15 +182,23 @@ def _text(value: Any, broken: Broken) -> Iterator[str]:
 
 
 def json_records(text: str, broken: Broken) -> Iterator[Any]:
-    """Yields the value of a line, or, of a broken record that was several lines, the objects that are lines of it."""
+    """Yields the value or objects of a line, or, of a broken record that was several lines, its lines' objects."""
     if not (stripped := text.strip().removeprefix("\ufeff").removesuffix(",")):
         return  # blank lines between records are common
+    values: list[Any] = []
+    end = 0
     try:
-        yield json.loads(stripped)
+        while end < len(stripped) and (not end or stripped[end] == "{"):  # objects may follow without a line end
+            value, end = _JSON.raw_decode(stripped, end)
+            values.append(value)
+            end = cast(re.Match[str], _SPACE.match(stripped, end)).end()
     except (ValueError, RecursionError):
-        if "\r" not in stripped:
-            broken["bad_json"] += 1
-            return
+        pass  # `end` is where the broken record begins
+    is_whole = end == len(stripped)
+    if is_whole or "\r" not in stripped:
+        yield from (value for value in values if is_whole or isinstance(value, dict))  # not the year of a log's line
+        broken.update([] if is_whole else ["bad_json"])
+    else:
         of_parts: Broken = Counter()
         for part in stripped.split("\r"):
             for value in json_records(part, of_parts):
@@ -177,7 +206,7 @@ def json_records(text: str, broken: Broken) -> Iterator[Any]:
                     yield value
                 else:  # a scrap of the broken record
                     of_parts["bad_json"] += 1
-        broken["bad_json"] += of_parts.total() > 0
+        broken.update(["bad_json"] if of_parts else [])
 
 
 def _json_text(line: str, text_field: str, broken: Broken) -> Iterator[str]:

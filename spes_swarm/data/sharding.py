@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.base.wording import plural
+from spes_swarm.data.chat import is_chat
 from spes_swarm.data.corpus_index import INDEX_FILE, write_index
 from spes_swarm.data.files.finding import listed
-from spes_swarm.data.readers import Broken, Piece, TextMode, parse_piece, read_lines, read_pieces
+from spes_swarm.data.files.tables import delimiter_hint
+from spes_swarm.data.readers import Broken, Piece, TextMode, field_names, parse_piece, read_pieces
 from spes_swarm.data.token_file import TokenArray, TokenFile, TokenWriter, sidecar_path, token_dtype
 from spes_swarm.data.tokenizer import Tokenizer
 
@@ -110,21 +112,30 @@ def write_shards(
     finally:
         series.abort()
     if not summary.shards:
-        records = (record for path in files for record in read_lines(path, Counter()) if isinstance(record, dict))
-        names = ", ".join(next(records, {}))
-        kind = max(summary.broken, key=summary.broken.__getitem__, default="missing_field")
-        advice = {
-            "wrong_type": f"the field {chosen.text_field!r} does not hold text",
-            "corrupt": "the data are damaged: copy them again",
-        }.get(kind, f"is the text in the field {chosen.text_field!r}?")
         raise DataError(
             f"no usable document in {plural(len(files), 'file')}, such as {files[0]} "
-            f"({listed(summary.broken) or 'no records'}); {advice}"
-            + (f" The first record has {names:.200}" if names and kind == "missing_field" else "")
+            f"({listed(summary.broken) or 'no records'}); {_advice(files, summary.broken, chosen.text_field)}"
         )
     write_index(output, [TokenFile.open(path) for path in summary.shards])
     summary.seconds = time.monotonic() - began
     return summary
+
+
+def _advice(files: Sequence[Path], broken: Broken, text_field: str) -> str:
+    """Returns what to do about files without a usable document."""
+    kind = max(broken, key=broken.__getitem__, default="empty")
+    if kind != "missing_field":
+        return {
+            "wrong_type": f"the field {text_field!r} does not hold text",
+            "bad_json": "a JSON file holds one object a line, or an array of objects: convert it",
+            "bad_utf8": "it is not text in UTF-8: convert it (see iconv)",
+            "empty": "there is no text in it: copy the data again",
+        }.get(kind, "the data are damaged: copy them again")
+    if any(map(is_chat, files)):
+        return "it holds conversations: pass it to --data, which renders them with the chat template of the run"
+    names = next(filter(None, map(field_names, files)), [])
+    hint = f" The fields are {', '.join(map(repr, names))[:200]}{delimiter_hint(names)}" if names else ""
+    return f"is the text in the field {text_field!r}?{hint}"
 
 
 def prepare_output(output: Path, overwrite: bool) -> None:

@@ -408,7 +408,9 @@ def _load_transformers(name: str, source: str, revision: str | None, *, local_fi
         if not isinstance(exc, OSError | ValueError):  # such as a KeyError for a missing part of a file
             reason = f"{type(exc).__name__} {reason}"
         advice = (
-            "Its files are damaged or incomplete: copy them again, or choose another tokenizer"
+            "Save its files as UTF-8 without a byte order mark"
+            if "UTF-8 BOM" in reason
+            else "Its files are damaged or incomplete: copy them again, or choose another tokenizer"
             if revision is None
             else "Check the name and the network, or download it first and give its directory; "
             "'bytes' needs no download"

@@ -169,8 +169,8 @@ def test_files_of_both_kinds_are_refused(tmp_path: Path, tokenizer: Tokenizer) -
     cases = {
         "chats": {"a.jsonl": chat, "b.jsonl": text},
         "texts": {"a.jsonl": text, "b.jsonl": chat},
-        "plain": {"a.txt": "a text of its own", "b.jsonl": chat},
-        "other": {"a.jsonl": chat, "b.txt": "a text of its own"},
+        "table": {"a.csv": "text\na text of its own", "b.jsonl": chat},
+        "other": {"a.jsonl": chat, "b.csv": "text\na text of its own"},
     }
     for name, files in cases.items():
         (tmp_path / name).mkdir()
@@ -182,6 +182,28 @@ def test_files_of_both_kinds_are_refused(tmp_path: Path, tokenizer: Tokenizer) -
     (tmp_path / "chats" / "b.jsonl").write_text("\n", encoding="utf-8")
     (file,) = open_corpus(str(tmp_path / "chats"), tokenizer, tmp_path / "cache")
     assert file.sidecar.num_documents == 1
+
+
+def test_messages_that_are_no_list_are_of_a_wrong_type(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    said: list[str] = []
+    wrong = [{"messages": "nope"}, {"messages": ["nope"]}, {"conversations": {"from": "human"}}]
+    lacking = [{"messages": None}, {"id": 1}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in [*wrong, *lacking, {"messages": CONVERSATION}]))
+    open_corpus(str(path), tokenizer, tmp_path / "cache", say=said.append)
+    assert said == ["1 conversation tokenised; skipped: 2 missing_field, 3 wrong_type"]
+
+
+def test_a_template_with_a_byte_order_mark(tmp_path: Path) -> None:
+    place = save_chat_tokenizer(tmp_path / "tokenizer")
+    plain = ChatTemplate(load_tokenizer(place))
+    (place / "chat_template.jinja").write_text(APPENDING, encoding="utf-8-sig")
+    marked = ChatTemplate(load_tokenizer(place))
+    assert (marked.source, marked.digest) == (plain.source, plain.digest)
+    config = place / "tokenizer_config.json"
+    config.write_text(config.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    with pytest.raises(DataError, match=r"Save its files as UTF-8 without a byte order mark$"):
+        load_tokenizer(place)  # transformers, and so other programs, refuse it
 
 
 def test_a_record_with_a_text_and_messages_is_a_conversation(tmp_path: Path, tokenizer: Tokenizer) -> None:

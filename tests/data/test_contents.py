@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import random
+import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ PACKS: dict[str, Callable[[bytes], bytes]] = {
 TEXTS = [f"document {i} ü" for i in range(30)]
 RECORDS = [{"text": text, "of": {"list": [1, {"a": "}]"}]}} for text in TEXTS]
 JSONL = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+TAR = tarfile.TarInfo("a.jsonl").tobuf()
 
 
 def read(path: Path, content: bytes | None = None, text_field: str = "text") -> tuple[list[str], dict[str, int]]:
@@ -143,7 +145,14 @@ def test_marks_in_settings(tmp_path: Path) -> None:
         ("a.jsonl", b"\x93NUMPY\x01\0", "a NumPy array: name it .npy"),
         ("a.parquet", b"ARROW1\0\0", "an Arrow file: convert"),
         ("a.jsonl", b"\n<!DOCTYPE html><html>", "a web page or XML, not data: download it again"),
+        ("a.jsonl", b"\xef\xbb\xbf<!DOCTYPE html><html>", "a web page or XML, not data: download it again"),
         ("a.parquet", b"<html><body>404", "a web page or XML, not data: download it again"),
+        ("a.parquet", b'{"text": "a"}\n', "JSON: name it .jsonl"),
+        ("a.parquet", gzip.compress(b"PAR1", mtime=0), "compressed: unpack it"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}", mtime=0), mtime=0), "compressed twice: unpack it once"),
+        ("a.jsonl.gz", gzip.compress(b"PAR1", mtime=0), "Parquet inside: unpack it once"),
+        pytest.param("a.jsonl.gz", gzip.compress(TAR, mtime=0), "a tar archive: unpack it", id="compressed-tar"),
+        pytest.param("a.txt", TAR, "a tar archive: unpack it", id="tar"),
     ],
 )
 def test_what_a_file_is_instead_is_said(tmp_path: Path, name: str, content: bytes, what: str) -> None:
@@ -224,10 +233,59 @@ def test_a_truncated_array_keeps_its_whole_records(tmp_path: Path) -> None:
     assert len(documents) > 1000
 
 
+@pytest.mark.parametrize("between", ["", " "])
+def test_objects_need_no_line_end_between_them(tmp_path: Path, between: str) -> None:
+    content = between.join(map(json.dumps, RECORDS)).encode()
+    assert read(tmp_path / "a.jsonl", content) == (TEXTS, {})
+    assert read(tmp_path / "a.jsonl", content + b"\n" + content) == (TEXTS * 2, {})
+    assert read(tmp_path / "a.jsonl", content + b'{"te\n' + content) == (TEXTS * 2, {"bad_json": 1})
+    assert read(tmp_path / "a.jsonl", content + b"x\n" + content) == (TEXTS * 2, {"bad_json": 1})
+    assert read(tmp_path / "a.jsonl", b"2024-01-01 a log\n" + content) == (TEXTS, {"bad_json": 1})
+
+
+def test_objects_without_line_ends_need_not_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_swarm.data.readers._PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("spes_swarm.data.readers.MAX_RECORD_BYTES", 1 << 18)
+    assert read(tmp_path / "a.jsonl", json.dumps(RECORDS[0]).encode() * 40_000) == (TEXTS[:1] * 40_000, {})
+
+
+def test_lines_that_end_in_a_carriage_return_count_no_fault(tmp_path: Path) -> None:
+    broken: Counter[str] = Counter()
+    (tmp_path / "a.jsonl").write_bytes(JSONL.encode().replace(b"\n", b"\r"))
+    assert list(read_lines(tmp_path / "a.jsonl", broken)) == RECORDS
+    assert not list(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.csv", b"id,body\n1,x\n", r"1 missing_field\); is the .* 'text'\? The fields are 'id', 'body'$"),
+        ("a.csv", b"id;text\n1;x\n", r"The fields are 'id;text'; the delimiter seems to be ';': convert it to commas$"),
+        ("a.csv", b"id|text\n1|x\n", r"the delimiter seems to be '\|': convert it to commas$"),
+        ("a.csv", b"id\ttext\n1\tx\n", r"the delimiter seems to be '\\t': name it \.tsv$"),
+        ("a.tsv", b"id,text\n1,x\n", r"the delimiter seems to be ',': name it \.csv$"),
+        ("a.jsonl", b"", r"no records\); there is no text in it: copy"),
+        ("a.jsonl", b"{'text': 'a'}\n", r"1 bad_json\); a JSON file holds one object a line"),
+        ("a.txt", "é".encode("latin-1"), r"1 bad_utf8\); it is not text in UTF-8: convert it"),
+        ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}', r"it holds conversations: pass it to --data"),
+    ],
+)
+def test_what_to_do_about_files_without_a_document(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=why):
+        write_shards([tmp_path / name], tmp_path / "out", ByteTokenizer())
+
+
+def test_the_columns_of_a_table_without_text_are_named(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"is the text in the field 'text'\? The fields are 'body', 'id'$"):
+        write_shards([tmp_path / "a.parquet"], tmp_path / "out", ByteTokenizer())
+
+
 def test_the_fields_of_records_without_text_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"data": RECORDS, "version": 1}))
     with pytest.raises(
-        DataError, match=r"\(1 missing_field\); is the text in the field 'text'\? The first .* data, ver"
+        DataError, match=r"\(1 missing_field\); is the text in the field 'text'\? The fields are 'data', 'version'"
     ):
         write_shards([tmp_path / "a.json"], tmp_path / "out", ByteTokenizer())
 

@@ -103,7 +103,13 @@ def test_prose_and_programs_beside_records_are_documentation(tmp_path: Path, cac
     assert len(find_files([tmp_path / "data"]).files) == 3
     put(tmp_path / "data" / "d.jsonl", jsonl("record"))
     put(tmp_path / "data" / "e.txt", b"more")
-    assert texts(tmp_path / "data", cache) == {"record", "more"}
+    put(tmp_path / "data" / "sub" / "f.txt.gz", gzip.compress(b"more", mtime=0))
+    said: list[str] = []
+    assert texts(tmp_path / "data", cache, said) == {"record"}
+    assert ".txt (documentation)" in said[0]
+    assert ".txt.gz (documentation)" in said[0]
+    assert find_files([f"{tmp_path}/data/*"]).files == (tmp_path / "data" / "d.jsonl",)
+    assert len(find_files([f"{tmp_path}/data/*.txt"]).files) == 1
     tokens(tmp_path / "tokens" / "a.npy", 1)
     put(tmp_path / "tokens" / "notes.md")
     assert len(find_files([tmp_path / "tokens"]).files) == 1
@@ -124,13 +130,24 @@ def test_every_format_counts(tmp_path: Path, cache: Path) -> None:
         "d.json": json.dumps([{"text": "d"}]).encode(),
         "e.csv.zst": zstandard.compress(b"id,text\n1,e\n"),
         "f.tsv": b"text\tid\nf\t1\n",
-        "deep/er/g.txt": b"g",
-        "h.txt.gz": gzip.compress(b"h"),
+        "deep/er/g.jsonl": jsonl("g"),
+        "h.jsonl.gz": gzip.compress(jsonl("h")),
     }
     for name, content in contents.items():
         put(tmp_path / "data" / name, content)
     pq.write_table(pa.table({"text": ["i"]}), tmp_path / "data" / "i.parquet")
     assert texts(tmp_path / "data", cache) == set("abcdefghi")
+
+
+@pytest.mark.parametrize(("content", "what"), [(b"\x93NUMPY\x01\0", "a NumPy array"), (b"\1\0\2\0", "binary")])
+def test_token_ids_by_another_name_are_refused(tmp_path: Path, content: bytes, what: str) -> None:
+    path = put(tmp_path / "a.bin", content)
+    for source in (tmp_path, path):
+        with pytest.raises(DataError, match=rf"\(it is {what}: if it holds token ids, name it \.npy\)"):
+            find_files([source])
+    table = put(tmp_path / "a.npy", b"PAR1" * 16)
+    with pytest.raises(DataError, match=r"not a token file, but a Parquet file: give it a name that ends in \.parquet"):
+        check_source(str(table))
 
 
 @pytest.mark.parametrize("name", ["a.arrow", "b.tar.gz", "c.jsonl.part", "d.parquet.gz", "e.zip", "sub/part-0.gz"])
@@ -204,7 +221,7 @@ def test_what_comes_with_token_files_is_not_text(tmp_path: Path, cache: Path) ->
     (data / "corpus.json").unlink()
     found = find_files([data])
     assert found.files == (data / "part-0.npy", data / "tokens-00000.npy")
-    assert found.left_out == Counter({".json (documentation)": 2, ".md (documentation)": 1})
+    assert found.left_out == Counter({".json (of a tokenizer)": 2, ".md (documentation)": 1})
     check_source(str(data))
 
 
@@ -251,6 +268,48 @@ def test_the_output_of_tokenize_is_not_its_input(tmp_path: Path, capsys: pytest.
     assert "is a token file, which needs no tokenising" in capsys.readouterr().err
 
 
+def streamed(path: Path) -> tuple[list[object], str]:
+    """The examples and the summary of a stream."""
+    source = parse_hf(f"hf:{path}")
+    assert source is not None
+    dataset = StreamedDataset(source)
+    return [example.value for unit in range(dataset.num_units) for example in dataset.read(unit)], dataset.summary
+
+
+@pytest.mark.slow
+def test_a_stream_follows_links_once(tmp_path: Path) -> None:
+    put(tmp_path / "linked" / "train" / "a.jsonl", jsonl("a"))
+    put(tmp_path / "other" / "b.jsonl", jsonl("b"))
+    put(tmp_path / "tests" / "c.jsonl", jsonl("held out"))
+    for name, target in {"train/more": "other", "train/again": "other", "test": "tests"}.items():
+        (tmp_path / "linked" / name).symlink_to(tmp_path / target)
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "linked")
+    (tmp_path / "linked" / "train" / "same.jsonl").hardlink_to(tmp_path / "linked" / "train" / "a.jsonl")
+    values, summary = streamed(tmp_path / "linked")
+    assert values == ["a", "b"]  # a folder `test` is another split, linked or not
+    assert summary.endswith("2 files, column text; left out: 1 .jsonl (a file found before)")
+
+
+@pytest.mark.slow
+def test_a_stream_leaves_out_what_is_no_data(tmp_path: Path) -> None:
+    put(tmp_path / "a.jsonl", jsonl("a"))
+    for name in ("notes.txt", "tokenizer.json", "tokenizer_config.json"):
+        put(tmp_path / name, b"{}")
+    values, summary = streamed(tmp_path)
+    assert values == ["a"]
+    assert summary.endswith("column text; left out: 2 .json (of a tokenizer), 1 .txt (documentation)")
+    put(tmp_path / "a.jsonl", b"PK\x03\x04\0\0")
+    with pytest.raises(DataError, match=r"a\.jsonl is a zip archive"):
+        streamed(tmp_path)
+    put(tmp_path / "a.jsonl", b"PAR1")
+    with pytest.raises(DataError, match=r"a\.jsonl is a Parquet file: give it a name that ends in \.parquet"):
+        streamed(tmp_path)
+    (tmp_path / "a.jsonl").unlink()
+    put(tmp_path / "a.csv", b"id;text\n1;x\n")
+    with pytest.raises(DataError, match=r"has the columns id;text, .*; the delimiter seems to be ';'"):
+        streamed(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_path: Path) -> None:
     def opened(path: Path) -> int:
@@ -266,13 +325,10 @@ def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_pat
         opened(data)
     put(tmp_path / "texts" / "a.txt")
     put(tmp_path / "texts" / "LICENSE.txt")
-    with pytest.raises(DataError, match=r"would train on documentation, such as .*LICENSE\.txt: move it away"):
+    assert opened(tmp_path / "texts") == 1
+    (tmp_path / "texts" / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"holds no file with a known suffix \(it has 1 \.txt \(documentation\)\)"):
         opened(tmp_path / "texts")
-    put(tmp_path / "linked" / "a.jsonl", jsonl("a"))
-    put(tmp_path / "other" / "b.jsonl", jsonl("b"))
-    (tmp_path / "linked" / "more").symlink_to(tmp_path / "other")
-    with pytest.raises(DataError, match=r"would leave out data files \(1 \.jsonl\): .* follows no links"):
-        opened(tmp_path / "linked")
     put(tmp_path / "chosen" / "README.md", b"---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
     for name in "ab":
         put(tmp_path / "chosen" / f"{name}.jsonl", jsonl(name))

@@ -357,7 +357,7 @@ def test_a_saved_array_is_read_row_by_row(tmp_path: Path, cache: Path, dtype: st
         (np.array([{}], object), r"its dtype is '\|O'"),
         (np.zeros(0, np.uint16), "it is empty"),
         (np.asfortranarray(np.zeros((3, 4), np.uint16)), "column by column"),
-        (np.array([5, -100]), "holds the id -100, which is not in .* copy the file's sidecar a.npy.json too"),
+        (np.array([5, -100]), "holds the id -100, which is not in .* 257 tokens: remove padding"),
         (np.array([5, 257]), "holds the id 257, which is not in the run's vocabulary of 257 tokens"),
     ],
 )

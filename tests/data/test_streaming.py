@@ -294,7 +294,7 @@ def test_the_digest_covers_files_and_column_but_not_the_place(tmp_path: Path) ->
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     cases = {
         "no-column": (save_records(tmp_path / "no-column", {"body": "x"}), "has the columns body"),
-        "empty": (tmp_path / "empty", "cannot be opened"),
+        "empty": (tmp_path / "empty", "holds no file with a known suffix"),
         "pickle": (tmp_path / "pickle", "cannot be opened"),
     }
     (tmp_path / "empty").mkdir()

@@ -166,7 +166,7 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     rows = dict(line.strip().split("  ", 1) for line in out.splitlines())
-    assert rows["documents"].strip() == "1,500"
+    assert rows["documents"].strip() == "1,499"  # text beside records is documentation
     assert rows["bad_json"].strip() == rows["wrong_type"].strip() == "1"
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
@@ -180,11 +180,16 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
 def test_mistakes_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "a.txt"
     text.write_text("hello")
+    chats, records = tmp_path / "chats.jsonl", tmp_path / "records.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    records.write_text('{"text": "hello"}\n')
     mistakes = [
         [str(tmp_path / "nothing.txt")],
         [str(text), "--tokenizer", "./missing"],
         [str(text), "--tokenizer", "bpe", "--bpe-vocab-size", "10"],
         [str(text), "--processes", "0"],
+        [str(chats), "--processes", "1"],
+        [str(chats), str(records), "--processes", "1"],
     ]
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -5,84 +5,34 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 
 from spes_swarm.base.errors import HubError, PublicationError, SupersededError
-from spes_swarm.publishing import client, repository
-from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, parse_publication, read_export
+from spes_swarm.publishing import client
+from spes_swarm.publishing.publication import PUBLICATION_FILE, read_export
 from spes_swarm.publishing.repository import RepositoryTarget
 from spes_swarm.publishing.source import open_source
-from spes_swarm.publishing.target import Published, check_target
-from tests.helpers.hub_server import READ_TOKEN, STRANGER_TOKEN, USER, HubServer
-from tests.helpers.publications import assert_complete, layout_for, packed, values
+from tests.helpers.hub_publications import PART_BYTES, publish, seen
+from tests.helpers.hub_server import STRANGER_TOKEN, HubServer
+from tests.helpers.publications import layout_for, packed, values
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.publishing.test_hub_repository"])
-PART_BYTES = 64 * 1024
 # huggingface_hub still sends files as its HTTP library no longer likes them.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-_names = iter(f"user/model-{number}" for number in range(1000))
-
-
-@pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """One server for all tests; each has a repository of its own."""
-    with HubServer(tmp_path_factory.mktemp("hub"), PART_BYTES) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def _environment(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """This process uses the server, and waits less than a user would."""
-    for key, value in hub.environment().items():
-        if key.startswith("HF_"):
-            monkeypatch.setenv(key, value)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    yield
-    hub.mend()
-
-
-@pytest.fixture
-def name() -> str:
-    """A repository that is not there yet."""
-    return next(_names)
-
-
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Rounds 0 to 3: several files of one part, and no index of several."""
-    directory = tmp_path_factory.mktemp("exports")
-    return [packed(directory, number, "60KB")[0] for number in range(4)]
+pytestmark = [
+    pytest.mark.usefixtures("hub_environment"),
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Round 1 in one file of several parts."""
     return packed(tmp_path_factory.mktemp("large"), 1, "1GB")[0]
-
-
-def publish(name: str, export: Path, tag: str | None = None, private: bool = False) -> Published:
-    target = RepositoryTarget(name, private=private)
-    target.check_rights()
-    publication = read_export(export)
-    return target.publish(export, publication, f"Round {publication.round}", tag)
-
-
-def seen(hub: HubServer, name: str, revision: str = "main") -> Publication:
-    """What readers see, checked to be whole."""
-    files = hub.files(name, revision)
-    publication = parse_publication(files[PUBLICATION_FILE], "test")
-    assert_complete(files, publication)
-    return publication
 
 
 def weight_bytes(export: Path) -> int:
@@ -128,7 +78,7 @@ def test_files_that_the_hub_has_are_not_sent(hub: HubServer, name: str, exports:
     """The same weights in another repository of the same server: only the commit travels."""
     publish(name, exports[1])
     before = hub.counters()
-    assert publish(next(_names), exports[1]).status == "published"
+    assert publish(f"{name}-again", exports[1]).status == "published"
     assert sent(hub, before) == 0
 
 
@@ -372,113 +322,6 @@ def test_a_round_whose_publisher_died_before_its_tag_gets_it_later(
     publish(name, exports[2])
     assert RepositoryTarget(name).rounds() == [1, 2]
     assert seen(hub, name, "round-000001").round == 1
-
-
-@pytest.mark.parametrize(
-    ("token", "why"),
-    [
-        ("hf_wrong", "does not accept the token"),
-        (READ_TOKEN, "needs write access"),
-        (STRANGER_TOKEN, "needs write access"),
-    ],
-)
-def test_a_token_that_does_not_do(
-    hub: HubServer, name: str, exports: list[Path], monkeypatch: pytest.MonkeyPatch, token: str, why: str
-) -> None:
-    publish(name, exports[1])
-    monkeypatch.setenv("HF_TOKEN", token)
-    for attempt in (
-        lambda: RepositoryTarget(name).check_rights(),
-        lambda: RepositoryTarget(name).publish(exports[2], read_export(exports[2]), "message"),
-    ):
-        with pytest.raises(HubError, match=why) as refusal:
-            attempt()
-        assert token not in str(refusal.value)
-    assert seen(hub, name).round == 1
-
-
-def test_no_token_at_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
-    with pytest.raises(HubError, match="set HF_TOKEN, or run `hf auth login`"):
-        RepositoryTarget(name).check_rights()
-
-
-def test_a_repository_of_somebody_else() -> None:
-    with pytest.raises(HubError, match="cannot create it"):
-        RepositoryTarget("somebody/model").check_rights()
-    RepositoryTarget("team/model").check_rights()  # an organisation of the token's owner
-
-
-def test_a_hub_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(HubError, match="connection to the Hub failed"):
-        RepositoryTarget(name).check_rights()
-    with pytest.raises(HubError, match="connection to the Hub failed"):
-        open_source(name)
-
-
-def test_a_token_that_can_only_read_creates_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = RepositoryTarget(name)
-    answer = {"name": USER, "orgs": [], "auth": {"accessToken": {"role": "read"}}}
-    monkeypatch.setattr(target, "_api", SimpleNamespace(whoami=lambda **_: answer, repo_info=target._api.repo_info))
-    with pytest.raises(HubError, match="can only read; use one with write access"):
-        target.check_rights()
-
-
-# The check at the start of a session.
-
-
-def test_a_peer_that_may_publish(hub: HubServer, name: str, exports: list[Path]) -> None:
-    assert check_target(name, "any-run") is None
-    publish(name, exports[1])
-    assert check_target(name, seen(hub, name).run_id) is None
-    assert hub.refs(name).keys() == {"main", "round-000001"}
-
-
-def test_a_repository_of_another_run_is_refused_at_the_start(hub: HubServer, name: str, exports: list[Path]) -> None:
-    publish(name, exports[1])
-    with pytest.raises(PublicationError, match=f"belongs to run {seen(hub, name).run_id}, not another-run; choose"):
-        check_target(name, "another-run")
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_hub_that_refuses_is_believed_at_the_start(hub: HubServer, name: str, status: int) -> None:
-    hub.fail_next("status", match="whoami", status=status)
-    with pytest.raises(HubError, match="token"):
-        check_target(name, "any-run")
-
-
-@pytest.mark.parametrize(
-    "fault", [{"kind": "status", "status": 503}, {"kind": "status", "status": 429}, {"kind": "lose"}]
-)
-@pytest.mark.parametrize("match", ["whoami", "/api/models/"])
-def test_a_hub_that_fails_is_asked_once_and_refuses_nothing(
-    hub: HubServer, name: str, fault: dict[str, Any], match: str
-) -> None:
-    before = hub.counters()["requests"]
-    hub.fail_next(match=match, times=-1, **fault)
-    reason = check_target(name, "any-run")
-    assert reason is not None
-    assert reason.startswith(f"{name}: ")
-    assert "again" not in reason
-    hub.mend()
-    assert hub.counters()["requests"] - before <= 4
-
-
-def test_a_hub_out_of_reach_refuses_nothing_at_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert check_target(name, "any-run") == f"{name}: the connection to the Hub failed (ConnectError)"
-
-
-def test_a_hub_that_does_not_answer_is_not_waited_for(
-    hub: HubServer, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repository, "QUICK", httpx2.Timeout(1.0))
-    hub.fail_next("hold", match="/api/whoami-v2", fraction=0.0)
-    assert check_target(name, "any-run") == f"{name}: the Hub does not answer in time"
-    hub.wait_held()
-    hub.release()
 
 
 @pytest.mark.slow

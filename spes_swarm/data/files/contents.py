@@ -39,7 +39,7 @@ _STRANGE = {
     b"\x89HDF": "an HDF5 file: convert it to Parquet",
     b"SQLite format 3": "a database: export it as JSON Lines",
 }
-_PAGE = re.compile(rb"\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html|\?xml)", re.IGNORECASE)
 _JSON_TOKEN = re.compile(rb'\\.|["{}\[\]]|\n[ \t]*', re.DOTALL)
 
 
@@ -61,14 +61,24 @@ def refuse_stand_in(path: Path) -> bytes:
             it is.
     """
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
-        head = file.read(64)
+        head = file.read(512)
     refuse_lfs_pointer(path, head, DataError)
-    for magic, what in _STRANGE.items():
-        if head.startswith(magic):
-            raise DataError(f"{path} is {what}")
+    _refuse_strange(path, head)
+    if format_of(path) == "parquet" and (compression_of(head) or head.lstrip()[:1] in (b"{", b"[")):
+        raise DataError(f"{path} is {'compressed: unpack it' if compression_of(head) else 'JSON: name it .jsonl'}")
+    if compression_of(head) == ".zst":
+        _decompression(".zst", path)
     if format_of(path) in ("json", "csv", "parquet") and _PAGE.match(head):
         raise DataError(f"{path} is a web page or XML, not data: download it again, or convert it")
     return head
+
+
+def _refuse_strange(path: Path, head: bytes) -> None:
+    what = next((what for magic, what in _STRANGE.items() if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        what = "a tar archive: unpack it"
+    if what is not None:
+        raise DataError(f"{path} is {what}")
 
 
 def marked_encoding(content: bytes) -> str:
@@ -82,10 +92,14 @@ def text_blocks(file: BinaryIO, path: Path) -> Iterator[Block]:
     """Yields the content of a file: decompressed, in UTF-8, without a byte order mark.
 
     Raises:
-        DataError: the content is zeros, or UTF-16 or UTF-32 without a mark, or needs a package that is not installed.
+        DataError: the content is zeros, an archive, compressed again, or UTF-16 or UTF-32 without a mark, or needs a
+            package that is not installed.
     """
     blocks = _with_head(_decompressed(file, path), min(_READ_BYTES, _HEAD_BYTES))
     head, consumed, fault = next(blocks, (b"", 0, None))
+    _refuse_strange(path, head)
+    if compression_of(head) or head.startswith(PARQUET_MAGIC):
+        raise DataError(f"{path} is {'compressed twice' if compression_of(head) else 'Parquet inside'}: unpack it once")
     if (encoding := marked_encoding(head)) != "utf-8-sig":
         decoder = codecs.getincrementaldecoder(encoding)("replace")
         yield decoder.decode(head).encode("utf-8", "replace"), consumed, fault
@@ -190,13 +204,13 @@ def _depth_of_records(head: bytes) -> int | None:
     text = head.decode("utf-8", "replace").strip()
     first, newline, _ = text.partition("\n")
     is_array = re.match(r'\[\s*(\]|\{\s*(["}]|$))', text) is not None
-    if not is_array and not (newline and first.startswith("{")):
+    if not is_array and not first.startswith("{"):
         return None
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):  # damaged, or longer than the head
         return 1 if is_array else 0 if re.match(r'\{\s*\n\s*(["}]|$)', text) else None
-    if newline and end <= len(first):
+    if end <= len(first) and (newline or not (is_array or text[end:].lstrip().startswith("{"))):
         return None  # the first line is a record, even if it is a list
     return 1 if is_array else 0
 

@@ -1,9 +1,9 @@
 """Finds data files: a directory is read completely or refused, and what is left out is counted.
 
 Documentation (`README.md`, `LICENSE`, a tokenizer's files, the sidecars of token files, ...) and hidden files are not
-data. Beside records or tokens, nor are prose and programs (`.md`, `.rst`, `.py`). Files with other endings are left
-out, unless the ending is one of data that this package cannot read: then the directory is refused. Links to folders are
-followed; a file that is reached twice counts once.
+data. Beside records or tokens, nor are prose and programs (`.txt`, `.md`, `.rst`, `.py`). Files with other endings are
+left out, unless the ending is one of data that this package cannot read: then the directory is refused. Links to
+folders are followed; a file that is reached twice counts once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from spes_swarm.base.errors import DataError
+from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.base.wording import plural
 
@@ -28,7 +28,7 @@ _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
-_PROSE = (".md", ".rst", ".py")
+_PROSE = (".txt", ".text", ".md", ".rst", ".py")
 _MAX_LISTED = 12
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KNOWN_SUFFIXES = f"{', '.join(_FORMATS)} (each also with {', '.join(COMPRESSED_SUFFIXES)}), .parquet and .npy"
@@ -46,8 +46,11 @@ _DOCUMENTATION = re.compile(
     r"(readme|licen[cs]e)([ ._-].*)?"
     r"|(copying|copyright|notice|changelog|contributing|contributors|authors|citation|code_of_conduct|todo|requirements"
     r"|data_?card|dataset_?card|datasheet)(\.\w+)?"
-    r"|(dataset_infos?|dataset_dict|state|config|generation_config|metadata|package|vocab|added_tokens"
-    r"|special_tokens_map|tokenizer|tokenizer_config)\.json|(merges|vocab)\.txt",
+    r"|(dataset_infos?|dataset_dict|state|config|generation_config|metadata|package)\.json",
+    re.IGNORECASE,
+)
+_OF_TOKENIZER = re.compile(
+    r"(vocab|added_tokens|special_tokens_map|tokenizer|tokenizer_config)\.json|(merges|vocab)\.txt|chat_template\.jinja",
     re.IGNORECASE,
 )
 _OUTPUT = re.compile(
@@ -190,12 +193,12 @@ class _Search:
             return
         if known is not None:  # a data file may be a link to a file whose name has no suffix, as in the Hub's cache
             self._seen.add(file)
-        if known in (None, "text", "json") and _DOCUMENTATION.fullmatch(path.name):
+        if known in (None, "text", "json") and _kind_of_documentation(path):
             self._documentation.append((path, named))
         elif known is not None:
             self.data.append(path)
         elif named:
-            raise DataError(f"{path} has an unknown suffix; known suffixes: {KNOWN_SUFFIXES}")
+            raise DataError(f"{path} has an unknown suffix{_named_otherwise(path)}; known suffixes: {KNOWN_SUFFIXES}")
         elif {path.suffix.lower()} & (_UNREAD_SUFFIXES | set(COMPRESSED_SUFFIXES)):
             self.unread.append(path)
         else:
@@ -211,6 +214,12 @@ class _Search:
             self.data = [path for path, named in self._documentation if named and format_of(path) is not None]
             self._documentation = [(path, named) for path, named in self._documentation if path not in self.data]
 
+    def counts(self) -> Counter[str]:
+        """Returns how many files are not data, by ending and reason."""
+        kinds = ((path, _kind_of_documentation(path) or "documentation") for path, _ in self._documentation)
+        documentation = Counter(f"{ending(path)} ({kind})" for path, kind in kinds)
+        return +(self.left_out + documentation + Counter(map(ending, self._unknown)))
+
     def result(self, what: str) -> Found:
         """Returns what was found; `what` names the sources.
 
@@ -218,13 +227,12 @@ class _Search:
             DataError: see `find_files`.
         """
         self.settle()
-        documentation = Counter(f"{ending(path)} (documentation)" for path, _ in self._documentation)
-        left_out = +(self.left_out + documentation + Counter(map(ending, self._unknown)))
+        left_out = self.counts()
         if self.unread:
             raise DataError(
                 f"{what} holds data that cannot be read ({listed(Counter(map(ending, self.unread)))}, such as "
-                f"{self.unread[0]}): unpack or convert them, move them away, or name the others, as in 'DIR/*.jsonl'; "
-                f"known suffixes: {KNOWN_SUFFIXES}"
+                f"{self.unread[0]}){_named_otherwise(self.unread[0])}: unpack or convert them, move them away, or name "
+                f"the others, as in 'DIR/*.jsonl'; known suffixes: {KNOWN_SUFFIXES}"
             )
         if not self.data:
             others = f" (it has {listed(left_out)})" if left_out else ""
@@ -251,22 +259,45 @@ def others_in(directory: Path, files: Iterable[Path]) -> Counter[str]:
     return Counter(ending(path) for path in search.data + search.unread if os.path.realpath(path) not in known)
 
 
-def check_is_complete(directory: Path, files: Sequence[Path]) -> None:
-    """Refuses a directory unless `files`, which a library found there by its own rules, are its data files.
+def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str]]:
+    """Links the data files of a directory into `view`, for a library that follows no links to folders.
+
+    Returns the files by the paths of their links, and how many others there are; neither if README.md says which files
+    are data.
 
     Raises:
-        DataError: they are not, or a folder or link cannot be read.
+        DataError: there is no data, or a folder or link cannot be read.
     """
     readme = directory / "README.md"
     if readme.is_file() and "data_files:" in readme.read_text(encoding="utf-8", errors="replace"):
-        return  # it says which files are data
-    if missing := others_in(directory, files):
-        raise DataError(
-            f"hf:{directory} would leave out data files ({listed(missing)}): a stream has one format and follows no "
-            "links to folders; keep formats in different directories, or leave out 'hf:'"
-        )
-    if added := [file for file in files if _DOCUMENTATION.fullmatch(file.name)]:
-        raise DataError(f"hf:{directory} would train on documentation, such as {added[0]}: move it away")
+        return {}, Counter()
+    search = _Search(None)
+    search.add_directory(directory)
+    search.settle()
+    linked = {str(view / path.relative_to(directory)): path for path in search.data + search.unread}
+    if not linked:
+        search.result(f"hf:{directory}")  # raises
+    options = {str(view / readme.name): readme} if readme.is_file() else {}
+    for link, path in (linked | options).items():
+        Path(link).parent.mkdir(parents=True, exist_ok=True)
+        Path(link).symlink_to(os.path.realpath(path))
+    return linked, search.counts()
+
+
+def _kind_of_documentation(path: Path) -> str | None:
+    """Returns what a file that is never data by its name is."""
+    if _OF_TOKENIZER.fullmatch(path.name):
+        return "of a tokenizer"
+    return "documentation" if _DOCUMENTATION.fullmatch(path.name) else None
+
+
+def _named_otherwise(path: Path) -> str:
+    """Returns what to say of token ids under a name that usually holds something else."""
+    if path.suffix.lower() != ".bin":
+        return ""
+    with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
+        is_array = file.read(6) == b"\x93NUMPY"
+    return f" (it is {'a NumPy array' if is_array else 'binary'}: if it holds token ids, name it .npy)"
 
 
 def _is_hidden(folder: str) -> bool:

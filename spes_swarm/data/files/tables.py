@@ -65,6 +65,13 @@ def csv_rows(blocks: Iterator[Block], delimiter: str, column: str) -> Iterator[R
     yield values, consumed, broken
 
 
+def delimiter_hint(names: Sequence[str]) -> str:
+    """Returns what to say of a header that looks like one with another delimiter; empty if it does not."""
+    found = next((sign for sign in ";|\t," if len(names) == 1 and sign in names[0]), "")
+    advice = {"\t": "name it .tsv", ",": "name it .csv"}.get(found, "convert it to commas")
+    return f"; the delimiter seems to be {found!r}: {advice}" if found else ""
+
+
 def parsed_csv(lines: Iterable[str], **dialect: Any) -> Iterator[list[str] | None]:
     """Yields rows, given the options of `csv.reader`; None for a row that cannot be read.
 
@@ -102,6 +109,16 @@ def parsed_csv(lines: Iterable[str], **dialect: Any) -> Iterator[list[str] | Non
             reader = csv.reader(feed(), **dialect)
         num_columns = num_columns or len(row or ())
         yield row
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Returns the names of a table's columns; none if it is damaged or pyarrow is not installed."""
+    try:
+        import pyarrow.parquet as pq
+
+        return list(pq.read_schema(path).names)
+    except Exception:  # see above
+        return []
 
 
 def parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[dict[str, list[Any]], int, Counter[str]]]:

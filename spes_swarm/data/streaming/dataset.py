@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,9 @@ from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.base.wording import plural
 from spes_swarm.config.data_source import HfName
-from spes_swarm.data.files.finding import check_is_complete
+from spes_swarm.data.files.contents import PARQUET_MAGIC, refuse_stand_in
+from spes_swarm.data.files.finding import ending, link_data, listed
+from spes_swarm.data.files.tables import delimiter_hint
 from spes_swarm.data.streaming.pieces import MANY_UNITS
 from spes_swarm.data.streaming.rows import RowReader, Unusable, one_line
 
@@ -80,17 +84,26 @@ class StreamedDataset:
         self.name = str(source)
         try:
             self.revision = None if source.is_local else _commit(source)
-            builder = datasets.load_dataset_builder(source.name, source.config, revision=self.revision)
+            with tempfile.TemporaryDirectory() as scratch:
+                root, view = Path(source.name), Path(scratch).resolve() / "view"
+                linked, left_out = link_data(root, view) if source.is_local and not source.config else ({}, Counter())
+                place = str(view) if linked else source.name
+                cache = f"{scratch}/cache" if linked else None  # the user's would keep a lock for each view
+                builder = datasets.load_dataset_builder(place, source.config, revision=self.revision, cache_dir=cache)
             if _format(builder) not in _FORMATS:
                 raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
-            files = list(map(str, (builder.config.data_files or {}).get(split, ())))
+            splits = {name: list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
+            if missing := linked.keys() - set(itertools.chain(*splits.values())):
+                endings = listed(Counter(ending(linked[file]) for file in missing))
+                raise DataError(
+                    f"{source} would leave out data files ({endings}): a stream has one format; keep formats in "
+                    "different directories, or leave out 'hf:'"
+                )
+            files = [str(linked.get(file, file)) for file in splits.get(split, ())]
             if not files:
-                known = ", ".join(map(str, builder.config.data_files or ())) or "none"
+                known = ", ".join(map(str, splits)) or "none"
                 raise DataError(f"{source} has no split {split!r} (splits: {known})")
-            if source.is_local and source.config is None:
-                everything = itertools.chain(*builder.config.data_files.values())
-                check_is_complete(Path(source.name), list(map(Path, everything)))
-            what = [_identity(file, Path(source.name)) if source.is_local else file for file in files]
+            what = [_identity(file, root, _format(builder)) if source.is_local else file for file in files]
             self._rows = RowReader(_format(builder), builder.config)
             members = [member for file in files for member in _members(file)]
             self.column = _column(source, self._rows, members)
@@ -105,7 +118,8 @@ class StreamedDataset:
             raise DataError(f"{source} cannot be opened: {one_line(exc)}") from exc
         self.num_units = len(self._units)
         self.is_chat = self.column in _CHATS
-        self.summary = f"{source}: {plural(len(files), 'file')}, column {self.column}"
+        others = f"; left out: {listed(left_out)}" if left_out else ""
+        self.summary = f"{source}: {plural(len(files), 'file')}, column {self.column}{others}"
         self.digest: str = blake3("\n".join([self.column, *what]).encode()).hexdigest()
 
     def read(self, unit: int, part: int = 0, number: int = 0) -> Iterator[Example]:
@@ -159,7 +173,7 @@ def _column(source: HfName, rows: RowReader, files: Sequence[str]) -> str:
         raise DataError(f"{source} has no row that can be read in {plural(len(files), 'file')}{faults}")
     raise DataError(
         f"{source} has the columns {', '.join(columns)[:200]}, expected one named {', '.join(_TEXTS)}, "
-        f"or {' or '.join(_CHATS)} with conversations"
+        f"or {' or '.join(_CHATS)} with conversations{delimiter_hint(columns)}"
     )
 
 
@@ -172,8 +186,12 @@ def _commit(source: HfName) -> str:
     return str(commit)
 
 
-def _identity(file: str, root: Path) -> str:
-    """Returns what identifies a local file, independent of where its directory is."""
+def _identity(file: str, root: Path, format_: str) -> str:
+    """Returns what identifies a local file, independent of where its directory is.
+
+    Raises:
+        DataError: it cannot be read, or is not of the format.
+    """
     path = Path(file)
     with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as content:
         size = path.stat().st_size
@@ -181,5 +199,9 @@ def _identity(file: str, root: Path) -> str:
         content.seek(max(0, size - _COMPARED_BYTES))
         hasher.update(content.read(_COMPARED_BYTES))
     refuse_lfs_pointer(path, start, DataError)
+    if path.suffix != ".zip":  # `datasets` unpacks it
+        refuse_stand_in(path)
+    if start.startswith(PARQUET_MAGIC) and format_ != "parquet":
+        raise DataError(f"{path} is a Parquet file: give it a name that ends in .parquet")
     name = path.relative_to(root) if path.is_relative_to(root) else path.name
     return f"{name} {size} {hasher.hexdigest()}"
