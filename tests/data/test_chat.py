@@ -169,8 +169,8 @@ def test_files_of_both_kinds_are_refused(tmp_path: Path, tokenizer: Tokenizer) -
     cases = {
         "chats": {"a.jsonl": chat, "b.jsonl": text},
         "texts": {"a.jsonl": text, "b.jsonl": chat},
-        "table": {"a.csv": "text\na text of its own", "b.jsonl": chat},
-        "other": {"a.jsonl": chat, "b.csv": "text\na text of its own"},
+        "plain": {"a.txt": "a text of its own", "b.jsonl": chat},
+        "other": {"a.jsonl": chat, "b.txt": "a text of its own"},
     }
     for name, files in cases.items():
         (tmp_path / name).mkdir()

@@ -184,11 +184,11 @@ def test_pieces_do_not_change_the_documents(
 
 def test_find_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name in ("b.csv", "a.jsonl", "sub/c.parquet", "image.png"):
+    for name in ("b.txt", "a.jsonl", "sub/c.parquet", "image.png"):
         put(tmp_path / name, b"x")
-    everything = [tmp_path / "a.jsonl", tmp_path / "b.csv", tmp_path / "sub" / "c.parquet"]
+    everything = [tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "sub" / "c.parquet"]
     assert find_files([tmp_path]).files == tuple(everything)
-    assert find_files([str(tmp_path / "*.csv"), tmp_path / "b.csv"]).files == tuple(everything[1:2])
+    assert find_files([str(tmp_path / "*.txt"), tmp_path / "b.txt"]).files == tuple(everything[1:2])
     with pytest.raises(DataError, match=r"image\.png has an unknown suffix; known suffixes: \.txt"):
         find_files([tmp_path / "image.png"])
     with pytest.raises(DataError, match="matches no file"):

@@ -20,7 +20,7 @@ from spes_swarm.base.errors import DataError
 from spes_swarm.config.data_source import parse_hf
 from spes_swarm.data.corpus import check_source, open_corpus
 from spes_swarm.data.corpus_index import corpus_digest, membership, write_index
-from spes_swarm.data.files.finding import find_files
+from spes_swarm.data.files.finding import ending, find_files
 from spes_swarm.data.streaming.dataset import StreamedDataset
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer
@@ -103,16 +103,23 @@ def test_prose_and_programs_beside_records_are_documentation(tmp_path: Path, cac
     assert len(find_files([tmp_path / "data"]).files) == 3
     put(tmp_path / "data" / "d.jsonl", jsonl("record"))
     put(tmp_path / "data" / "e.txt", b"more")
-    put(tmp_path / "data" / "sub" / "f.txt.gz", gzip.compress(b"more", mtime=0))
-    said: list[str] = []
-    assert texts(tmp_path / "data", cache, said) == {"record"}
-    assert ".txt (documentation)" in said[0]
-    assert ".txt.gz (documentation)" in said[0]
-    assert find_files([f"{tmp_path}/data/*"]).files == (tmp_path / "data" / "d.jsonl",)
-    assert len(find_files([f"{tmp_path}/data/*.txt"]).files) == 1
+    assert texts(tmp_path / "data", cache) == {"record", "more"}
     tokens(tmp_path / "tokens" / "a.npy", 1)
     put(tmp_path / "tokens" / "notes.md")
     assert len(find_files([tmp_path / "tokens"]).files) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "my-notes.txt", "URLs.txt", "md5sums.txt", "source_urls.txt.gz", "about.data.text"]
+)
+def test_notes_beside_records_are_documentation(tmp_path: Path, cache: Path, name: str) -> None:
+    put(tmp_path / "data" / name, gzip.compress(b"note") if name.endswith(".gz") else b"note")
+    assert texts(tmp_path / "data", cache) == {"note"}
+    put(tmp_path / "data" / "d.jsonl", jsonl("record"))
+    put(tmp_path / "data" / "noteworthy.txt", b"more")
+    said: list[str] = []
+    assert texts(tmp_path / "data", cache, said) == {"record", "more"}
+    assert said[0].endswith(f"left out: 1 {ending(Path(name))} (documentation)")
 
 
 def test_documentation_alone_is_refused(tmp_path: Path) -> None:
@@ -130,8 +137,8 @@ def test_every_format_counts(tmp_path: Path, cache: Path) -> None:
         "d.json": json.dumps([{"text": "d"}]).encode(),
         "e.csv.zst": zstandard.compress(b"id,text\n1,e\n"),
         "f.tsv": b"text\tid\nf\t1\n",
-        "deep/er/g.jsonl": jsonl("g"),
-        "h.jsonl.gz": gzip.compress(jsonl("h")),
+        "deep/er/g.txt": b"g",
+        "h.txt.gz": gzip.compress(b"h"),
     }
     for name, content in contents.items():
         put(tmp_path / "data" / name, content)

@@ -1,9 +1,9 @@
 """Finds data files: a directory is read completely or refused, and what is left out is counted.
 
 Documentation (`README.md`, `LICENSE`, a tokenizer's files, the sidecars of token files, ...) and hidden files are not
-data. Beside records or tokens, nor are prose and programs (`.txt`, `.md`, `.rst`, `.py`). Files with other endings are
-left out, unless the ending is one of data that this package cannot read: then the directory is refused. Links to
-folders are followed; a file that is reached twice counts once.
+data. Beside records or tokens, nor are prose and programs (`.md`, `.rst`, `.py`) and notes (`notes.txt`, `urls.txt`,
+`md5sum.txt`, ...). Files with other endings are left out, unless the ending is one of data that this package cannot
+read: then the directory is refused. Links to folders are followed; a file that is reached twice counts once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
-_PROSE = (".txt", ".text", ".md", ".rst", ".py")
+_PROSE = (".md", ".rst", ".py")
+_NOTES = re.compile(  # what a `.txt` beside records is called if it is about them
+    r"(.*[ ._-])?(notes?|about|info|description|terms|disclaimer|sources?|urls?|links?|index|file_?list|stat(istic)?s"
+    r"|(md5|sha1|sha256|sha512|check)_?sums?)([ ._-].*)?\.te?xt(\.\w+)?",
+    re.IGNORECASE,
+)
 _MAX_LISTED = 12
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 KNOWN_SUFFIXES = f"{', '.join(_FORMATS)} (each also with {', '.join(COMPRESSED_SUFFIXES)}), .parquet and .npy"
@@ -207,7 +212,7 @@ class _Search:
     def settle(self) -> None:
         """Decides what is documentation: prose and programs are, beside records or tokens."""
         if any(format_of(path) != "text" for path in self.data):
-            prose = [path for path in self.data if ending(path).startswith(_PROSE)]
+            prose = [path for path in self.data if ending(path).startswith(_PROSE) or _NOTES.fullmatch(path.name)]
             self._documentation += [(path, False) for path in prose]
             self.data = sorted(set(self.data).difference(prose))
         elif not self.data:  # then a README that the user named is what they want
