@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,7 +157,7 @@ def _prepare(options: argparse.Namespace, placement: Placement | None, signals: 
     check_machine(draft.peer)
     check_run(draft.peer, draft.file.run, placement)
     # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported before that.
-    with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", print):
+    with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", partial(print, flush=True)):
         run = draft.build_run()
         if run is not None:
             check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
@@ -175,7 +176,9 @@ def _follow(arguments: list[str] | None, placement: Placement) -> int:
             parse_arguments(arguments)
         except ConfigError:
             return 0
-    from spes_swarm.training.ranks.follower import follow
+    importing = f"rank {placement.rank} of this peer is still importing torch; Ctrl-C stops"
+    with said_if_slow(importing, partial(print, file=sys.stderr)):
+        from spes_swarm.training.ranks.follower import follow
 
     return follow(placement)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _SILENCE_S = 3.0
 
@@ -12,7 +12,12 @@ _SILENCE_S = 3.0
 @contextmanager
 def said_if_slow(text: str, say: Callable[[str], None]) -> Iterator[None]:
     """Calls `say` in another thread, once, if the code inside takes more than a few seconds."""
-    timer = threading.Timer(_SILENCE_S, say, [text])
+
+    def speak() -> None:
+        with suppress(OSError):  # nobody reads it
+            say(text)
+
+    timer = threading.Timer(_SILENCE_S, speak)
     timer.daemon = True
     timer.start()
     try:

@@ -221,9 +221,8 @@ class _Repository:
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Returns True for the bytes tokenizer, unless the model's has a chat template, which `bytes` lacks."""
-    has_template = isinstance(tokenizer, FastTokenizer) and "chat_template.jinja" in tokenizer.files
-    return tokenizer.digest == ByteTokenizer().digest and not has_template
+    """Returns True for the bytes tokenizer, unless the model's has a template or settings of its own."""
+    return isinstance(tokenizer, FastTokenizer) and tokenizer.all_files == ByteTokenizer().all_files
 
 
 def check_trainable(name: str, model: Mapping[str, Any]) -> None:

@@ -52,6 +52,24 @@ def test_a_command_prints_to_any_console() -> None:
         assert written.getvalue() == b"1.246 ? 0.031 ? ?\n"
 
 
+@pytest.mark.parametrize("lost", ["pipe", "disk"])
+def test_a_peer_outlives_its_console(lost: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if lost == "pipe":
+        read, write = os.pipe()
+        os.close(read)
+    else:
+        write = os.open("/dev/full", os.O_WRONLY)
+    with os.fdopen(write, "w") as output:
+        with contextlib.redirect_stdout(output):
+            console = PeerConsole()
+            console.say(TEXT)
+            console.command(TEXT)
+            with console.live(TrainingStatus(), TEXT, Path("metrics.jsonl")):
+                pass
+        output.flush()  # as Python does when it ends
+    assert capfd.readouterr().err == "join: standard output cannot be written; training goes on, see metrics.jsonl\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "locale",

@@ -17,7 +17,7 @@ from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.manifest import Manifest, found_run, open_manifest
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
-from spes_swarm.data.tokenizer import load_tokenizer
+from spes_swarm.data.tokenizer import ByteTokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.peer.initial_model import InitialModel
@@ -174,6 +174,20 @@ def test_all_chat_templates_are_kept(model: Path, tmp_path: Path, form: str) -> 
     assert AutoTokenizer.from_pretrained(directory).chat_template == templates
     assert read(directory / "config.json")["eos_token_id"] == [END_OF_TEXT, IM_END]
     assert all(path.is_file() for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("key", ["chat_template", "padding_side"])
+def test_files_of_a_bytes_tokenizer_are_kept(tmp_path: Path, key: str) -> None:
+    """The run's own `bytes` has neither templates nor such settings."""
+    values = {"chat_template": [{"name": name, "template": APPENDING} for name in ("default", "tool_use")]}
+    save_moe(tmp_path / "model", "olmoe", eos_token_id=256)
+    ByteTokenizer().save(tmp_path / "model")
+    write(tmp_path / "model" / "tokenizer_config.json", **{key: values.get(key, "left")})
+    brought = AutoTokenizer.from_pretrained(tmp_path / "model")
+    found = AutoTokenizer.from_pretrained(
+        exported(manifest_from(tmp_path / "model"), tmp_path / "model", tmp_path / "exported")
+    )
+    assert getattr(found, key) == getattr(brought, key)
 
 
 def test_an_export_tokenises_chats_as_they_were_in_training(model: Path, tmp_path: Path) -> None:

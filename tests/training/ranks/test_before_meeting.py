@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 
 from spes_swarm.join import main
@@ -57,3 +62,19 @@ def test_a_signal_to_rank_0_alone_ends_the_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setattr(StopSignals, "install", lambda self: self.requested.set())
     assert main([]) == code
+
+
+def test_a_rank_that_is_slow_to_import_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(1, monkeypatch)
+    said: list[str] = []
+
+    @contextmanager
+    def at_once(text: str, say: object) -> Iterator[None]:
+        said.append(text)
+        yield
+
+    monkeypatch.setattr("spes_swarm.join.said_if_slow", at_once)
+    follower = SimpleNamespace(follow=lambda placement: placement.rank)
+    monkeypatch.setitem(sys.modules, "spes_swarm.training.ranks.follower", follower)
+    assert main([]) == 1
+    assert said == ["rank 1 of this peer is still importing torch; Ctrl-C stops"]
