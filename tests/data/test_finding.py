@@ -342,7 +342,7 @@ def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_pat
         put(tmp_path / "chosen" / "README.md", b"---\nconfigs:\n- config_name: default\n  " + choice + b"\n---\n")
         assert opened(tmp_path / "chosen") == 1  # its README says which files are data
     put(tmp_path / "capitals" / "A.JSONL", jsonl("a"))  # which `datasets` does not know
-    with pytest.raises(DataError, match=r"capitals would leave out data files \(1 \.jsonl\)"):
+    with pytest.raises(DataError, match=r"capitals holds no files that can be streamed \(1 \.jsonl\): leave out"):
         opened(tmp_path / "capitals")
 
 

@@ -15,7 +15,7 @@ import itertools
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,18 @@ class StreamedDataset:
                 except datasets.exceptions.DataFilesNotFoundError as exc:
                     if not linked:
                         raise
-                    raise _incomplete(source, linked.values()) from exc
+                    endings = listed(Counter(map(ending, linked.values())))
+                    advice = "leave out 'hf:', or convert them"
+                    raise DataError(f"{source} holds no files that can be streamed ({endings}): {advice}") from exc
             if _format(builder) not in _FORMATS:
                 raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
             splits = {name: list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
             if missing := linked.keys() - set(itertools.chain(*splits.values())):
-                raise _incomplete(source, [linked[file] for file in missing])
+                endings = listed(Counter(ending(linked[file]) for file in missing))
+                raise DataError(
+                    f"{source} would leave out data files ({endings}): a stream has one format; keep formats in "
+                    "different directories, or leave out 'hf:'"
+                )
             files = [str(linked.get(file, file)) for file in splits.get(split, ())]
             if not files:
                 known = ", ".join(map(str, splits)) or "none"
@@ -187,13 +193,6 @@ def _commit(source: HfName) -> str:
     if commit is None:
         raise DataError(f"{source}: the Hub does not report its commit")
     return str(commit)
-
-
-def _incomplete(source: HfName, missing: Iterable[Path]) -> DataError:
-    return DataError(
-        f"{source} would leave out data files ({listed(Counter(map(ending, missing)))}): a stream has one format; keep "
-        "formats in different directories, or leave out 'hf:'"
-    )
 
 
 def _identity(file: str, root: Path, format_: str) -> str:
