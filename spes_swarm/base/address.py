@@ -50,7 +50,7 @@ _LABEL = re.compile(
     rf"|(?<!\S)\(?\d{{1,3}}[.):]\s*(?={_START.pattern})",
     re.I,
 )
-_FILLER = re.compile(r"(and|or|(peer|m?addr|address)(e?s)?[-_#]?\d*)[:=]?", re.I)
+_FILLER = re.compile(r"(and|or|(peer|m?addr|multiaddr|address)(e?s)?[-_#]?\d*)[:=]?", re.I)
 _LINE_END = re.compile(r"[ \t]*\r?\n[ \t]*")
 _MOST_LINES = 4  # that an address is taken to fill in a terminal
 

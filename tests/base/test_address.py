@@ -107,6 +107,7 @@ def test_an_address_is_kept_in_its_normal_form(text: str, normal: str) -> None:
         "(1) {0}, (2) {1}",
         "peer: {0}\npeer 2: {1}",
         "Peers:{0};address={1}.",
+        "multiaddr: {0}\nMultiaddrs={1}",
         "{0}\uff0c{1}\u3001{0}\u3002",
         "\x1b[32m{0}\x1b[0m \x1b[1;4m{1}\x1b[m",
         "\x1b]8;;https://example.org\x1b\\{0}\x1b]8;;\x07 {1}",

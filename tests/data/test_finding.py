@@ -336,10 +336,14 @@ def test_a_stream_reads_a_directory_completely_or_refuses_it(data: Path, tmp_pat
     (tmp_path / "texts" / "a.txt").unlink()
     with pytest.raises(DataError, match=r"holds no file with a known suffix \(it has 1 \.txt \(documentation\)\)"):
         opened(tmp_path / "texts")
-    put(tmp_path / "chosen" / "README.md", b"---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n")
     for name in "ab":
-        put(tmp_path / "chosen" / f"{name}.jsonl", jsonl(name))
-    assert opened(tmp_path / "chosen") == 1  # its README says which files are data
+        put(tmp_path / "chosen" / name / "one.jsonl", jsonl(name))
+    for choice in (b"data_files: a/one.jsonl", b"data_dir: a"):
+        put(tmp_path / "chosen" / "README.md", b"---\nconfigs:\n- config_name: default\n  " + choice + b"\n---\n")
+        assert opened(tmp_path / "chosen") == 1  # its README says which files are data
+    put(tmp_path / "capitals" / "A.JSONL", jsonl("a"))  # which `datasets` does not know
+    with pytest.raises(DataError, match=r"capitals holds no files that can be streamed \(1 \.jsonl\): leave out"):
+        opened(tmp_path / "capitals")
 
 
 def test_what_a_peer_writes_into_its_output_directory_is_no_data(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     cases = {
         "no-column": (save_records(tmp_path / "no-column", {"body": "x"}), "has the columns body"),
         "empty": (tmp_path / "empty", "holds no file with a known suffix"),
-        "pickle": (tmp_path / "pickle", "cannot be opened"),
+        "pickle": (tmp_path / "pickle", r"holds no files that can be streamed \(1 \.pkl\)"),
     }
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickle").mkdir()

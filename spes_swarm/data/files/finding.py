@@ -274,7 +274,7 @@ def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str
         DataError: there is no data, or a folder or link cannot be read.
     """
     readme = directory / "README.md"
-    if readme.is_file() and "data_files:" in readme.read_text(encoding="utf-8", errors="replace"):
+    if readme.is_file() and re.search(r"\bdata_(files|dir):", readme.read_text(encoding="utf-8", errors="replace")):
         return {}, Counter()
     search = _Search(None)
     search.add_directory(directory)

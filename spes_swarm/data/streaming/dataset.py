@@ -89,7 +89,16 @@ class StreamedDataset:
                 linked, left_out = link_data(root, view) if source.is_local and not source.config else ({}, Counter())
                 place = str(view) if linked else source.name
                 cache = f"{scratch}/cache" if linked else None  # the user's would keep a lock for each view
-                builder = datasets.load_dataset_builder(place, source.config, revision=self.revision, cache_dir=cache)
+                try:
+                    builder = datasets.load_dataset_builder(
+                        place, source.config, revision=self.revision, cache_dir=cache
+                    )
+                except datasets.exceptions.DataFilesNotFoundError as exc:
+                    if not linked:
+                        raise
+                    endings = listed(Counter(map(ending, linked.values())))
+                    advice = "leave out 'hf:', or convert them"
+                    raise DataError(f"{source} holds no files that can be streamed ({endings}): {advice}") from exc
             if _format(builder) not in _FORMATS:
                 raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
             splits = {name: list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
