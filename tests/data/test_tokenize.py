@@ -166,7 +166,7 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, err) == (0, "")
     rows = dict(line.strip().split("  ", 1) for line in out.splitlines())
-    assert rows["documents"].strip() == "1,499"  # text beside records is documentation
+    assert rows["documents"].strip() == "1,500"
     assert rows["bad_json"].strip() == rows["wrong_type"].strip() == "1"
     tokenizer = load_tokenizer(tmp_path / "tokenizer" / "tokenizer.json")
     assert tokenizer.vocab_size == 280
