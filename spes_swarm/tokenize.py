@@ -3,9 +3,8 @@
     python -m spes_swarm.tokenize TEXT ... --output DIR
 
 Reads text (.txt, .md, .rst, .py), JSON (.jsonl, .json), tables (.csv, .tsv), each plain or compressed (.gz, .bz2, .xz,
-.zst), and .parquet. Documentation (as txt, md, rst and py beside records) and hidden files are no text. Broken records
-and files that are left out are counted. Conversations go to --data as they are.
-The result does not depend on the number of processes.
+.zst), and .parquet. Documentation and hidden files are no text. Broken records and files that are left out are counted.
+The result does not depend on the number of processes. Conversations are not tokenised here: join takes them (--data).
 """
 
 from __future__ import annotations

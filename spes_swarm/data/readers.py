@@ -194,10 +194,11 @@ def json_records(text: str, broken: Broken) -> Iterator[Any]:
             end = cast(re.Match[str], _SPACE.match(stripped, end)).end()
     except (ValueError, RecursionError):
         pass  # `end` is where the broken record begins
-    is_whole = end == len(stripped)
-    if is_whole or "\r" not in stripped:
-        yield from (value for value in values if is_whole or isinstance(value, dict))  # not the year of a log's line
-        broken.update([] if is_whole else ["bad_json"])
+    if end == len(stripped):
+        yield from values
+    elif "\r" not in stripped:
+        yield from (value for value in values if isinstance(value, dict))  # not the year of a log's line
+        broken["bad_json"] += 1
     else:
         of_parts: Broken = Counter()
         for part in stripped.split("\r"):
@@ -206,7 +207,8 @@ def json_records(text: str, broken: Broken) -> Iterator[Any]:
                     yield value
                 else:  # a scrap of the broken record
                     of_parts["bad_json"] += 1
-        broken.update(["bad_json"] if of_parts else [])
+        if of_parts:
+            broken["bad_json"] += 1
 
 
 def _json_text(line: str, text_field: str, broken: Broken) -> Iterator[str]:

@@ -25,16 +25,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     import huggingface_hub
 
     with HubServer(tmp_path / "hub") as server:
-        for key, value in server.environment().items():
-            if key.startswith("HF_"):
-                monkeypatch.setenv(key, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        server.use(monkeypatch, tmp_path / "cache")
         # Both read the environment when they are imported.
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", server.endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
         template = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0.01)
         monkeypatch.setattr(datasets.config, "STREAMING_OPEN_RETRY_INTERVAL", 0.01)
         yield server

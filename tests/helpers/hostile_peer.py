@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray, SharedVector
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
@@ -32,12 +32,13 @@ from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, GroupFormed, Notification
-from spes_swarm.port.messages import CaughtUp, Presence, RunSettings, SwarmView
+from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
 from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from tests.helpers.run_settings import settings_without_trainer
 
 # frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
 # sent at all; slow: valid frames, but a trickle, and keepalives for ever; two_faced: other results for every member.
@@ -209,17 +210,7 @@ async def membership(
     async with joined(maddr, identity) as (daemon, rpc, manifest):
         run = manifest.run
         layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
-        reference, contribution = (SharedVector.create(layout.num_elements) for _ in range(2))
-        settings = RunSettings(
-            manifest=manifest,
-            layout=layout,
-            reference_fd=reference.fd,
-            contribution_fd=contribution.fd,
-            trainer_pid=os.getpid(),
-            client_mode=False,
-            bandwidth_mbps=100.0,
-            initial_peers=(maddr,),
-        )
+        settings, reference, contribution = settings_without_trainer(manifest, layout, maddr)
         listener = _Listener(directory)
         services = RunServices(listener, daemon, rpc, identity, settings)
         limits = ExchangeLimits.of(run.round)

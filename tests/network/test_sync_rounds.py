@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-from spes_swarm.base.arrays import SharedVector
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import found_run
 from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.run_state import RunState
-from spes_swarm.port.messages import RunSettings
 from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import FakePeer, form, identities
+from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
 
 
 def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     """The other member delivers nothing in rounds 1 to 3, all in round 4, and nothing in rounds 5 and 6."""
     layout, me = tiny_layout(), identities(2)[0]
-    reference, contribution = (SharedVector.create(layout.num_elements) for _ in range(2))
-    settings = RunSettings(
-        manifest=found_run(run_config(), layout.digest, me),
-        layout=layout,
-        reference_fd=reference.fd,
-        contribution_fd=contribution.fd,
-        trainer_pid=os.getpid(),
-        client_mode=False,
-        bandwidth_mbps=100.0,
-        initial_peers=(),
-    )
+    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
     run = RunState.of(me, settings)
-    for vector in (reference, contribution):
+    for vector in vectors:
         vector.close()
     faults: list[tuple[int, str, str]] = []
 

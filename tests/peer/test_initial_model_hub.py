@@ -18,7 +18,6 @@ from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.publishing import client
 from tests.helpers.hub_server import HubServer
 from tests.helpers.moe_models import save_moe
 from tests.helpers.repository import ROOT
@@ -31,12 +30,7 @@ torch.set_num_threads(1)
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     with HubServer(tmp_path / "hub") as server:
-        for key, value in server.environment().items():
-            if key.startswith("HF_"):
-                monkeypatch.setenv(key, value)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        server.use(monkeypatch, tmp_path / "cache")
         yield server
 
 

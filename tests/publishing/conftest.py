@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from spes_swarm.publishing import client
 from tests.helpers.hub_publications import PART_BYTES
 from tests.helpers.hub_server import HubServer
 from tests.helpers.publications import packed
@@ -36,12 +35,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 @pytest.fixture
 def hub_environment(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """This process uses the server, and waits less than a user would."""
-    for key, value in hub.environment().items():
-        if key.startswith("HF_"):
-            monkeypatch.setenv(key, value)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(client, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.use(monkeypatch, tmp_path / "cache")
     yield
     hub.mend()
 

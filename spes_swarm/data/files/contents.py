@@ -74,11 +74,11 @@ def refuse_stand_in(path: Path) -> bytes:
 
 
 def _refuse_strange(path: Path, head: bytes) -> None:
-    what = next((what for magic, what in _STRANGE.items() if head.startswith(magic)), None)
     if head[257:262] == b"ustar":
-        what = "a tar archive: unpack it"
-    if what is not None:
-        raise DataError(f"{path} is {what}")
+        raise DataError(f"{path} is a tar archive: unpack it")
+    for magic, what in _STRANGE.items():
+        if head.startswith(magic):
+            raise DataError(f"{path} is {what}")
 
 
 def marked_encoding(content: bytes) -> str:

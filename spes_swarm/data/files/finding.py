@@ -210,7 +210,7 @@ class _Search:
             self._unknown.append(path)
 
     def settle(self) -> None:
-        """Decides what is documentation: prose and programs are, beside records or tokens."""
+        """Decides what is documentation: prose, programs and notes are, beside records or tokens."""
         if any(format_of(path) != "text" for path in self.data):
             prose = [path for path in self.data if ending(path).startswith(_PROSE) or _NOTES.fullmatch(path.name)]
             self._documentation += [(path, False) for path in prose]

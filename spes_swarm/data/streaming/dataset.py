@@ -84,34 +84,10 @@ class StreamedDataset:
         self.name = str(source)
         try:
             self.revision = None if source.is_local else _commit(source)
-            with tempfile.TemporaryDirectory() as scratch:
-                root, view = Path(source.name), Path(scratch).resolve() / "view"
-                linked, left_out = link_data(root, view) if source.is_local and not source.config else ({}, Counter())
-                place = str(view) if linked else source.name
-                cache = f"{scratch}/cache" if linked else None  # the user's would keep a lock for each view
-                try:
-                    builder = datasets.load_dataset_builder(
-                        place, source.config, revision=self.revision, cache_dir=cache
-                    )
-                except datasets.exceptions.DataFilesNotFoundError as exc:
-                    if not linked:
-                        raise
-                    endings = listed(Counter(map(ending, linked.values())))
-                    advice = "leave out 'hf:', or convert them"
-                    raise DataError(f"{source} holds no files that can be streamed ({endings}): {advice}") from exc
-            if _format(builder) not in _FORMATS:
-                raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
-            splits = {name: list(map(str, files)) for name, files in (builder.config.data_files or {}).items()}
-            if missing := linked.keys() - set(itertools.chain(*splits.values())):
-                endings = listed(Counter(ending(linked[file]) for file in missing))
-                raise DataError(
-                    f"{source} would leave out data files ({endings}): a stream has one format; keep formats in "
-                    "different directories, or leave out 'hf:'"
-                )
-            files = [str(linked.get(file, file)) for file in splits.get(split, ())]
-            if not files:
-                known = ", ".join(map(str, splits)) or "none"
-                raise DataError(f"{source} has no split {split!r} (splits: {known})")
+            builder, splits, left_out = _built(source, self.revision)
+            if not (files := splits.get(split)):
+                raise DataError(f"{source} has no split {split!r} (splits: {', '.join(splits) or 'none'})")
+            root = Path(source.name)
             what = [_identity(file, root, _format(builder)) if source.is_local else file for file in files]
             self._rows = RowReader(_format(builder), builder.config)
             members = [member for file in files for member in _members(file)]
@@ -158,6 +134,43 @@ def _silence(datasets: Any) -> None:
 
 def _format(builder: Any) -> str:
     return type(builder).__module__.rpartition(".")[2]
+
+
+def _built(source: HfName, revision: str | None) -> tuple[Any, dict[str, list[str]], Counter[str]]:
+    """Returns the builder of a data set, its files by split, and how many files of a directory are not data.
+
+    `datasets` is shown only the data files of a directory, and decides about their format and splits.
+
+    Raises:
+        DataError: there are no data files, or they are not all of one format that is read.
+    """
+    import datasets
+
+    with tempfile.TemporaryDirectory() as scratch:
+        view = Path(scratch).resolve() / "view"
+        is_directory = source.is_local and not source.config
+        linked, left_out = link_data(Path(source.name), view) if is_directory else ({}, Counter[str]())
+        place = str(view) if linked else source.name
+        cache = f"{scratch}/cache" if linked else None  # the user's would keep a lock for each view
+        try:
+            builder = datasets.load_dataset_builder(place, source.config, revision=revision, cache_dir=cache)
+        except datasets.exceptions.DataFilesNotFoundError as exc:
+            if not linked:
+                raise
+            endings = listed(Counter(map(ending, linked.values())))
+            advice = "leave out 'hf:', or convert them"
+            raise DataError(f"{source} holds no files that can be streamed ({endings}): {advice}") from exc
+    if _format(builder) not in _FORMATS:
+        raise DataError(f"{source} has the format {_format(builder)}, expected one of {', '.join(_FORMATS)}")
+    found = {str(split): list(map(str, files)) for split, files in (builder.config.data_files or {}).items()}
+    if missing := linked.keys() - set(itertools.chain(*found.values())):
+        endings = listed(Counter(ending(linked[file]) for file in missing))
+        raise DataError(
+            f"{source} would leave out data files ({endings}): a stream has one format; keep formats in different "
+            "directories, or leave out 'hf:'"
+        )
+    splits = {split: [str(linked.get(file, file)) for file in files] for split, files in found.items()}
+    return builder, splits, left_out
 
 
 def _members(file: str) -> list[str]:
