@@ -132,7 +132,8 @@ class Announcer:
             return  # the trainer is stopped (Ctrl-Z): other peers must not wait for this one in every round
         await self.publish_progress()
         await self._volunteer()
-        await self._publish_rounds(_ROUNDS_PAUSE_S)
+        if self._rounds_are_due():
+            await self._publish_rounds()
         if self._leases.held and self.now() > self._lease_expires - 2 * self._config.lease_s / 3:
             await self.publish_lease()
 
@@ -181,15 +182,18 @@ class Announcer:
             expires = self._next_expiration("publishers", self._config.progress_ttl_s)
             await self._store("publishers", Volunteer(expires=expires, target=target, publishing=publishing))
 
-    async def _publish_rounds(self, pause_s: float) -> None:
-        """Writes the record of the last rounds if many are new, or any and the last record is `pause_s` old."""
-        lifetime_s = self._config.lease_s  # a peer that is killed leaves its report behind
+    def _rounds_are_due(self) -> bool:
+        """Returns True if many rounds are new, or any and the last record has become old."""
+        lifetime_s = self._config.lease_s
         age_s = self.now() + lifetime_s - self._expires.get("rounds", 0.0)
-        due_s = pause_s if self._rounds.changed else 2 * lifetime_s / 3
-        if age_s >= due_s or self._rounds.num_new >= _MANY_ROUNDS:
-            record = self._rounds.record(self._next_expiration("rounds", lifetime_s))
-            if record is not None:
-                await self._store("rounds", record)
+        due_s = _ROUNDS_PAUSE_S if self._rounds.changed else 2 * lifetime_s / 3
+        return age_s >= due_s or self._rounds.num_new >= _MANY_ROUNDS
+
+    async def _publish_rounds(self) -> None:
+        # As long-lived as a lease: a peer that is killed leaves its report behind.
+        record = self._rounds.record(self._next_expiration("rounds", self._config.lease_s))
+        if record is not None:
+            await self._store("rounds", record)
 
     async def publish_lease(self) -> None:
         """Writes the lease on the experts held now."""
@@ -209,8 +213,7 @@ class Announcer:
         if self.presence is not None:
             self.presence = replace(self.presence, state="leaving", experts=())
             await self.publish_progress()
-        if self._rounds.changed:
-            await self._publish_rounds(0.0)
+        await self._publish_rounds()  # even if nothing is new: the last report may have been cancelled on its way
 
     def _next_expiration(self, kind: str, lifetime_s: float) -> float:
         # The DHT keeps the record that expires last, so a newer one must always expire later.
