@@ -230,6 +230,7 @@ class Trainer:
         has_work, before = self._has_work, self._rounds_done
         if self._leaving or not (before or has_work):  # it may have just joined, and have no work to lose
             return
+        self._announce("training")  # with the losses of the round before, which no step may have followed
         soon = time.monotonic() + (0.0 if before else _FIRST_CONTACT_S)
         self._leaving = others_train(self._network, soon)
         if not self._leaving:
@@ -473,8 +474,7 @@ class Trainer:
         status.peers = len(commit.members)
         status.round_seconds = report.group_seconds + report.exchange_seconds
         if held_out is not None:
-            status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
-            status.eval_round = self.round
+            status.eval_loss, status.eval_loss_stderr, status.eval_round = held_out.mean, held_out.stderr, self.round
 
     def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state
