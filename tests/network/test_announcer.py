@@ -1,4 +1,4 @@
-"""What a peer's last records say, whenever it leaves; the DHT is the test's."""
+"""A peer's last records, whenever it leaves. The DHT is a stand-in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.tiny_model import tiny_layout
 
 @dataclass
 class SlowDht:
-    """Keeps what is published, except that to store a `slow` kind takes for ever."""
+    """Keeps what is published. Storing a `slow` kind never completes."""
 
     slow: set[str] = field(default_factory=set)
     stored: list[Record] = field(default_factory=list)
@@ -53,12 +53,15 @@ def presence(number: int) -> Presence:
     )
 
 
-def test_the_rounds_of_a_peer_that_leaves_while_it_reports_them_are_reported() -> None:
+def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> None:
     layout, me = tiny_layout(), identity(0)
-    settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    run_state = RunState.of(me, settings)
+    for vector in vectors:
+        vector.close()
 
     async def leave_meanwhile() -> list[Record]:
-        announcer = Announcer(RunState.of(me, settings), RecentFaults(time.time), time.time, lambda: True, unexpected)
+        announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
         dht: Any = SlowDht(slow={"rounds"})
         announcer.open(dht)
         announcer.set_presence(presence(7))
