@@ -19,6 +19,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from spes_swarm import events
 from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
@@ -28,8 +29,8 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tok
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors
 from spes_swarm.network.run_services import RunServices
-from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
-from spes_swarm.port.messages import UNKNOWN_REACH, Command, Reach, Reply, RunSettings
+from spes_swarm.port.commands import Commands, Notification, ProcessCommands, RunCommands
+from spes_swarm.port.messages import Command, Reply, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
@@ -116,7 +117,7 @@ class NetworkProcess(ProcessCommands):
         """Reports a peer's fault to the trainer's metrics, a limited number of times per peer and round."""
         self._fault_counts[peer_id] += 1
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
-            self.notify(FaultSeen(error.kind, peer_id, error.detail))
+            self.notify(events.Fault(kind=error.kind, peer=peer_id, detail=error.detail))
 
     def on_round_over(self) -> None:
         """Resets the limit on reported faults."""
@@ -144,7 +145,7 @@ class NetworkProcess(ProcessCommands):
             announced=bool(announce_maddrs),
             use_relays=relay,
             notify=self.notify,
-            found=UNKNOWN_REACH if self._connectivity is None else self._connectivity.found,
+            found=events.UNKNOWN_REACH if self._connectivity is None else self._connectivity.found,
         )
         await self._connectivity.start()
         return await self._daemon.maddrs()
@@ -182,7 +183,7 @@ class NetworkProcess(ProcessCommands):
         assert self._rpc is not None
         return await ask_for_tokenizer(self._rpc, peers, digest)
 
-    async def check_reach(self) -> Reach:
+    async def check_reach(self) -> events.Reach:
         """See port.commands.ProcessCommands."""
         assert self._connectivity is not None
         return await self._connectivity.check()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spes_swarm import events
 from spes_swarm.base.address import without_own
-from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -22,8 +22,6 @@ from spes_swarm.peer.panel import PeerConsole, interpreter
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.stop_signals import StopSignals
-from spes_swarm.port.commands import Event, FaultSeen
-from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.twin import TWIN
 from spes_swarm.protocol.rounds.track_record import STANDSTILL
@@ -152,6 +150,13 @@ class Session:
         metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
         stack.callback(metrics.close)
         status = TrainingStatus()
+
+        def report(line: str, dropping: bool) -> None:
+            self._console.say(line)
+            if dropping:
+                status.note_fault("metrics", line)
+
+        metrics.report = report
         ranks = None
         if self._placement is not None:
             ranks = stack.enter_context(RankGroup(self._placement))
@@ -176,20 +181,18 @@ class Session:
         stack.callback(network.stop)
         return context, joining
 
-    def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[Event], None]:
+    def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[events.Event], None]:
         """Returns the callback for events of the network process; it runs in the reader's thread."""
         said_at = time.monotonic()
 
-        def listen(event: Event) -> None:
+        def listen(event: events.Event) -> None:
             nonlocal said_at
-            # On a full disk the trainer's own next event fails as well, and ends the session.
-            with suppress(UserError):
-                metrics.write(event.metric, **asdict(event))
-            if isinstance(event, FaultSeen):
+            metrics.write(event)
+            if isinstance(event, events.Fault):
                 status.note_fault(event.kind, event.detail)
                 if event.kind in (TWIN, STANDSTILL):
                     self._console.say(event.detail)
-            elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
+            elif isinstance(event, events.SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
                 said_at = time.monotonic()
                 self._console.say(
                     f"fetched {event.done_bytes / event.total_bytes:.0%}: {event.done_bytes / 1e6:.1f} of "
@@ -212,6 +215,5 @@ class Session:
 
 
 def _record_leave(context: SessionContext, joining: Joining) -> None:
-    with suppress(UserError):  # on a full disk; the error that ended the session matters more
-        if joining.joined:
-            context.metrics.write("leave", round=context.status.round)
+    if joining.joined:
+        context.metrics.write(events.Leave(round=context.status.round))

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 
+from spes_swarm import events
 from spes_swarm.base.errors import RankError, RoundError, TransferError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
@@ -277,16 +278,17 @@ class Trainer:
         flops = self._flops.step(self._tokens_per_step, int(routed_E[list(self._model.held)].sum()))
         self._throughput.add(self._tokens_per_step, flops.model, time.monotonic() - started)
         self._setup.metrics.write(
-            "step",
-            round=self.round,
-            step=self.step,
-            loss=self._loss,
-            tokens=self._tokens_per_step,
-            tokens_per_second=self._throughput.tokens_per_second,
-            teraflops=self._throughput.teraflops,
-            mfu=self._throughput.mfu,
-            lr=rate,
-            **({"data": list(positions)} if (positions := self._setup.sampler.positions()) else {}),
+            events.Step(
+                round=self.round,
+                step=self.step,
+                loss=self._loss,
+                tokens=self._tokens_per_step,
+                tokens_per_second=self._throughput.tokens_per_second,
+                teraflops=self._throughput.teraflops,
+                mfu=self._throughput.mfu,
+                lr=rate,
+                data=self._setup.sampler.positions() or None,
+            )
         )
         self._announce("training")
 
@@ -310,7 +312,7 @@ class Trainer:
         self._setup.say(detail)
 
     def _note_fault(self, kind: str, detail: str) -> None:
-        self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
+        self._setup.metrics.write(events.Fault(kind=kind, peer=self._setup.peer_id, detail=detail))
         self._setup.status.note_fault(kind, detail)
 
     def _due(self) -> bool:
@@ -382,7 +384,7 @@ class Trainer:
         self._live.follow_all()
         self._live.merge_if_due(self.round, previous)
         self._setup.metrics.write(
-            "sync", round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why
+            events.Sync(round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why)
         )
         self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
 
@@ -411,8 +413,19 @@ class Trainer:
             eval_loss_stderr=finite_or_none(held_out.stderr if held_out else None),
             **self._routing.commit(self.round, evaluated=held_out is not None),
         )
-        times = {"apply_seconds": applied - started, "evaluate_seconds": time.monotonic() - applied}
-        self._report(report, alpha, self._losses, held_out, times)
+        event = events.Round(
+            group_seconds=report.group_seconds,
+            exchange_seconds=report.exchange_seconds,
+            apply_seconds=applied - started,
+            evaluate_seconds=time.monotonic() - applied,
+            parts_total=report.commit.parts_total,
+            parts_missing=report.commit.parts_missing,
+            digest=report.digest,
+            experts_held=self._model.held,
+            merge_alpha=alpha,
+            **dataclasses.asdict(self._losses),
+        )
+        self._report(event, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
@@ -434,7 +447,9 @@ class Trainer:
             self._handover.warm_up.start(change.gained)
             self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
         self._setup.metrics.write(
-            "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+            events.Lease(
+                round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+            )
         )
 
     def _evaluate(self) -> HeldOutLoss | None:
@@ -445,33 +460,12 @@ class Trainer:
             return self._held_out.measure(self._model.module)
         return None  # a rank has ended; the next step reports it
 
-    def _report(
-        self,
-        report: RoundReport,
-        alpha: float | None,
-        losses: RoundLosses,
-        held_out: HeldOutLoss | None,
-        times: dict[str, float],
-    ) -> None:
-        commit, status = report.commit, self._setup.status
+    def _report(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
         # This comes first: it writes the previous event, whose callback reads the status of that round.
-        self._round_events.committed(
-            {
-                "round": commit.round,
-                "group_seconds": report.group_seconds,
-                "exchange_seconds": report.exchange_seconds,
-                **times,
-                "parts_total": commit.parts_total,
-                "parts_missing": commit.parts_missing,
-                "digest": report.digest,
-                "experts_held": list(self._model.held),
-                "merge_alpha": alpha,
-                **dataclasses.asdict(losses),
-            }
-        )
-        status.round = self.round
-        status.peers = len(commit.members)
-        status.round_seconds = report.group_seconds + report.exchange_seconds
+        self._round_events.committed(event)
+        status = self._setup.status
+        status.round, status.peers = event.round, event.peers
+        status.round_seconds = event.group_seconds + event.exchange_seconds
         if held_out is not None:
             status.eval_loss, status.eval_loss_stderr = held_out.mean, held_out.stderr
             status.eval_round = self.round

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from spes_swarm import events
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
@@ -31,7 +32,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.run_services import RunServices
-from spes_swarm.port.commands import Called, GroupFormed, Notification
+from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
@@ -173,7 +174,7 @@ class _Listener:
                 self.called.set()
             case SwarmView():
                 self.viewed.set()
-            case GroupFormed():
+            case events.Group():
                 self.group = (notification.round, notification.peers)
 
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from spes_swarm import events
 from spes_swarm.base.errors import RoundError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.network.announcer import Announcer
@@ -19,7 +20,7 @@ from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
-from spes_swarm.port.commands import GroupFormed, Listener
+from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
@@ -67,7 +68,7 @@ class SyncRounds:
         group = await self.rendezvous.join(statement)
         grouped = time.monotonic()
         plan = self._make_plan(group, experts=self._clock.synchronises_experts(group.round))
-        self.listener.notify(GroupFormed(group.round, len(group.members)))
+        self.listener.notify(events.Group(round=group.round, peers=len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
         self.announcer.has_contributed(tokens)

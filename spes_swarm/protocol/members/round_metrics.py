@@ -23,11 +23,26 @@ OverPeers = Callable[[Sequence[float]], float | None]
 
 
 @dataclass(frozen=True)
-class Metric:
+class Of:
+    """The annotation of a field of an event (see events.py): what it is, and its unit."""
+
+    help: str  # one phrase, lower case; in the reference, the JSON schema and Prometheus
+    unit: str = ""
+    _: KW_ONLY
+    tracked: bool = False  # experiment trackers get it
+    omitted: bool = False  # the event lacks the field while it is None
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], dict[str, Any]]) -> Any:
+        """Adds the description."""
+        return {**handler(core_schema), "description": self.help}
+
+
+@dataclass(frozen=True)
+class Metric(Of):
     """The annotation that makes a field a metric."""
 
-    help: str  # one phrase, lower case; in the JSON schema and in Prometheus
     _: KW_ONLY
+    tracked: bool = True
     gauge: str | None = None  # its name in Prometheus, without prefix; None: not exported
     # For a metric of a round: how the figures that its peers report are combined, and the reported field if it has
     # another name. None: computed otherwise.
@@ -38,20 +53,22 @@ class Metric:
     measured_with: str | None = None
     kept: bool = False
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], dict[str, Any]]) -> Any:
-        """Adds the description."""
-        return {**handler(core_schema), "description": self.help}
+
+@cache
+def notes_of(carrier: type) -> dict[str, Of]:
+    """The annotations of a dataclass by field, inherited ones included."""
+    return {
+        name: note
+        for name, hint in get_type_hints(carrier, include_extras=True).items()
+        for note in getattr(hint, "__metadata__", ())
+        if isinstance(note, Of)
+    }
 
 
 @cache
 def metrics_of(carrier: type) -> dict[str, Metric]:
     """The metrics of a dataclass by field, inherited ones included."""
-    return {
-        name: note
-        for name, hint in get_type_hints(carrier, include_extras=True).items()
-        for note in getattr(hint, "__metadata__", ())
-        if isinstance(note, Metric)
-    }
+    return {name: note for name, note in notes_of(carrier).items() if isinstance(note, Metric)}
 
 
 def known_median(values: Sequence[float]) -> float | None:
@@ -70,16 +87,28 @@ class RoundMetrics:
 
     train_loss: Annotated[
         NotNegative | None,
-        Metric("training loss, mean over the steps of a round", gauge="train_loss", over_peers=known_median),
+        Metric(
+            "training loss, mean over the steps of a round",
+            "nats per target",
+            gauge="train_loss",
+            over_peers=known_median,
+        ),
     ] = None
     eval_loss: Annotated[
         NotNegative | None,
-        Metric("loss on held-out text; null: not evaluated", gauge="eval_loss", over_peers=known_median, kept=True),
+        Metric(
+            "loss on held-out text; null: not evaluated",
+            "nats per target",
+            gauge="eval_loss",
+            over_peers=known_median,
+            kept=True,
+        ),
     ] = None
     eval_loss_stderr: Annotated[
         NotNegative | None,
         Metric(
             "standard error of eval_loss, from the sequences evaluated; null: not known",
+            "nats per target",
             gauge="eval_loss_stderr",
             over_peers=known_median,
             measured_with="eval_loss",
@@ -91,6 +120,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "entropy of the experts' load as a fraction of its maximum, mean over layers; 1: all have the same",
+            "fraction",
             gauge="load_entropy_ratio",
             over_peers=known_median,
         ),
@@ -99,6 +129,7 @@ class RoundMetrics:
         NotNegative | None,
         Metric(
             "load of the least used expert of any layer, as a multiple of its fair share",
+            "fair shares",
             gauge="least_expert_load",
             over_peers=known_median,
         ),
@@ -108,6 +139,7 @@ class RoundMetrics:
         Metric(
             "entropy of the router's probabilities for a token as a fraction of its maximum, mean over tokens and "
             "layers; 0: certain",
+            "fraction",
             gauge="router_entropy_ratio",
             over_peers=known_median,
         ),
@@ -116,6 +148,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "fraction of the routed tokens that went to experts that the peer holds",
+            "fraction",
             gauge="held_experts_token_ratio",
             over_peers=known_median,
         ),
@@ -124,6 +157,7 @@ class RoundMetrics:
         Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None,
         Metric(
             "dead experts, which get less than 1 % of their fair share of tokens, counted in each layer",
+            "dead experts",
             gauge="dead_experts",
             over_peers=known_low_median,
         ),
@@ -132,6 +166,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "cosine of two experts' gate projections, mean over pairs and layers, at least 0; null: not evaluated",
+            "cosine",
             gauge="expert_similarity",
             over_peers=known_median,
             kept=True,
@@ -141,6 +176,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "largest cosine of two experts' gate projections in any layer, at least 0; null: not evaluated",
+            "cosine",
             gauge="expert_similarity_max",
             over_peers=known_median,
             measured_with="expert_similarity",
