@@ -72,14 +72,19 @@ class Metrics:
         return line + "\n"
 
     def _append(self, lines: str) -> None:
-        """Opens the file if need be, on a new line if it ends in half of one, and appends whole lines."""
+        """Opens the file if need be, on a new line if it ends in half of one, and appends whole lines or nothing."""
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
-            if _ends_in_half_a_line(self._path):  # an earlier session was killed, or the disk was full
+            if _ends_in_half_a_line(self._path):  # an earlier session was killed
                 lines = "\n" + lines
-        left = lines.encode()
-        while left:
-            left = left[self._file.write(left) :]
+        data, written = lines.encode(), 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:])
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
+            raise
 
     def _close_file(self) -> None:
         if self._file is not None:
