@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from spes_swarm import events
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig, TrainingConfig
+from spes_swarm.metrics import events
 
 
 def learning_rate(step: float, training: TrainingConfig) -> float:

@@ -17,8 +17,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from spes_swarm import events
 from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.metrics import events
 from spes_swarm.network.process import run_network_process
 from spes_swarm.port.commands import Called, Commands, Notification, Port
 from spes_swarm.port.messages import Command, Reply, SwarmView

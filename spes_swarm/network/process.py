@@ -19,10 +19,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from spes_swarm import events
 from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.metrics import events
 from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer

@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from spes_swarm import events
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.wording import said_if_slow
@@ -23,6 +22,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
@@ -444,10 +444,8 @@ class Joining:
 
     def _check_reach(self) -> events.Reach:
         """Finds out whether others can open connections to this peer, unless the user has declared it."""
-        if self._peer.client_mode:
-            reach = events.Reach(reachable=False)
-        elif self._peer.assume_reachable:
-            reach = events.Reach(reachable=True)
+        if self._peer.client_mode or self._peer.assume_reachable:
+            reach = events.Reach(reachable=not self._peer.client_mode)
         else:
             reach = self._ask(Commands.check_reach, COMMAND_TIMEOUT_S)
         self._context.metrics.write(reach)

@@ -14,7 +14,6 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from spes_swarm import events
 from spes_swarm.base.errors import DataStoppedError, LeftEarlyError
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.data import DataConfig
@@ -32,6 +31,7 @@ from spes_swarm.data.streaming.preparing import Preparing
 from spes_swarm.data.streaming.stream_sampler import StreamSampler
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
+from spes_swarm.metrics import events
 
 _EVALUATION_BATCH = 8  # sequences
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from spes_swarm import events
 from spes_swarm.base.address import without_own
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.metrics import events
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import draft_request
 from spes_swarm.peer.joining import Joining, SessionContext

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
-from spes_swarm import events
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import (
     BootstrapError,
@@ -30,6 +29,7 @@ from spes_swarm.base.errors import (
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.metrics import events
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference

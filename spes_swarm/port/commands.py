@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from spes_swarm import events
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.metrics import events
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,

@@ -23,10 +23,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
-from spes_swarm import events
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
 from spes_swarm.protocol.members.round_metrics import notes_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import plural
-from spes_swarm.events import Event, Fault
+from spes_swarm.metrics.events import Event, Fault
 
 
 class Metrics:

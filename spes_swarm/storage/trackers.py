@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from spes_swarm import events
 from spes_swarm.base.errors import ConfigError, UserError
+from spes_swarm.metrics import events
 from spes_swarm.storage.metrics_file import Metrics
 
 PROJECT: Final = "spes_swarm"

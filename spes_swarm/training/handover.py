@@ -7,8 +7,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from spes_swarm import events
 from spes_swarm.base.arrays import FloatArray, SharedVector
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import ReceivedMoments

@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from spes_swarm import events
 from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainingStatus

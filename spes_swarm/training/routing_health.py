@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spes_swarm import events
+from spes_swarm.metrics import events
 from spes_swarm.model.merge import layer_similarities
 from spes_swarm.protocol.members.routing_report import (
     ALIVE_LOAD,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spes_swarm import events
 from spes_swarm.base.errors import CheckpointError
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands
 from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint

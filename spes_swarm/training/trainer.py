@@ -19,10 +19,10 @@ from typing import Literal
 
 import torch
 
-from spes_swarm import events
 from spes_swarm.base.errors import RankError, RoundError, TransferError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
+from spes_swarm.metrics import events
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport

@@ -10,7 +10,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from scripts.events_reference import SCHEMA
-from spes_swarm import events
+from spes_swarm.metrics import events
 
 
 @cache

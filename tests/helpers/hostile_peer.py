@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm import events
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc

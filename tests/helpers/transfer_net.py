@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.events import SyncProgress
+from spes_swarm.metrics.events import SyncProgress
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.transfer import donors as donors_module

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
-from spes_swarm.events import SyncProgress
+from spes_swarm.metrics.events import SyncProgress
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, ChunkAssembler, piece_frames, request_frame
 from spes_swarm.protocol.consensus.reference import Reference, chunks_of

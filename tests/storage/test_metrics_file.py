@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_swarm import events
 from spes_swarm.base.errors import UserError
+from spes_swarm.metrics import events
 from spes_swarm.storage.metrics_file import Metrics
 from tests.helpers.events import step_event
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spes_swarm import events
 from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.join import main
+from spes_swarm.metrics import events
 from spes_swarm.monitor.__main__ import main as monitor
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.views.tracking import follow

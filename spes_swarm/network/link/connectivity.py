@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from spes_swarm import events
+from spes_swarm.metrics import events
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.links import Links
 from spes_swarm.network.link.reach import ReachService

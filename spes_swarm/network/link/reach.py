@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from spes_swarm import events
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.metrics import events
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
 

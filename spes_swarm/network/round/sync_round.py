@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from spes_swarm import events
 from spes_swarm.base.errors import RoundError
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous

@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from spes_swarm import events
 from spes_swarm.base.errors import TransferError
 from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.metrics import events
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.messages import CaughtUp, TransferReport

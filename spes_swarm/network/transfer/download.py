@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from spes_swarm import events
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, TransferError
+from spes_swarm.metrics import events
 from spes_swarm.network.link.wire import STREAM_ERRORS, FaultSink
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, ChunkAssembler

@@ -18,9 +18,9 @@ from typing import Any
 
 from hivemind.p2p import P2P
 
-from spes_swarm import events
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import TransferLimit
+from spes_swarm.metrics import events
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, FaultSink, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request

@@ -24,7 +24,7 @@ OverPeers = Callable[[Sequence[float]], float | None]
 
 @dataclass(frozen=True)
 class Of:
-    """The annotation of a field of an event (see events.py): what it is, and its unit."""
+    """The annotation of a field of an event (see metrics/events.py): what it is, and its unit."""
 
     help: str  # one phrase, lower case; in the reference, the JSON schema and Prometheus
     unit: str = ""

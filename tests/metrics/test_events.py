@@ -12,8 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from scripts.events_reference import PAGE, SCHEMA, all_events, build_page, build_schema, check
-from spes_swarm import events
 from spes_swarm.config.data import DataConfig
+from spes_swarm.metrics import events
 from spes_swarm.port.messages import CaughtUp, RoundLosses, RoundReport
 from spes_swarm.protocol.members.round_metrics import Of
 from spes_swarm.storage.metrics_file import Metrics
