@@ -27,7 +27,7 @@ class Event:
         cls.event_name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def _values(self) -> Iterator[tuple[str, Of, Any]]:
-        kind: type = type(self)
+        kind: type = type(self)  # to mypy, type[Event] is not hashable
         return ((name, note, getattr(self, name)) for name, note in notes_of(kind).items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Sync(Event):
     round: Annotated[int, Of("the round that was fetched", "round")]
     seconds: Annotated[float, Of("how long fetching it took", "seconds")]
     payload_bytes: Annotated[int, Of("all that donors have sent, including discarded bytes", "bytes")]
-    why: Annotated[str | None, Of("why this peer held no round", "text", omitted=True)] = None
+    why: Annotated[str | None, Of("why it fetched it in place of a round", "text", omitted=True)] = None
     digest: Annotated[str | None, Of("digest of the whole reference", "hex BLAKE3", omitted=True)] = None
     refetched_bytes: Annotated[int | None, Of("sent, but unfinished, twice or corrupt", "bytes", omitted=True)] = None
     superseded_bytes: Annotated[int | None, Of("sent, but changed by the swarm since", "bytes", omitted=True)] = None
@@ -195,7 +195,7 @@ class Step(Event):
     tokens_per_second: Annotated[float, Of("training speed of this peer, moving average", "tokens/s", tracked=True)]
     teraflops: Annotated[float, Of("operations that steps need, moving average", "TFLOP/s", tracked=True)]
     mfu: Annotated[float | None, Of("model FLOPs utilisation; null: peak not known", "fraction", tracked=True)]
-    lr: Annotated[float, Of("learning rate", "none", tracked=True)]
+    lr: Annotated[float, Of("learning rate", "dimensionless", tracked=True)]
     data: Annotated[
         Sequence[int] | None,
         Of("position in each data set that the peers divide; absent if they divide none", "positions", omitted=True),
