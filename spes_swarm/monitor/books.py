@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING, Any, Final
 
-from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
-from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.monitor.state import Fault, HistoryPoint
+from spes_swarm.protocol.members.round_metrics import MAX_COUNT, PeerMetrics, RoundFigures, RoundMetrics, metrics_of
 
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress
@@ -39,13 +39,14 @@ def clamped(value: float | None) -> float | None:
 def metrics_of_record(
     record: Progress, before: Mapping[str, float | None], *, same_round: bool
 ) -> dict[str, float | None]:
-    """The round metrics of a record; those that it does not report are carried over from the same peer's last ones."""
-    values: dict[str, float | None] = {}
-    for name, metric in metrics_of(RoundMetrics).items():
-        reported = clamped(getattr(record, name))
-        missing = getattr(record, metric.measured_with or name) is None
-        values[name] = before.get(name, reported) if missing and (same_round or metric.kept) else reported
-    return values
+    """The metrics of a record; those of a round that it does not report are carried over from the peer's last ones."""
+    reported = {name: clamped(getattr(record.metrics, name)) for name in metrics_of(PeerMetrics)}
+    carried = {
+        name: before[name]
+        for name, metric in metrics_of(RoundMetrics).items()
+        if name in before and reported[metric.measured_with or name] is None and (same_round or metric.kept)
+    }
+    return reported | carried
 
 
 def superfluous(rounds: Collection[int]) -> list[int]:
@@ -72,7 +73,7 @@ class RoundBook:
 
     A peer's progress record may pass over a round, and come before its losses: which figures a monitor finds there
     depends on when it reads. Its record of rounds has all of them, and they do not change, so once each member's are
-    there, all monitors show the same values. Progress counts only for older peers, which write no such record.
+    there, all monitors show the same values. Progress counts only until that record is there.
     """
 
     def __init__(self, number: int, now: float) -> None:
@@ -92,8 +93,7 @@ class RoundBook:
         self._experts[peer_id] = frozenset(progress.experts) or self._experts.get(peer_id, frozenset())
         if not reports:
             metrics = metrics_of_record(progress, self._figures.get(peer_id, {}), same_round=True)
-            others = {name: clamped(getattr(progress, name)) for name in _REPORTED - metrics.keys()}
-            self._figures[peer_id] = {**metrics, **others}
+            self._figures[peer_id] = {**metrics, "tokens_per_second": bounded(progress.tokens_per_second)}
 
     def report(self, peer_id: str, figures: RoundFigures) -> None:
         """Records a peer's final report."""

@@ -42,7 +42,7 @@ from spes_swarm.monitor.state import (
     short_id,
 )
 from spes_swarm.protocol.members.records import MAX_ROUNDS, Lease, Progress, Rounds
-from spes_swarm.protocol.members.round_metrics import RoundFigures, known_median, metrics_of
+from spes_swarm.protocol.members.round_metrics import RoundFigures, known_median
 from spes_swarm.protocol.members.routing_report import count_claims, dead_by_majority, unpacked_load
 
 # Reports count for rounds at most this far from the swarm's.
@@ -54,8 +54,6 @@ _FAULT_AGE_S: Final = 24 * 3600.0
 # Departed peers whose newest record is remembered, so that a replay of it is not taken for a new one.
 _MAX_GONE: Final = 20_000
 MAX_POINTS: Final = 20_000
-# Metrics of a peer that its records contain.
-_CLAIMED: Final = metrics_of(PeerState).keys() & Progress.model_fields.keys()
 
 
 @dataclass
@@ -65,7 +63,7 @@ class _Sighting:
     progress: Progress
     name: str
     seen_at: float  # monotonic clock; when this version was written, as estimated
-    metrics: dict[str, float | None]  # of its last round; those that are kept, of the last one that it measured
+    metrics: dict[str, Any]  # those of PeerMetrics; those that are kept, of the last round that it measured
 
     @property
     def is_active(self) -> bool:
@@ -154,7 +152,7 @@ class Ledger:
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
-        self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), count(record.total_tokens))
+        self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), record.metrics.total_tokens)
         for note in record.faults:
             if now - note.at < _FAULT_AGE_S:
                 self._faults[Fault(time=min(note.at, now), peer_id=peer_id, kind=note.kind)] = None
@@ -341,9 +339,6 @@ class Ledger:
         progress = seen.progress
         digest = progress.digest.hex()
         age_s = seen.age_s(at)
-        claimed: dict[str, Any] = {
-            name: clamped(value) for name in _CLAIMED if isinstance(value := getattr(progress, name), int | float)
-        }
         return PeerState(
             peer_id=peer_id,
             short_id=short_id(peer_id),
@@ -351,11 +346,13 @@ class Ledger:
             state=self._activity(progress, age_s),
             reachable=progress.reachable,
             experts=tuple(e for e in progress.experts if e < self.run.num_experts),
+            round=count(progress.round),
+            tokens_per_second=bounded(progress.tokens_per_second),
             age_s=age_s,
             digest=digest,
             # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
             agrees=not seen.is_active or votes.get(progress.round) in (None, digest),
-            **{**claimed, **seen.metrics},
+            **seen.metrics,
         )
 
     def _activity(self, progress: Progress, age_s: float) -> PeerActivity:
@@ -415,7 +412,7 @@ class Ledger:
         num_experts = self.run.num_experts
         active = [s.progress for s in self._peers.values() if s.is_active]
         reported = [p.expert_loads for p in active if len(p.expert_loads) == num_experts]
-        claims = [p.dead for p in active if p.dead_experts is not None]
+        claims = [p.dead for p in active if p.dead is not None]
         dead_in: dict[int, list[int]] = {}
         for pair in dead_by_majority(count_claims(claims), len(claims)):
             dead_in.setdefault(pair % num_experts, []).append(pair // num_experts)

@@ -19,6 +19,7 @@ from spes_swarm.monitor.state import (
 )
 from spes_swarm.protocol.members.records import Lease, Progress, Rounds
 from spes_swarm.protocol.members.round_metrics import RoundFigures
+from tests.helpers.records import progress_of
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
@@ -49,7 +50,6 @@ def progress(written: float = START, **changes: Any) -> Progress:
     fields: dict[str, Any] = {
         "name": "laptop",
         "state": "training",
-        "reachable": True,
         "round": 3,
         "digest": DIGEST,
         "step": 40,
@@ -66,7 +66,7 @@ def progress(written: float = START, **changes: Any) -> Progress:
         "eval_loss": 5.75,
         "eval_loss_stderr": 0.25,
     }
-    return Progress(**{"expires": written + TTL_S, **fields, **changes})
+    return progress_of(**{"expires": written + TTL_S, **fields, **changes})
 
 
 def lease(expires: float, experts: Sequence[int]) -> Lease:

@@ -1,4 +1,8 @@
-"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`."""
+"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`.
+
+Its name has no version, so that peers of all later versions can tell each other theirs. Peers of version 1, under whose
+name it is served as well, get an answer that they show.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgpack
-from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.protocol.version import check_version, versioned
 
-_NAMESPACE = "spes_swarm/1"
+_NAMESPACE, _NAMESPACE_1 = "spes_swarm", "spes_swarm/1"
+_NOT_SERVED = "protocols not supported"  # libp2p's words
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
 MAX_RPC_BYTES = (4 << 20) - 4096
 # Requests are small: the largest carries one signed message.
@@ -60,7 +66,8 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     async def start(self) -> None:
         """Registers the service with the P2P daemon."""
-        await self.add_p2p_handlers(self._p2p, namespace=_NAMESPACE)
+        for namespace in (_NAMESPACE, _NAMESPACE_1):
+            await self.add_p2p_handlers(self._p2p, namespace=namespace)
 
     async def serve(self, method: str, handler: Handler) -> None:
         """Answers `method` with `handler(peer_id of the caller, arguments)`."""
@@ -71,14 +78,16 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
         Raises:
             OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
-            ProtocolError: (`malformed`, `oversized`) its answer is invalid.
+            ProtocolError: (`malformed`, `oversized`) its answer is invalid; (`version`) it has another major version.
         """
-        request = averaging_pb2.DownloadData(
-            metadata=msgpack.packb({"method": method, "arguments": arguments}, use_bin_type=True)
-        )
+        request = versioned({"method": method, "arguments": arguments})
         try:
-            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=_NAMESPACE)
-            response = await stub.rpc_call(request, timeout=timeout_s)
+            try:
+                response = await self._send(peer_id, _NAMESPACE, request, timeout_s)
+            except P2PDaemonError as exc:
+                if _NOT_SERVED not in str(exc):
+                    raise
+                response = await self._send(peer_id, _NAMESPACE_1, request, timeout_s)  # its answer has no version
         except asyncio.CancelledError:
             raise
         except TimeoutError:
@@ -93,9 +102,17 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         answer = unpack(response.metadata, MAX_RPC_BYTES)
         if not isinstance(answer, dict):
             raise ProtocolError("malformed", f"the answer to {method} is not a map")
+        check_version(answer.pop("version", None), f"peer {peer_id}")
         if "error" in answer:
             raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
         return answer
+
+    async def _send(
+        self, peer_id: str, namespace: str, request: dict[str, Any], timeout_s: float
+    ) -> averaging_pb2.DownloadData:
+        stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
+        message = averaging_pb2.DownloadData(metadata=msgpack.packb(request, use_bin_type=True))
+        return await stub.rpc_call(message, timeout=timeout_s)
 
     def _note_sign_of_life(self, peer_id: str) -> None:
         self._unanswered.pop(peer_id, None)
@@ -122,7 +139,10 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
                 raise ProtocolError("busy", "too many calls at a time")
             message = unpack(request.metadata, MAX_REQUEST_BYTES)
-            if not (isinstance(message, dict) and isinstance(message.get("arguments"), dict)):
+            if not isinstance(message, dict):
+                raise ProtocolError("malformed", "a call is a map")
+            check_version(message.get("version"), "the caller")
+            if not isinstance(message.get("arguments"), dict):
                 raise ProtocolError("malformed", "a call is a map of method and arguments")
             handler = self._handlers.get(str(message.get("method")))
             if handler is None:
@@ -136,4 +156,4 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             self._num_calls[peer_id] -= 1
             if not self._num_calls[peer_id]:
                 del self._num_calls[peer_id]
-        return averaging_pb2.DownloadData(metadata=msgpack.packb(answer, use_bin_type=True))
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(versioned(answer), use_bin_type=True))

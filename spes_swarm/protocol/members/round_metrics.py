@@ -1,7 +1,7 @@
 """How monitored metrics are declared: as annotated fields of the dataclasses that carry them.
 
-The annotations say all that the views need: the JSON schema, the history file, Prometheus and the trackers are derived
-from them. Only the signed record (records.py) repeats the fields of `RoundMetrics`, since they change the wire format.
+The annotations say all that the others need: the JSON schema, the history file, Prometheus and the trackers are derived
+from them, and the names and bounds of the telemetry in signed records (telemetry.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from spes_swarm.protocol.members.routing_report import MAX_PAIRS
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+MAX_COUNT = (1 << 53) - 1  # the largest exact integer of JavaScript
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 OverPeers = Callable[[Sequence[float]], float | None]
 
 
@@ -150,10 +151,24 @@ class RoundMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMetrics(RoundMetrics):
+    """What a peer reports about itself, with the metrics of its last round."""
+
+    step: Annotated[Count, Metric("local steps of the peer so far")] = 0
+    loss: Annotated[NotNegative | None, Metric("loss of the peer's last local step", gauge="loss")] = None
+    total_tokens: Annotated[Count, Metric("tokens that the peer has trained on in this run")] = 0
+    bytes_sent: Annotated[Count, Metric("payload that the peer sent in its last round", gauge="bytes_sent")] = 0
+    bytes_received: Annotated[
+        Count, Metric("payload that the peer received in its last round", gauge="bytes_received")
+    ] = 0
+    round_seconds: Annotated[NotNegative, Metric("how long the peer's last round took", gauge="round_seconds")] = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoundFigures(RoundMetrics):
     """What a peer reports of a round that it has committed."""
 
-    round: Count
+    round: int
     time: NotNegative = 0.0  # of the commit, swarm time
     peers: Count = 0  # members of the commit; 0: unknown, as below
     experts_covered: Count = 0
