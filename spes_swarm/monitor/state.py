@@ -19,14 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.base.decoding import first_complaint
 from spes_swarm.base.names import FAULT_KIND, MAX_NAME_CHARS
-from spes_swarm.protocol.members.round_metrics import (
-    Count,
-    Metric,
-    NotNegative,
-    PeerMetrics,
-    RoundMetrics,
-    metrics_of,
-)
+from spes_swarm.protocol.members.round_metrics import Count, Metric, NotNegative, PeerMetrics, RoundMetrics, metrics_of
 
 SCHEMA_VERSION: Final = 1
 SHORT_ID_CHARS = 8

@@ -9,8 +9,7 @@ may have fields that its reader does not know, which it ignores; in any other me
 *major* version, above all what changes the plan that members derive from the same statements.
 
 To be recognised by every later version, a sealed message begins with its version (members/signed.py), and a call, an
-answer and the opening message of a stream are maps with a `version`. What comes before the version is known is read
-with the limits of base/decoding.py and not believed.
+answer and the opening message of a stream are maps with a `version`.
 """
 
 from __future__ import annotations
@@ -55,6 +54,18 @@ def check_version(value: object, writer: str) -> Version:
     return version
 
 
-def versioned(fields: dict[str, Any]) -> dict[str, Any]:
+def with_version(fields: dict[str, Any]) -> dict[str, Any]:
     """A call, an answer or an opening message with this peer's version."""
     return {"version": PROTOCOL, **fields}
+
+
+def without_version(message: object, writer: str) -> dict[str, Any]:
+    """The inverse of `with_version`.
+
+    Raises:
+        ProtocolError: as `check_version`; (`malformed`) the message is not a map.
+    """
+    if not isinstance(message, dict):
+        raise ProtocolError("malformed", f"the message of {writer} is not a map")
+    check_version(message.pop("version", None), writer)
+    return message

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgpack
-from hivemind.p2p import P2P, P2PContext, P2PDaemonError, PeerID, ServicerBase
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import FaultSink
-from spes_swarm.protocol.version import check_version, versioned
+from spes_swarm.protocol.version import with_version, without_version
 
 _NAMESPACE, _NAMESPACE_1 = "spes_swarm", "spes_swarm/1"
 _NOT_SERVED = "protocols not supported"  # libp2p's words
@@ -73,21 +73,21 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         """Answers `method` with `handler(peer_id of the caller, arguments)`."""
         self._handlers[method] = handler
 
-    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(
+        self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float, *, namespace: str = _NAMESPACE
+    ) -> dict[str, Any]:
         """Calls a method of another peer and returns its answer.
 
         Raises:
             OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
             ProtocolError: (`malformed`, `oversized`) its answer is invalid; (`version`) it has another major version.
         """
-        request = versioned({"method": method, "arguments": arguments})
+        request = averaging_pb2.DownloadData(
+            metadata=msgpack.packb(with_version({"method": method, "arguments": arguments}), use_bin_type=True)
+        )
         try:
-            try:
-                response = await self._send(peer_id, _NAMESPACE, request, timeout_s)
-            except P2PDaemonError as exc:
-                if _NOT_SERVED not in str(exc):
-                    raise
-                response = await self._send(peer_id, _NAMESPACE_1, request, timeout_s)  # its answer has no version
+            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
+            response = await stub.rpc_call(request, timeout=timeout_s)
         except asyncio.CancelledError:
             raise
         except TimeoutError:
@@ -97,22 +97,14 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         except OSError:
             raise
         except Exception as exc:  # for failed calls, the daemon's client raises types derived from Exception directly
+            if _NOT_SERVED in str(exc) and namespace == _NAMESPACE:  # an answer shows that it has version 1
+                return await self.call(peer_id, method, arguments, timeout_s, namespace=_NAMESPACE_1)
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
         self._note_sign_of_life(peer_id)
-        answer = unpack(response.metadata, MAX_RPC_BYTES)
-        if not isinstance(answer, dict):
-            raise ProtocolError("malformed", f"the answer to {method} is not a map")
-        check_version(answer.pop("version", None), f"peer {peer_id}")
+        answer = without_version(unpack(response.metadata, MAX_RPC_BYTES), f"peer {peer_id}")
         if "error" in answer:
             raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
         return answer
-
-    async def _send(
-        self, peer_id: str, namespace: str, request: dict[str, Any], timeout_s: float
-    ) -> averaging_pb2.DownloadData:
-        stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
-        message = averaging_pb2.DownloadData(metadata=msgpack.packb(request, use_bin_type=True))
-        return await stub.rpc_call(message, timeout=timeout_s)
 
     def _note_sign_of_life(self, peer_id: str) -> None:
         self._unanswered.pop(peer_id, None)
@@ -138,10 +130,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         try:
             if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
                 raise ProtocolError("busy", "too many calls at a time")
-            message = unpack(request.metadata, MAX_REQUEST_BYTES)
-            if not isinstance(message, dict):
-                raise ProtocolError("malformed", "a call is a map")
-            check_version(message.get("version"), "the caller")
+            message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
             if not isinstance(message.get("arguments"), dict):
                 raise ProtocolError("malformed", "a call is a map of method and arguments")
             handler = self._handlers.get(str(message.get("method")))
@@ -156,4 +145,4 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             self._num_calls[peer_id] -= 1
             if not self._num_calls[peer_id]:
                 del self._num_calls[peer_id]
-        return averaging_pb2.DownloadData(metadata=msgpack.packb(versioned(answer), use_bin_type=True))
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))

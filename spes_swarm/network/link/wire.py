@@ -24,7 +24,7 @@ from hivemind.p2p import P2P, PeerID
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
-from spes_swarm.protocol.version import check_version, versioned
+from spes_swarm.protocol.version import with_version, without_version
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Channel:
 
     async def send_hello(self, **fields: Any) -> None:
         """Sends the opening message."""
-        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(versioned(fields), use_bin_type=True)))
+        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(with_version(fields), use_bin_type=True)))
 
     async def receive_hello(self, max_bytes: int) -> dict[str, Any]:
         """Reads the opening message.
@@ -150,11 +150,9 @@ class Channel:
 
 def read_hello(frame: Frame, max_bytes: int) -> dict[str, Any]:
     """Reads an opening message; see `Channel.receive_hello`."""
-    fields = unpack(frame.payload, max_bytes) if frame.kind is FrameKind.HELLO else None
-    if not isinstance(fields, dict):
+    if frame.kind is not FrameKind.HELLO:
         raise ProtocolError("malformed", "a stream must begin with a hello")
-    check_version(fields.pop("version", None), "the peer that opened a stream")
-    return fields
+    return without_version(unpack(frame.payload, max_bytes), "the peer that opened the stream")
 
 
 def _abort_unread(transport: asyncio.WriteTransport) -> None:

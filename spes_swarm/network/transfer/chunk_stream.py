@@ -20,7 +20,7 @@ from spes_swarm.network.link.wire import read_hello
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, chunk_digest
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.version import versioned
+from spes_swarm.protocol.version import with_version
 
 PIECE_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 4096
@@ -29,7 +29,7 @@ MAX_REQUEST_BYTES = 4096
 def request_frame(wanted: Mapping[int, bytes]) -> Frame:
     """Makes a request for chunks, given as number -> digest."""
     numbers = np.array(list(wanted), dtype="<u4").tobytes()
-    fields = versioned({"chunks": numbers, "digests": b"".join(wanted.values())})
+    fields = with_version({"chunks": numbers, "digests": b"".join(wanted.values())})
     return Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True))
 
 

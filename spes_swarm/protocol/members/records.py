@@ -17,20 +17,13 @@ from spes_swarm.base.names import FAULT_KIND
 from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
-from spes_swarm.protocol.members.telemetry import (
-    MAX_METRICS,
-    NUMBER_BYTES,
-    MetricName,
-    Number,
-    name_bytes,
-    read_telemetry,
-)
+from spes_swarm.protocol.members.telemetry import MAX_METRICS, MetricName, Number, read_telemetry
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
 MAX_ROUNDS = 16  # in a report of rounds
-_MAX_FIGURE_BYTES = 3000  # in such a report, which with key and signature stays below the limit of a record
+_MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 4096 that a record may have
 _RECENT_S = 60.0
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
@@ -147,10 +140,7 @@ class Rounds(Record):
 
 
 _FIGURES = tuple(field.name for field in fields(RoundFigures) if field.name != "round")
-# The rounds that a peer reports at a time: fewer, if there are more metrics.
-_NUM_REPORTED = min(
-    MAX_ROUNDS, (_MAX_FIGURE_BYTES - sum(map(name_bytes, _FIGURES))) // (NUMBER_BYTES * (1 + len(_FIGURES)))
-)
+_NUM_REPORTED = min(MAX_ROUNDS, _MAX_FIGURES // len(_FIGURES))  # rounds at a time: fewer, if there are more metrics
 
 
 class Volunteer(Record):

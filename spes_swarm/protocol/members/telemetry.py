@@ -7,7 +7,7 @@ They travel as name -> number, so a new metric changes no schema: it is declared
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from functools import cache
 from math import isfinite
 from typing import Annotated, Any, Final, TypeVar
@@ -17,8 +17,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from spes_swarm.protocol.members.round_metrics import RoundMetrics
 
 MAX_METRICS: Final = 64
-MAX_TELEMETRY_BYTES: Final = 1024  # of those in a progress record, which has to stay small
-NUMBER_BYTES: Final = 9  # at most, of a number in msgpack
 
 MetricName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,39}$")]
 Number = int | Annotated[float, Field(allow_inf_nan=False)]
@@ -26,21 +24,9 @@ Number = int | Annotated[float, Field(allow_inf_nan=False)]
 Carrier = TypeVar("Carrier", bound=RoundMetrics)
 
 
-def name_bytes(name: str) -> int:
-    """The length of a metric's name in msgpack, at most."""
-    return len(name) + 2
-
-
 def telemetry_of(metrics: RoundMetrics) -> dict[str, int | float]:
-    """The known metrics of a dataclass that fit into a record, in the order of their declaration."""
-    packed: dict[str, int | float] = {}
-    left = MAX_TELEMETRY_BYTES
-    for field in fields(metrics):
-        value, size = getattr(metrics, field.name), name_bytes(field.name) + NUMBER_BYTES
-        if value is not None and isfinite(value) and size <= left:
-            packed[field.name] = value
-            left -= size
-    return packed
+    """The known metrics of a dataclass."""
+    return {name: value for name, value in asdict(metrics).items() if value is not None and isfinite(value)}
 
 
 def read_telemetry(carrier: type[Carrier], values: Mapping[str, object]) -> Carrier:
