@@ -93,8 +93,6 @@ def progress_of(number: int, round_number: int, expires: float) -> Progress:
                 bytes_sent=10**9,
                 bytes_received=10**9,
                 total_tokens=10**8,
-                train_loss=3.0,
-                eval_loss=3.1,
             )
         ),
     )

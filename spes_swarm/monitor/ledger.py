@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median, median_high
 from typing import Any, Final
 
@@ -24,7 +24,6 @@ from spes_swarm.monitor.books import (
     bounded,
     clamped,
     count,
-    metrics_of_record,
     superfluous,
 )
 from spes_swarm.monitor.state import (
@@ -42,7 +41,7 @@ from spes_swarm.monitor.state import (
     short_id,
 )
 from spes_swarm.protocol.members.records import MAX_ROUNDS, Lease, Progress, Rounds
-from spes_swarm.protocol.members.round_metrics import RoundFigures, known_median
+from spes_swarm.protocol.members.round_metrics import RoundFigures, known_median, metrics_of
 from spes_swarm.protocol.members.routing_report import count_claims, dead_by_majority, unpacked_load
 
 # Reports count for rounds at most this far from the swarm's.
@@ -63,7 +62,6 @@ class _Sighting:
     progress: Progress
     name: str
     seen_at: float  # monotonic clock; when this version was written, as estimated
-    metrics: dict[str, Any]  # those of PeerMetrics; those that are kept, of the last round that it measured
 
     @property
     def is_active(self) -> bool:
@@ -143,12 +141,10 @@ class Ledger:
         # Its expiration gives its age, at most the time since the last read, which would have found an older one.
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
-        same_round = known is not None and known.progress.round == record.round
         self._peers[peer_id] = _Sighting(
             progress=record,
             name=clean_name(record.name),
             seen_at=at - age_s,
-            metrics=metrics_of_record(record, known.metrics if known is not None else {}, same_round=same_round),
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
@@ -186,7 +182,7 @@ class Ledger:
             if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
             book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
-            book.enter(peer_id, progress, reports=peer_id in self._reports)
+            book.enter(peer_id, progress)
             if progress.round <= self.round:
                 for expert in progress.experts:
                     if expert < self.run.num_experts:
@@ -194,7 +190,7 @@ class Ledger:
         for peer_id, (_, reports) in self._reports.items():
             for figures in reports:
                 if abs(figures.round - self.round) <= _WINDOW or figures.round in self._books:
-                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).report(peer_id, figures)
+                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).reports[peer_id] = figures
         for number in sorted(self._books):
             book = self._books[number]
             if 0 < number <= self.round:
@@ -244,7 +240,7 @@ class Ledger:
     def _may_report(self, book: RoundBook, peer_id: str, seen: _Sighting, at: float, is_old: bool) -> bool:
         """Returns True if a present peer may still report a round: it has not got that far, or still evaluates."""
         behind = is_old and self.round - seen.progress.round >= _LATE_ROUNDS
-        if book.has_losses_of(peer_id) or behind or seen.age_s(at) > self.progress_ttl_s / 2:
+        if peer_id in book.reports or behind or seen.age_s(at) > self.progress_ttl_s / 2:
             return False
         if not seen.is_active and (seen.progress.state != "leaving" or seen.progress.round < book.number):
             return False
@@ -339,6 +335,9 @@ class Ledger:
         progress = seen.progress
         digest = progress.digest.hex()
         age_s = seen.age_s(at)
+        reports = self._reports[peer_id][1] if peer_id in self._reports else []
+        newest: dict[str, Any] = newest_metrics(reports) | asdict(progress.metrics)
+        metrics: dict[str, Any] = {name: clamped(newest[name]) for name in newest.keys() & metrics_of(PeerState).keys()}
         return PeerState(
             peer_id=peer_id,
             short_id=short_id(peer_id),
@@ -352,7 +351,7 @@ class Ledger:
             digest=digest,
             # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
             agrees=not seen.is_active or votes.get(progress.round) in (None, digest),
-            **seen.metrics,
+            **metrics,
         )
 
     def _activity(self, progress: Progress, age_s: float) -> PeerActivity:

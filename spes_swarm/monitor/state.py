@@ -58,7 +58,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerState(PeerMetrics):
+class PeerState(RoundMetrics, PeerMetrics):
     """One peer with an unexpired record; `left` for those that have announced that they are gone."""
 
     peer_id: _PeerId
@@ -212,7 +212,7 @@ class HistoryPoint(RoundMetrics):
         return dataclasses.asdict(self)
 
 
-def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, Any]:
+def newest_metrics(history: Sequence[RoundMetrics]) -> dict[str, Any]:
     """Each round metric as of the newest round that has it, and the rounds of the losses.
 
     An error is of the same round as its loss.

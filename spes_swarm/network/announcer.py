@@ -22,7 +22,7 @@ from spes_swarm.protocol.members.records import (
     Record,
     Volunteer,
 )
-from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures
 from spes_swarm.protocol.members.telemetry import telemetry_of
 from spes_swarm.protocol.members.twin import TwinWatch
 
@@ -145,8 +145,6 @@ class Announcer:
                 await self._store("progress", self._progress(self.presence))
 
     def _progress(self, presence: Presence) -> Progress:
-        # A commit is announced at once, before the trainer has its losses.
-        losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
         expires = self._next_expiration("progress", self._config.progress_ttl_s)
         self.twins.wrote(expires, self.now())
         routing = presence.routing
@@ -175,9 +173,6 @@ class Announcer:
                     bytes_sent=self.traffic[0],
                     bytes_received=self.traffic[1],
                     round_seconds=self.round_seconds,
-                    # This one outlives its round, as `dead` does.
-                    **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {})
-                    | {"dead_experts": routing.num_dead},
                 )
             ),
         )

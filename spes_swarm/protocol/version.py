@@ -42,12 +42,11 @@ def check_version(value: object, writer: str) -> Version:
         ProtocolError: (`malformed`) it is not a version; (`version`) it has another major version: the error names both
             and the side that has to upgrade.
     """
-    numbers = UNVERSIONED if value is None else value
-    if not isinstance(numbers, list | Version) or [type(number) for number in numbers] != [int, int]:
-        raise ProtocolError("malformed", f"the version of {writer} is not a list of two numbers")
+    numbers: Any = UNVERSIONED if value is None else value
+    is_pair = isinstance(numbers, list | Version) and [type(number) for number in numbers] == [int, int]
+    if not (is_pair and min(numbers) >= 0 and max(numbers) < _MAX_NUMBER):
+        raise ProtocolError("malformed", f"the version of {writer} is not a list of two small numbers")
     version = Version(*numbers)
-    if not 0 <= min(version) <= max(version) < _MAX_NUMBER:
-        raise ProtocolError("malformed", f"the version of {writer} has an impossible number")
     if version.major != PROTOCOL.major:
         upgrade = writer if version < PROTOCOL else "this side"
         raise ProtocolError("version", f"{writer} speaks protocol {version}, this side {PROTOCOL}: upgrade {upgrade}")

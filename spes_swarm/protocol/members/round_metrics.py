@@ -34,10 +34,7 @@ class Metric:
     # another name. None: computed otherwise.
     over_peers: OverPeers | None = None
     reported_as: str | None = None
-    # For a metric that is not measured in every round: the one it is measured with (a loss, for its error), and whether
-    # a peer's last value is shown until it measures again.
-    measured_with: str | None = None
-    kept: bool = False
+    measured_with: str | None = None  # the metric that it belongs to: a loss, for its error
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], dict[str, Any]]) -> Any:
         """Adds the description."""
@@ -75,7 +72,7 @@ class RoundMetrics:
     ] = None
     eval_loss: Annotated[
         NotNegative | None,
-        Metric("loss on held-out text; null: not evaluated", gauge="eval_loss", over_peers=known_median, kept=True),
+        Metric("loss on held-out text; null: not evaluated", gauge="eval_loss", over_peers=known_median),
     ] = None
     eval_loss_stderr: Annotated[
         NotNegative | None,
@@ -84,7 +81,6 @@ class RoundMetrics:
             gauge="eval_loss_stderr",
             over_peers=known_median,
             measured_with="eval_loss",
-            kept=True,
         ),
     ] = None
     # Routing health, as measured by training/routing_health.py; unknown before the first commit of a session.
@@ -135,7 +131,6 @@ class RoundMetrics:
             "cosine of two experts' gate projections, mean over pairs and layers, at least 0; null: not evaluated",
             gauge="expert_similarity",
             over_peers=known_median,
-            kept=True,
         ),
     ] = None
     expert_similarity_max: Annotated[
@@ -145,14 +140,13 @@ class RoundMetrics:
             gauge="expert_similarity_max",
             over_peers=known_median,
             measured_with="expert_similarity",
-            kept=True,
         ),
     ] = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerMetrics(RoundMetrics):
-    """What a peer reports about itself, with the metrics of its last round."""
+@dataclass(frozen=True, kw_only=True)
+class PeerMetrics:
+    """What a peer reports of the moment."""
 
     step: Annotated[Count, Metric("local steps of the peer so far")] = 0
     loss: Annotated[NotNegative | None, Metric("loss of the peer's last local step", gauge="loss")] = None

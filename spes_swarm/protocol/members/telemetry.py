@@ -14,17 +14,17 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from spes_swarm.protocol.members.round_metrics import RoundMetrics
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures
 
 MAX_METRICS: Final = 64
 
 MetricName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,39}$")]
 Number = int | Annotated[float, Field(allow_inf_nan=False)]
 
-Carrier = TypeVar("Carrier", bound=RoundMetrics)
+Carrier = TypeVar("Carrier", PeerMetrics, RoundFigures)
 
 
-def telemetry_of(metrics: RoundMetrics) -> dict[str, int | float]:
+def telemetry_of(metrics: PeerMetrics) -> dict[str, int | float]:
     """The known metrics of a dataclass."""
     return {name: value for name, value in asdict(metrics).items() if value is not None and isfinite(value)}
 
