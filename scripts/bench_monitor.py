@@ -47,9 +47,8 @@ from spes_swarm.network.link.dht_records import RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
-from spes_swarm.protocol.members.round_metrics import PeerMetrics
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, telemetry_of
 from spes_swarm.protocol.members.signed import seal
-from spes_swarm.protocol.members.telemetry import telemetry_of
 
 _LIMIT_S = 2.0
 _SHARE_RENEWED = 3

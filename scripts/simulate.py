@@ -28,9 +28,8 @@ from spes_swarm.network.link.rpc import MAX_RPC_BYTES
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
-from spes_swarm.protocol.members.round_metrics import PeerMetrics
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, telemetry_of
 from spes_swarm.protocol.members.signed import seal, unseal
-from spes_swarm.protocol.members.telemetry import telemetry_of
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement

@@ -125,9 +125,9 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
         run_id = run_id_of(run["name"], data)
     except ConfigError as exc:
         raise _unusable(source, exc) from exc
-    except (ProtocolError, ValueError, KeyError, TypeError, RecursionError) as exc:
-        if isinstance(exc, ProtocolError) and exc.kind == "version":
-            raise ManifestError(f"the manifest from {source} cannot be used: {exc.detail}") from exc
+    except ProtocolError as exc:
+        raise _unusable(source, exc.detail) from exc
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _malformed(source) from exc
     if expected_run_id is not None and run_id != expected_run_id:
         raise ManifestError(
@@ -137,7 +137,7 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     return RawManifest(run_id, run, layout_digest, founder, data, signature, source)
 
 
-def _unusable(source: str, reason: ConfigError) -> ManifestError:
+def _unusable(source: str, reason: object) -> ManifestError:
     return ManifestError(f"the manifest from {source} cannot be used: {reason}")
 
 

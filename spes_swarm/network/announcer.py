@@ -22,8 +22,7 @@ from spes_swarm.protocol.members.records import (
     Record,
     Volunteer,
 )
-from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures
-from spes_swarm.protocol.members.telemetry import telemetry_of
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures, telemetry_of
 from spes_swarm.protocol.members.twin import TwinWatch
 
 # A record of rounds is written this long after the last one, or sooner when rounds are so short that it would soon pass

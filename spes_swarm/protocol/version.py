@@ -18,8 +18,6 @@ from typing import Any, Final, NamedTuple
 
 from spes_swarm.base.errors import ProtocolError
 
-_MAX_NUMBER: Final = 1 << 16
-
 
 class Version(NamedTuple):
     """A version; on the wire a list of two numbers."""
@@ -32,19 +30,18 @@ class Version(NamedTuple):
 
 
 PROTOCOL: Final = Version(2, 0)
-UNVERSIONED: Final = Version(1, 0)  # of messages without a version
 
 
 def check_version(value: object, writer: str) -> Version:
-    """Reads the version of a message; None is that of messages without one.
+    """Reads the version of a message; None, for a message without one, is version 1.
 
     Raises:
         ProtocolError: (`malformed`) it is not a version; (`version`) it has another major version: the error names both
             and the side that has to upgrade.
     """
-    numbers: Any = UNVERSIONED if value is None else value
+    numbers: Any = Version(1, 0) if value is None else value
     is_pair = isinstance(numbers, list | Version) and [type(number) for number in numbers] == [int, int]
-    if not (is_pair and min(numbers) >= 0 and max(numbers) < _MAX_NUMBER):
+    if not (is_pair and min(numbers) >= 0 and max(numbers) < 1 << 16):
         raise ProtocolError("malformed", f"the version of {writer} is not a list of two small numbers")
     version = Version(*numbers)
     if version.major != PROTOCOL.major:

@@ -15,10 +15,15 @@ from pydantic import ValidationError
 from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import MAX_EXPERTS, MAX_ROUNDS, RecentFaults, RecentRounds, Rounds
-from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import (
+    PeerMetrics,
+    RoundFigures,
+    RoundMetrics,
+    metrics_of,
+    telemetry_of,
+)
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, packed_loads, unpacked_load
 from spes_swarm.protocol.members.signed import seal
-from spes_swarm.protocol.members.telemetry import telemetry_of
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
 

@@ -14,14 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
-from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures
+from spes_swarm.protocol.members.round_metrics import MetricName, Number, PeerMetrics, RoundFigures, read_telemetry
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
-from spes_swarm.protocol.members.telemetry import MAX_METRICS, MetricName, Number, read_telemetry
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
+MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
 _MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 4096 that a record may have
 _RECENT_S = 60.0
@@ -75,7 +75,7 @@ class FaultNote(SignedModel):
 
 
 class Progress(Record):
-    """A peer's state and progress. What it measures, and no decision rests on, is telemetry; see telemetry.py."""
+    """A peer's state and progress. What it measures, and no decision rests on, is telemetry; see round_metrics.py."""
 
     name: Annotated[str, Field(max_length=40)]  # public nickname, may be empty
     state: State

@@ -1,18 +1,20 @@
 """How monitored metrics are declared: as annotated fields of the dataclasses that carry them.
 
-The annotations say all that the others need: the JSON schema, the history file, Prometheus and the trackers are derived
-from them, and the names and bounds of the telemetry in signed records (telemetry.py).
+The annotations say all that the others need: the JSON schema, the history file, Prometheus, the trackers and the signed
+records (records.py) are derived from them. In records, metrics are *telemetry*: numbers by name, on which no decision
+of a peer depends. Readers ignore names that they do not know, and known ones with impossible values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import cache
+from math import isfinite
 from statistics import median, median_low
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.protocol.members.routing_report import MAX_PAIRS
 
@@ -152,9 +154,7 @@ class PeerMetrics:
     loss: Annotated[NotNegative | None, Metric("loss of the peer's last local step", gauge="loss")] = None
     total_tokens: Annotated[Count, Metric("tokens that the peer has trained on in this run")] = 0
     bytes_sent: Annotated[Count, Metric("payload that the peer sent in its last round", gauge="bytes_sent")] = 0
-    bytes_received: Annotated[
-        Count, Metric("payload that the peer received in its last round", gauge="bytes_received")
-    ] = 0
+    bytes_received: Annotated[Count, Metric("payload received in its last round", gauge="bytes_received")] = 0
     round_seconds: Annotated[NotNegative, Metric("how long the peer's last round took", gauge="round_seconds")] = 0.0
 
 
@@ -170,3 +170,31 @@ class RoundFigures(RoundMetrics):
     tokens_per_second: NotNegative = 0.0  # of this peer
     round_seconds: NotNegative = 0.0
     bytes_sent: Count = 0  # payload that this peer sent
+
+
+# Telemetry.
+
+MetricName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,39}$")]
+Number = int | Annotated[float, Field(allow_inf_nan=False)]
+Carrier = TypeVar("Carrier", PeerMetrics, RoundFigures)
+
+
+def telemetry_of(metrics: PeerMetrics) -> dict[str, int | float]:
+    """The known metrics of a dataclass."""
+    return {name: value for name, value in asdict(metrics).items() if value is not None and isfinite(value)}
+
+
+def read_telemetry(carrier: type[Carrier], values: Mapping[str, object]) -> Carrier:
+    """The metrics of a dataclass, as reported; those that are not, or have an impossible value, have their default."""
+    reader = _reader(carrier)  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+    try:
+        metrics: Carrier = reader.validate_python(values)
+    except ValidationError as exc:
+        wrong = {error["loc"][0] for error in exc.errors()}
+        metrics = reader.validate_python({name: value for name, value in values.items() if name not in wrong})
+    return metrics
+
+
+@cache
+def _reader(carrier: type) -> TypeAdapter[Any]:
+    return TypeAdapter(carrier)
