@@ -24,6 +24,7 @@ from hivemind.p2p import P2P, PeerID
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
+from spes_swarm.protocol.version import with_version, without_version
 
 T = TypeVar("T")
 
@@ -93,19 +94,15 @@ class Channel:
 
     async def send_hello(self, **fields: Any) -> None:
         """Sends the opening message."""
-        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True)))
+        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(with_version(fields), use_bin_type=True)))
 
     async def receive_hello(self, max_bytes: int) -> dict[str, Any]:
         """Reads the opening message.
 
         Raises:
-            ProtocolError: (`malformed`) the frame is not an opening message.
+            ProtocolError: (`malformed`) the frame is not an opening message; (`version`) of another major version.
         """
-        frame = await self.receive(max_bytes)
-        fields = unpack(frame.payload, max_bytes) if frame.kind is FrameKind.HELLO else None
-        if not isinstance(fields, dict):
-            raise ProtocolError("malformed", "a stream must begin with a hello")
-        return fields
+        return read_hello(await self.receive(max_bytes), max_bytes)
 
     async def end(self) -> None:
         """Signals the end of the data and waits for the answer.
@@ -149,6 +146,13 @@ class Channel:
         self._writer.close()
         if transport.get_write_buffer_size() > 0:
             asyncio.get_running_loop().call_later(self._timeout_s, _abort_unread, transport)
+
+
+def read_hello(frame: Frame, max_bytes: int) -> dict[str, Any]:
+    """Reads an opening message; see `Channel.receive_hello`."""
+    if frame.kind is not FrameKind.HELLO:
+        raise ProtocolError("malformed", "a stream must begin with a hello")
+    return without_version(unpack(frame.payload, max_bytes), "the peer that opened the stream")
 
 
 def _abort_unread(transport: asyncio.WriteTransport) -> None:
