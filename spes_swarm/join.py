@@ -20,6 +20,7 @@ from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.command_line import OneLineParser
+from spes_swarm.peer.output import keep_output
 from spes_swarm.peer.stop_signals import STOPPED, StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -123,6 +124,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    keep_output()
     signals = StopSignals()
     signals.install()
     return exit_code("join", lambda: _run(arguments, signals), interrupted=STOPPED)

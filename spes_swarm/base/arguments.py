@@ -81,10 +81,20 @@ def report_interrupt(program: str) -> None:
     handle_interrupts(program)
 
 
-def interrupt_on_sigterm() -> None:
-    """Makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does, even if that is ignored; call this in the main thread."""
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask a program to stop.
+
+    SIGHUP is one of them, which comes when a terminal is closed, unless it is ignored, as after `nohup`.
+    """
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return wanted if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else wanted[:-1]
+
+
+def interrupt_on_stop_signals() -> None:
+    """Makes all raise KeyboardInterrupt as Ctrl-C does, even if that is ignored; call this in the main thread."""
     handler = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGTERM, handler if callable(handler) else signal.default_int_handler)
+    for number in stop_signals()[1:]:
+        signal.signal(number, handler if callable(handler) else signal.default_int_handler)
 
 
 def shard_bytes(size: str) -> int:
