@@ -119,6 +119,9 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="write a checkpoint at least every M minutes (default: 20); 0: after every round",
     )
+    peer.add_argument(
+        "--profile", dest="profile_steps", type=int, metavar="N", help="record N steps for Perfetto: trace.json.gz"
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from spes_swarm.base.errors import UserError
@@ -65,20 +65,6 @@ def end_program(code: int) -> NoReturn:
     """Exits. A Ctrl-C while libraries clean up ends the program at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
-
-
-def report_interrupt(program: str) -> None:
-    """Makes an unhandled Ctrl-C end the program with one line instead of a traceback; call it before slow imports."""
-    show_any_text()
-
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            print(f"{program}: interrupted", file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = report
-    handle_interrupts(program)
 
 
 def stop_signals() -> list[signal.Signals]:

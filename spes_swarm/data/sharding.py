@@ -292,9 +292,7 @@ def _tokenize_in_order(
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Blocks the terminal's signals, permanently in workers started here: they reach the whole group, and the parent
-    handles them.
-    """
+    """Blocks a terminal's signals, permanently in workers started here: all get them, and the parent handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield

@@ -1,7 +1,4 @@
-"""Standard output and standard error of a peer, which outlives both.
-
-A terminal is closed, the reader of a pipe ends (`| head -1`), a disk is full, or the process is started without them.
-"""
+"""The outputs of a peer, which outlives them: a terminal is closed, a pipe's reader ends, a disk is full."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ _LOST = b"join: standard output cannot be written; training goes on, see metrics
 
 
 class _Lasting(io.FileIO):
-    """Drops what cannot be written; prints `lost` to standard error the first time."""
+    """Drops what cannot be written; says so on standard error the first time."""
 
-    def __init__(self, stream: TextIO, lost: bytes) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__(stream.fileno(), "w", closefd=False)
         self._stream = stream  # would close the file if it were destroyed
-        self._lost = lost
+        self._lost = _LOST if stream is not sys.stderr else b""
 
     def write(self, data: Any, /) -> int:
         """Returns the number of bytes that need not be written again; `data` is bytes, or a view of bytes."""
@@ -35,29 +32,27 @@ class _Lasting(io.FileIO):
             return len(data)
 
 
-def lasting(stream: TextIO, lost: bytes = _LOST) -> TextIO:
+def lasting(stream: TextIO) -> TextIO:
     """Returns a stream that writes to the same file and raises no OSError; one without a file is returned as it is."""
-    if not isinstance(stream, io.TextIOWrapper) or isinstance(getattr(stream.buffer, "raw", None), _Lasting):
-        return stream
-    try:
-        buffer = io.BufferedWriter(_Lasting(stream, lost))
-    except OSError:
-        return stream
-    by_line = stream.line_buffering or stream.write_through
-    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_line)
+    if isinstance(stream, io.TextIOWrapper) and not isinstance(getattr(stream.buffer, "raw", None), _Lasting):
+        by_line = stream.line_buffering or stream.write_through
+        with suppress(OSError):  # it has no file
+            buffer = io.BufferedWriter(_Lasting(stream))
+            return io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=by_line)
+    return stream
 
 
 def keep_output() -> None:
-    """Makes both streams of this process lasting; call this before anything else.
+    """Makes both outputs of this process lasting; call this before anything else.
 
-    A closed descriptor becomes /dev/null. The next file to be opened, such as a checkpoint, would get it otherwise, and
-    with it what libraries print.
+    A closed descriptor becomes /dev/null. A checkpoint would get it otherwise, and with it what libraries print.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest one, which is this
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     show_any_text()
-    sys.stdout = lasting(sys.stdout or os.fdopen(1, "w", errors="replace", closefd=False))
-    sys.stderr = lasting(sys.stderr or os.fdopen(2, "w", errors="replace", closefd=False), b"")
+    sys.stdout, sys.stderr = lasting(sys.stdout), lasting(sys.stderr)
