@@ -20,6 +20,7 @@ from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.command_line import OneLineParser
+from spes_swarm.peer.output import keep_output
 from spes_swarm.peer.stop_signals import STOPPED, StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -118,11 +119,15 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="write a checkpoint at least every M minutes (default: 20); 0: after every round",
     )
+    peer.add_argument(
+        "--profile", dest="profile_steps", type=int, metavar="N", help="record N steps for Perfetto: trace.json.gz"
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    keep_output()
     signals = StopSignals()
     signals.install()
     return exit_code("join", lambda: _run(arguments, signals), interrupted=STOPPED)

@@ -54,6 +54,7 @@ class PeerConfig(Section):
     # of the time; 0 = after every round, even if training must wait for the disk.
     checkpoint_minutes: NotNegative = 20.0
     keep_checkpoints: Count = 2  # how many of the newest checkpoints are kept
+    profile_steps: Annotated[int, Range(1, 1000)] | None = None  # steps recorded for OUTPUT_DIR/trace.json.gz
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
     upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared

@@ -221,7 +221,7 @@ def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int)
     gc.freeze()
     die_with_parent(trainer_pid)
     os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     asyncio.run(NetworkProcess(pipe, Identity.load_or_create(identity_path)).serve())

@@ -56,6 +56,7 @@ _FRESH_S = 0.5  # it does not wait for records if some were read so recently
 _SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
 _BEGIN_S = 10.0  # how long a peer's first round waits for peers that are about to train
+_MAX_CHANGES = 8  # of a claim; 32 peers that start together need at most 5
 _Record = TypeVar("_Record", bound=Record)
 
 
@@ -345,15 +346,16 @@ class RunServices(RunCommands):
             return experts
         self._state.leases.choose(experts)
         await self._announcer.publish_lease()
-        # Peers that start together make the same choice; look again until the choices have settled.
-        quiet = 0
-        while quiet < 2:
+        # Peers that start together make the same choice; look again until the choices have settled. If others change
+        # theirs again and again, the last one stands, and the next commits resolve what is left.
+        quiet = changes = 0
+        while quiet < 2 and changes < _MAX_CHANGES:
             await asyncio.sleep(_REFRESH_S)
             self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
             if self._state.leases.settle():
                 quiet += 1
             else:
-                quiet = 0
+                quiet, changes = 0, changes + 1
                 await self._announcer.publish_lease()
         return self._state.leases.held
 

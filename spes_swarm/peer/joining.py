@@ -303,6 +303,7 @@ class Joining:
                 checkpoint_minutes=peer.checkpoint_minutes,
                 keep_checkpoints=peer.keep_checkpoints,
                 max_rounds=peer.max_rounds,
+                profile_steps=peer.profile_steps,
                 stop=context.stop,
                 status=context.status,
                 say=self._console.say,

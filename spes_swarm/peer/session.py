@@ -109,8 +109,9 @@ class Session:
         Forks the network process, which dies with the calling thread. Call it before CUDA is initialised.
 
         Args:
-            handle_signals: the first SIGINT or SIGTERM calls `stop`, a second SIGINT raises KeyboardInterrupt; needs
-                the main thread. By default the caller's handlers remain, and Ctrl-C keeps only the last checkpoint.
+            handle_signals: the first SIGINT, SIGTERM or SIGHUP (unless it is ignored) calls `stop`, a second SIGINT
+                raises KeyboardInterrupt; needs the main thread. By default the caller's handlers remain, and Ctrl-C
+                keeps only the last checkpoint.
 
         Raises:
             UserError: an error that the user can fix.

@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM ask a peer to leave, which must take effect within seconds however busy the machine is.
+"""SIGINT, SIGTERM and SIGHUP ask a peer to leave, which must take effect within seconds however busy the machine is.
+
+SIGHUP comes when the terminal is closed; a peer that was started with `nohup` ignores it.
 
 A peer that trains leaves in order, between two steps. A peer that is still joining has nothing to lose. It may be
 importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free CPU,
@@ -22,10 +24,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from spes_swarm.base.arguments import end_while_torch_is_imported
+from spes_swarm.base.arguments import end_while_torch_is_imported, stop_signals
 from spes_swarm.base.errors import LeftEarlyError
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
 _STUCK_S = 5.0  # until a signal that has not been handled ends the process
 _POLL_S = 0.1
 STOPPED = "stopped immediately; only the last checkpoint is kept"
@@ -36,7 +37,7 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handles both signals.
+    """Handles these signals.
 
     Attributes:
         requested: set by the first signal.
@@ -70,7 +71,7 @@ class StopSignals:
         threading.Timer(_POLL_S, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     def _set_handlers(self) -> None:
-        for number in _HANDLED:
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _watch(self, received: socket.socket) -> None:
@@ -96,7 +97,7 @@ class StopSignals:
         Raises:
             ValueError: not in the main thread.
         """
-        before = {number: signal.getsignal(number) for number in _HANDLED}
+        before = {number: signal.getsignal(number) for number in stop_signals()}
         self._set_handlers()
         try:
             yield

@@ -23,6 +23,7 @@ from spes_swarm.config.run import TrainingConfig
 from spes_swarm.model.losses import BatchShare, LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.out_of_memory import is_out_of_memory
+from spes_swarm.training.profiling import span
 
 
 def loss_weights(training: TrainingConfig) -> LossWeights:
@@ -119,11 +120,12 @@ class Gradients:
             targets = int(num_targets(part_BS).sum())
             share = BatchShare(targets=targets / of_batch, tokens=len(part_BS) / len(batch_BS))
             micro_BS = torch.from_numpy(part_BS).to(self._device)
-            with self._autocast():
+            with span("forward"), self._autocast():
                 losses = language_model_loss(
                     self._model.module, micro_BS, self._weights, self._model.held, progress, share
                 )
-            losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            with span("backward"):
+                losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += losses.cross_entropy * share.targets
             if losses.router_entropy is not None:
                 entropies.append((losses.router_entropy, share.tokens))

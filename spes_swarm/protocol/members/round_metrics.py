@@ -190,9 +190,7 @@ class PeerMetrics:
         NotNegative | None, Metric("loss of the peer's last local step", "nats per target", gauge="loss")
     ] = None
     total_tokens: Annotated[Count, Metric("what the peer has trained on in this run", "tokens")] = 0
-    bytes_sent: Annotated[
-        Count, Metric("payload that the peer sent in its last round", "bytes", gauge="bytes_sent")
-    ] = 0
+    bytes_sent: Annotated[Count, Metric("payload sent in its last round", "bytes", gauge="bytes_sent")] = 0
     bytes_received: Annotated[Count, Metric("payload received in its last round", "bytes", gauge="bytes_received")] = 0
     round_seconds: Annotated[
         NotNegative, Metric("how long the peer's last round took", "seconds", gauge="round_seconds")

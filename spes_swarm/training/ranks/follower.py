@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from spes_swarm.base.arguments import stop_signals
 from spes_swarm.base.errors import RankError
 from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.model.sparse_model import SparseModel
@@ -27,12 +28,13 @@ from spes_swarm.training.ranks.shared_gradients import compute_share, exchange_w
 
 def follow(placement: Placement) -> int:
     """Follows rank 0 until the peer has left the swarm; returns the exit code. Needs the main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    handled = stop_signals()
+    for number in handled:
         signal.signal(number, signal.SIG_DFL)  # until the ranks are connected, nobody waits for this one
     try:
         group = RankGroup(placement)
         group.connect(say=lambda text: print(text, file=sys.stderr))
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
         run_orders(group)
     except RankError as exc:

@@ -388,6 +388,7 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
         (0, signal.SIGTERM, 1),
         (1, signal.SIGINT, -signal.SIGINT),
         (1, signal.SIGTERM, -signal.SIGTERM),
+        (1, signal.SIGHUP, -signal.SIGHUP),
     ],
 )
 def test_a_rank_that_waits_says_so_and_obeys_signals(tmp_path: Any, rank: int, number: int, code: int) -> None:

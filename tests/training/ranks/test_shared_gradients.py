@@ -76,7 +76,7 @@ def test_two_ranks_train_to_the_bits_of_one(tmp_path: Path, storage: str, precis
     """Through merges, a change of experts and evaluations, and through signals, which torchrun sends to all ranks."""
     with two_ranks(tmp_path / "two", storage, precision=precision) as ranks:
         wait_for_a_round(ranks)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             ranks[1].process.send_signal(number)
         alone = rank_trainer.train(tmp_path / "one", storage=storage, precision=precision)
         (code, output), other = [rank.end() for rank in ranks]
