@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.training.setup import TrainingStatus
 
+_LOGGER = logging.getLogger(__name__)
 _REFRESH_S = 0.5
 _MAX_FAULT_CHARS = 200
 
@@ -48,7 +50,8 @@ class PeerConsole:
         self._console = _Console(highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
-        """Prints one plain line."""
+        """Prints one plain line, which also goes to the log."""
+        _LOGGER.info("%s", text)
         self._console.print(text, markup=False)
 
     def command(self, text: str) -> None:
