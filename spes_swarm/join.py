@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import os
 import sys
 from functools import partial
@@ -122,6 +121,9 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     peer.add_argument(
         "--profile", dest="profile_steps", type=int, metavar="N", help="record N steps for Perfetto: trace.json.gz"
     )
+    peer.add_argument(
+        "--log-level", metavar="debug|info|warning|error", help="how much OUTPUT_DIR/log.txt tells (default: info)"
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 
@@ -168,7 +170,6 @@ def _prepare(options: argparse.Namespace, placement: Placement | None, signals: 
             check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
         from spes_swarm.peer.session import Session
 
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
     return Session(draft.peer, run, signals=signals, placement=placement)
 
 

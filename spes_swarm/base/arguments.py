@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from spes_swarm.base import log
 from spes_swarm.base.errors import UserError
 
 # Shards of publications: an interrupted transfer resumes after the last complete file.
@@ -30,6 +31,10 @@ def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str =
         reason, code = str(exc), 2
     except KeyboardInterrupt:
         reason, code = interrupted, 130
+    except Exception as exc:
+        if not log.where_to_read():
+            raise
+        reason, code = f"unexpected error: {exc!r}{log.where_to_read()}", 1
     print(f"{program}: {reason}", file=sys.stderr)
     return code
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.log import LEVELS
 from spes_swarm.base.strict import Pattern, Range, Section, read_section
 from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
 
@@ -65,6 +66,7 @@ class PeerConfig(Section):
     publish_keep: Count | None = None  # how many of the newest published rounds keep their tag; None = all
     from_hub: Text | None = None  # resume a run from its publication: USER/REPO[@REVISION] or file:DIRECTORY
     log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
+    log_level: Annotated[str, Pattern("|".join(LEVELS), "debug, info, warning or error")] = "info"  # of log.txt
 
     def _check(self) -> None:
         if self.client_mode and self.assume_reachable:

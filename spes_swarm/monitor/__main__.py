@@ -7,7 +7,6 @@ them. See options.py for the options, and state.py for what is shown.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from spes_swarm.base.arguments import end_program, show_any_text, stop_signals
 from spes_swarm.base.errors import NetworkProcessError, UserError
+from spes_swarm.base.log import divert
 from spes_swarm.base.wording import plural
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ async def _watch(options: Options) -> None:
         from spes_swarm.protocol.members.identity import Identity
         from spes_swarm.storage.run_directory import locked_identity
 
-        logging.getLogger("hivemind").setLevel(logging.ERROR)
+        divert("hivemind")
         identity_path = options.identity
         if identity_path is None:
             identity_path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-monitor-"))) / "key"

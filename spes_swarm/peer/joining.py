@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from spes_swarm.base import log
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.wording import said_if_slow
@@ -155,9 +156,9 @@ class Joining:
             data=context.data,
         )
         self.manifest = finder.find()
+        log.context.run = self.manifest.run_id
         self._run = self.manifest.run
-        self._source = finder.source
-        self._initial_peers = finder.initial_peers
+        self._source, self._initial_peers = finder.source, finder.initial_peers
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
         self._tokenizer_places = finder.tokenizer_places(self._run)
         if (target := self._peer.publish_to) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.peer.output import lasting
 from spes_swarm.training.setup import TrainingStatus
 
+_LOGGER = logging.getLogger(__name__)
 _REFRESH_S = 0.5
 _MAX_FAULT_CHARS = 200
 
@@ -33,7 +35,8 @@ class PeerConsole:
         self._console = Console(file=lasting(sys.stdout), highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
-        """Prints one plain line."""
+        """Prints one plain line, which also goes to the log."""
+        _LOGGER.info("%s", text)
         self._console.print(text, markup=False)
 
     def command(self, text: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
+import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spes_swarm.base import log
 from spes_swarm.base.address import without_own
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
@@ -34,6 +38,7 @@ from spes_swarm.training.ranks.placement import Placement
 from spes_swarm.training.setup import TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
+_LOGGER = logging.getLogger(__name__)
 _SAY_PROGRESS_S = 5.0
 
 
@@ -147,6 +152,8 @@ class Session:
         stack.enter_context(directory.held(identity_path))
         identity = Identity.load_or_create(identity_path.absolute())
         stack.enter_context(locked_identity(identity_path, identity.peer_id))
+        stack.enter_context(log.writing(directory.log, peer.log_level, "trainer"))
+        log.context.peer = identity.peer_id[-8:]
         peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))
         metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
         stack.callback(metrics.close)
@@ -162,6 +169,8 @@ class Session:
         if self._placement is not None:
             ranks = stack.enter_context(RankGroup(self._placement))
         network = NetworkClient(identity.path, self._listener(metrics, status))
+        log.context.round = lambda: status.round
+        log.context.report = lambda: _report(status, network)
         context = SessionContext(
             peer=peer,
             run=self._run,
@@ -213,6 +222,13 @@ class Session:
         self._console.command(
             shlex.join([interpreter(), "-m", "spes_swarm.export", str(context.directory.path), "MODEL_DIR"])
         )
+
+
+def _report(status: TrainingStatus, network: NetworkClient) -> None:
+    """Writes to the log what the trainer is doing, and has the network process do the same."""
+    _LOGGER.warning("asked by a signal: the trainer is %s; network process %d", status, network.pid)
+    with suppress(OSError):  # it has ended
+        os.kill(network.pid, signal.SIGUSR1)
 
 
 def _record_leave(context: SessionContext, joining: Joining) -> None:

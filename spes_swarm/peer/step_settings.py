@@ -82,6 +82,7 @@ def replica_of(
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
         output_dir=peer.output_dir,
+        log_level=peer.log_level,
         activation_checkpointing=peer.activation_checkpointing,
         compile=peer.compile,
         precision=settings.precision,

@@ -250,5 +250,8 @@ class Listener(Protocol):
     def on_round_over(self) -> None:
         """A round has ended, with or without a commit."""
 
+    def report(self, why: str) -> None:
+        """A round went wrong: what the network process is doing goes to the log."""
+
     def notify(self, notification: Notification) -> None:
         """Passes on a message."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.base.log import where_to_read
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.metrics import events
@@ -154,7 +155,7 @@ class Publishing:
         if summary is None:
             reasons = [line.removeprefix("publish: ") for line in lines if line.startswith("publish: ")]
             ended = f"publishing {_ending(process.returncode)}"
-            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]))
+            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]) + where_to_read())
             self._volunteer()
             return
         self._has_failed = False

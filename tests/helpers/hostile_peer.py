@@ -168,6 +168,8 @@ class _Listener:
 
     def on_round_over(self) -> None: ...
 
+    def report(self, why: str) -> None: ...
+
     def notify(self, notification: Notification) -> None:
         match notification:
             case Called():

@@ -7,6 +7,7 @@ the reducers of the parts, pull the results, and move the reference. See docs/ar
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -82,6 +85,15 @@ class SyncRounds:
             self.run_state.swarm_tokens.count,
         )
         self.announcer.round_seconds = report.group_seconds + report.exchange_seconds
+        _LOGGER.info(
+            "committed with %d members, %d of %d parts missing; group %.2f s, exchange %.2f s, digest %s",
+            len(commit.members),
+            commit.parts_missing,
+            commit.parts_total,
+            report.group_seconds,
+            report.exchange_seconds,
+            report.digest,
+        )
         return report
 
     async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:

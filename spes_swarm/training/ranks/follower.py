@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from spes_swarm.base import log
 from spes_swarm.base.arguments import stop_signals
 from spes_swarm.base.errors import RankError
 from spes_swarm.model.losses import cross_entropy_of_sequences
@@ -54,6 +57,14 @@ def run_orders(group: RankGroup) -> None:
         group.close()
         return
     assert isinstance(replica, Replica)
+    with ExitStack() as stack:
+        if replica.log_level is not None:
+            rank = f"rank {group.placement.rank}"
+            stack.enter_context(log.writing(Path(replica.output_dir) / log.NAME, replica.log_level, rank))
+        _serve(group, replica)
+
+
+def _serve(group: RankGroup, replica: Replica) -> None:
     device = group.own_device(torch.device(replica.device_type))
     if replica.num_threads is not None:
         torch.set_num_threads(replica.num_threads)
