@@ -229,6 +229,7 @@ class Trainer:
         has_work, before = self._work.is_left(self._model.held), self._rounds_done
         if self._leaving or not (before or has_work):  # it may have just joined, and have no work to lose
             return
+        self._announce("training")  # with the losses of the round before, which no step may have followed
         soon = time.monotonic() + (0.0 if before else _FIRST_CONTACT_S)
         self._leaving = others_train(self._network, soon)
         if not self._leaving:

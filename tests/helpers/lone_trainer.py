@@ -66,6 +66,7 @@ class StubNetwork:
         ready: those that are ready to train, as the trainer is told.
         answers: in place of the next rounds, one after the other.
         presences: states that the trainer has announced, in order.
+        reported: rounds whose losses it has announced.
         routing_reports, dead_votes: what the others say of their experts.
     """
 
@@ -78,6 +79,7 @@ class StubNetwork:
     called_round: int = 0
     answers: list[Callable[[StubNetwork], RoundReport | CaughtUp]] = field(default_factory=list)
     presences: list[str] = field(default_factory=list)
+    reported: set[int] = field(default_factory=set)
     on_traffic: Callable[[], None] = lambda: None
     routing_reports: int = 0
     dead_votes: dict[int, int] = field(default_factory=dict)
@@ -85,6 +87,8 @@ class StubNetwork:
     async def set_presence(self, presence: Presence) -> None:
         """See port.commands.Commands; so are those that follow."""
         self.presences.append(presence.state)
+        if presence.losses is not None:
+            self.reported.add(presence.losses.round)
 
     async def view(self) -> SwarmView:
         return SwarmView(

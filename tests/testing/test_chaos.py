@@ -42,7 +42,7 @@ from scripts.testing.chaos.schedule import (
     draw_schedule,
     split_in_two,
 )
-from scripts.testing.local_peer import Event, LocalPeer
+from scripts.testing.local_peer import PATIENCE_S, Event, LocalPeer
 from tests.helpers.empty_process import launch_nothing
 from tests.helpers.repository import ROOT
 
@@ -337,7 +337,7 @@ def test_faults_cost_real_peers_little_and_break_nothing(tmp_path: Path) -> None
         [sys.executable, str(SCRIPT), *map(str, command), "--output-dir", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3 * PATIENCE_S,
         check=False,
     )
     result = json.loads((tmp_path / "chaos.json").read_text(encoding="utf-8"))

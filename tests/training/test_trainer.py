@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.mark.slow
-def test_a_peer_that_leaves_just_after_a_commit_writes_that_round_too(make: Make) -> None:
+def test_a_peer_that_leaves_just_after_a_commit_writes_and_reports_that_round_too(make: Make) -> None:
     """Its last round, the goodbye, begins before the traffic of the one before is known."""
     peer = make({"round": {"stall_timeout_s": 0.1}})
     peer.network.others = 1
@@ -44,6 +44,7 @@ def test_a_peer_that_leaves_just_after_a_commit_writes_that_round_too(make: Make
     peer.network.on_traffic = lambda: peer.stop.set() if peer.network.reference.round == 3 else None
     peer.trainer.run()
     assert [event["round"] for event in peer.events("round")] == [1, 2, 3, 4]
+    assert peer.network.reported == {1, 2, 3, 4}
 
 
 def test_a_peer_that_leaves_right_after_its_first_contact_leaves_its_work_in_a_round(make: Make) -> None:
