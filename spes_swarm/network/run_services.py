@@ -309,6 +309,7 @@ class RunServices(RunCommands):
     async def view(self) -> SwarmView:
         """See RunCommands."""
         await self.refresh()
+        await self._greetings.first_answers()  # or a peer that leaves now could take itself for the only one
         return self._view()
 
     def _view(self) -> SwarmView:
