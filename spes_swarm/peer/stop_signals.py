@@ -78,6 +78,8 @@ class StopSignals:
         """Receives each signal when it arrives, even if the main thread does not."""
         unhandled = 0
         while number := received.recv(1):
+            if number[0] not in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
+                continue
             came = time.monotonic()
             while self._handled_at < came - 1 and time.monotonic() < came + _STUCK_S:
                 time.sleep(_POLL_S)
