@@ -133,7 +133,7 @@ class Joining:
         if self._ranks is not None:
             self._device = self._ranks.own_device(self._device)
             self._ranks.connect(self._console.say, self._context.stop)
-        self._step = StepSettings.of(self._peer, self._device, self._num_ranks)
+        self._step = StepSettings.of(self._peer, self._device)
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch.profiler import record_function
 
-from spes_swarm.base.errors import RankError, RoundError, TransferError
+from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
 from spes_swarm.metrics import events
@@ -459,9 +459,7 @@ class Trainer:
         if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
             return None
         self._setup.status.phase = "evaluating"
-        with contextlib.suppress(RankError), self._gradients.evaluating(len(self._held_out.batches)):
-            return self._held_out.measure(self._model.module)
-        return None  # a rank has ended; the next step reports it
+        return self._held_out.measure(self._model.module)
 
     def _report(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
         # This comes first: it writes the previous event, whose callback reads the status of that round.
