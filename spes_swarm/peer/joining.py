@@ -322,7 +322,7 @@ class Joining:
         order = replica_of(self._run, self._peer, self._device, self._held, at_a_time, self._step)
         if self._ranks is not None:
             self._ranks.send_order(order)
-        return order.build(self._device, self._ranks)
+        return order.build(self._device)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""

@@ -75,10 +75,9 @@ class FrozenStack(nn.Module):
     def write(self, index: int, matrix_RC: Tensor) -> None:
         """Rounds a matrix of any float dtype into place."""
         self._storage.before_write()
-        for target_RX, source_RX in zip(
-            (self.values[index], self.scales[index]), self._rounded(matrix_RC), strict=True
-        ):
-            target_RX.copy_(source_RX)
+        values_RX, scales_RN = self._rounded(matrix_RC)
+        self.values[index].copy_(values_RX)
+        self.scales[index].copy_(scales_RN)
 
     @torch.no_grad()
     def _rounded(self, matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
