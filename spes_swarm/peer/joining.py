@@ -374,8 +374,9 @@ class Joining:
                 kernel=self._peer.kernel,
             )
         )
-        text = f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves the swarm"
-        self._console.say(text)
+        self._console.say(
+            f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves the swarm"
+        )
 
     # What the steps share.
 
