@@ -374,9 +374,7 @@ class Joining:
                 kernel=self._peer.kernel,
             )
         )
-        self._console.say(
-            f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves the swarm"
-        )
+        self._console.say(f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves")
 
     # What the steps share.
 
