@@ -47,6 +47,7 @@ from spes_swarm.network.link.dht_records import RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, telemetry_of
 from spes_swarm.protocol.members.signed import seal
 
 _LIMIT_S = 2.0
@@ -79,18 +80,20 @@ def progress_of(number: int, round_number: int, expires: float) -> Progress:
         reachable=True,
         round=round_number,
         digest=bytes([round_number]) * 32,
-        step=100 * round_number,
         tokens=1000 + number,
         tokens_per_step=8192,
         tokens_per_second=1000.0 + number,
-        loss=3.0 + number / 10_000,
         experts=[number % 64, 64 + number % 32],
-        round_seconds=12.5,
-        bytes_sent=10**9,
-        bytes_received=10**9,
-        total_tokens=10**8,
-        train_loss=3.0,
-        eval_loss=3.1,
+        telemetry=telemetry_of(
+            PeerMetrics(
+                step=100 * round_number,
+                loss=3.0 + number / 10_000,
+                round_seconds=12.5,
+                bytes_sent=10**9,
+                bytes_received=10**9,
+                total_tokens=10**8,
+            )
+        ),
     )
 
 

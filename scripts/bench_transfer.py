@@ -97,11 +97,11 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
 
     from spes_swarm.base.errors import ProtocolError, TransferError
     from spes_swarm.config.manifest import open_manifest
+    from spes_swarm.metrics.events import SyncProgress
     from spes_swarm.model.sparse_model import build_model, layout_of
     from spes_swarm.network.link.daemon import Daemon
     from spes_swarm.network.link.rpc import Rpc
     from spes_swarm.network.transfer.transfer import Transfer
-    from spes_swarm.port.messages import SyncProgress
     from spes_swarm.protocol.consensus.reference import Reference
     from spes_swarm.protocol.members.identity import Identity
 

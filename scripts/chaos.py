@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
-from spes_swarm.base.arguments import report_interrupt
+from scripts.testing.interrupts import report_interrupt
 
 report_interrupt("chaos")
 

@@ -26,10 +26,10 @@ from PIL import Image
 from playwright.async_api import Error, async_playwright
 
 from scripts.testing.local_peer import LocalPeer
+from scripts.testing.synthetic_swarm import NAMES, SyntheticSwarm
 from spes_swarm.base.errors import UserError
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.views.web import listen, serve
-from spes_swarm.monitor.views.web.synthetic import NAMES, SyntheticSwarm
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 # Without these flags Chromium looks up and updates its own components.

@@ -28,6 +28,7 @@ from spes_swarm.network.link.rpc import MAX_RPC_BYTES
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, telemetry_of
 from spes_swarm.protocol.members.signed import seal, unseal
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import make_plan
@@ -98,15 +99,13 @@ def control_plane(group: Group, num_experts: int) -> dict[str, float]:
         reachable=True,
         round=group.round,
         digest=bytes(32),
-        step=10**6,
         tokens=10**6,
         tokens_per_step=8192,
         tokens_per_second=8192.0,
-        loss=3.0,
         experts=statement.held,
-        round_seconds=10.0,
-        bytes_sent=10**9,
-        bytes_received=10**9,
+        telemetry=telemetry_of(
+            PeerMetrics(step=10**6, loss=3.0, round_seconds=10.0, bytes_sent=10**9, bytes_received=10**9)
+        ),
     )
     lease = Lease(expires=2e9, experts=statement.held, since_round=group.round)
     records = [seal(identity, "progress", "simulation", progress), seal(identity, "leases", "simulation", lease)]

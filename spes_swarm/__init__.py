@@ -28,6 +28,7 @@ from spes_swarm.base.errors import (
     SupersededError,
     SwarmError,
     UserError,
+    VersionError,
 )
 from spes_swarm.base.version import __version__
 
@@ -59,6 +60,7 @@ __all__ = [
     "SupersededError",
     "SwarmError",
     "UserError",
+    "VersionError",
     "__version__",
     "export_model",
     "load_config",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import logging
 import os
 import sys
 from functools import partial
@@ -20,6 +19,7 @@ from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.command_line import OneLineParser
+from spes_swarm.peer.output import keep_output
 from spes_swarm.peer.stop_signals import STOPPED, StopSignals
 from spes_swarm.training.ranks.placement import Placement
 
@@ -99,7 +99,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
     )
     peer.add_argument(
-        "--foreign-storage", metavar="device|host|disk|ranks", help="where others' experts are kept (default: device)"
+        "--foreign-storage", metavar="device|host|disk", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
     peer.add_argument(
@@ -118,11 +118,18 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="write a checkpoint at least every M minutes (default: 20); 0: after every round",
     )
+    peer.add_argument(
+        "--profile", dest="profile_steps", type=int, metavar="N", help="record N steps for Perfetto: trace.json.gz"
+    )
+    peer.add_argument(
+        "--log-level", metavar="debug|info|warning|error", help="how much OUTPUT_DIR/log.txt tells (default: info)"
+    )
     peer.add_argument("--log", metavar="tensorboard|wandb|trackio", help="also send this peer's metrics to a tracker")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Command-line entry point; returns the exit code."""
+    keep_output()
     signals = StopSignals()
     signals.install()
     return exit_code("join", lambda: _run(arguments, signals), interrupted=STOPPED)
@@ -163,7 +170,6 @@ def _prepare(options: argparse.Namespace, placement: Placement | None, signals: 
             check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second
         from spes_swarm.peer.session import Session
 
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
     return Session(draft.peer, run, signals=signals, placement=placement)
 
 

@@ -19,12 +19,13 @@ import math
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
+from spes_swarm.base import log
 from spes_swarm.base.address import peer_addresses
 from spes_swarm.base.arguments import MAX_SHARD_SIZE, end_program, handle_interrupts, shard_bytes, show_any_text
 from spes_swarm.base.errors import UserError
@@ -55,7 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         # Everything below imports torch and transformers, which takes seconds.
         from spes_swarm.publishing.publisher import publish
 
-        published, gone = publish(options)
+        with _background_log(options) if options.background else nullcontext():
+            published, gone = publish(options)
     except UserError as exc:
         # Without options the message quotes only the command line.
         print(f"publish: {_discreet(str(exc), options) if options else exc}", file=sys.stderr)
@@ -74,6 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
         verb = "published" if published.status == "published" else "is already published"
         print(f"round {published.round} {verb} ({published.revision}), {seconds:.1f} s")
     return 0
+
+
+def _background_log(options: argparse.Namespace) -> AbstractContextManager[None]:
+    log.context.round = lambda: options.due or 0
+    return log.writing(options.directory / log.NAME, "info", "publisher")
 
 
 def _check_source(directory: Path) -> None:

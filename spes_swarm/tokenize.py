@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_stop_signals
 from spes_swarm.base.errors import DataError
 from spes_swarm.base.wording import two_columns
 from spes_swarm.config.command_line import command_parser
@@ -59,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> None:
-    interrupt_on_sigterm()
+    interrupt_on_stop_signals()
     # Slow enough to be interrupted.
     from tqdm import tqdm
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_sigterm
+from spes_swarm.base.arguments import end_program, exit_code, interrupt_on_stop_signals
 from spes_swarm.base.errors import UserError, os_errors_as
 from spes_swarm.base.wording import two_columns
 from spes_swarm.config.command_line import command_parser
@@ -55,7 +55,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> int:
-    interrupt_on_sigterm()
+    interrupt_on_stop_signals()
     if options.write_config is not None and (
         options.write_config.exists() or not options.write_config.resolve().parent.is_dir()
     ):

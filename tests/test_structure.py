@@ -27,7 +27,7 @@ print(sorted({"hivemind", "torch", "transformers"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("package", ["spes_swarm.base", "spes_swarm.protocol"])
+@pytest.mark.parametrize("package", ["spes_swarm.base", "spes_swarm.protocol", "spes_swarm.metrics"])
 def test_what_everything_rests_on_loads_no_heavy_library(package: str) -> None:
     command = [sys.executable, "-c", _IMPORT_ALL, package]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -141,6 +142,22 @@ class LocalPeer:
         if not self.log.exists():
             return ""
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
+
+    def wait_for_text(self, pattern: str, timeout_s: float = PATIENCE_S) -> re.Match[str]:
+        """Waits until its output has a match for `pattern`, in which `.` matches line ends, too.
+
+        Raises:
+            LocalPeerError: there is none before the deadline, or before the peer ends.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self.process.poll() is not None
+            if (found := re.search(pattern, self.text(), re.DOTALL)) is not None:
+                return found
+            if ended or time.monotonic() > deadline:
+                why = f"the peer ended with code {self.process.returncode}" if ended else f"after {timeout_s:.0f} s"
+                raise LocalPeerError(f"nothing in its output matches {pattern!r}: {why}\n{self.tail()}")
+            time.sleep(_POLL_S)
 
     def tail(self) -> str:
         """The end of its output, and its last faults."""

@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
+from spes_swarm.base import log
 from spes_swarm.base.errors import UserError
 
 # Shards of publications: an interrupted transfer resumes after the last complete file.
@@ -30,6 +31,10 @@ def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str =
         reason, code = str(exc), 2
     except KeyboardInterrupt:
         reason, code = interrupted, 130
+    except Exception as exc:
+        if not log.where_to_read():
+            raise
+        reason, code = f"unexpected error: {exc!r}{log.where_to_read()}", 1
     print(f"{program}: {reason}", file=sys.stderr)
     return code
 
@@ -67,24 +72,20 @@ def end_program(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def report_interrupt(program: str) -> None:
-    """Makes an unhandled Ctrl-C end the program with one line instead of a traceback; call it before slow imports."""
-    show_any_text()
+def stop_signals() -> list[signal.Signals]:
+    """Returns the signals that ask a program to stop.
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            print(f"{program}: interrupted", file=sys.stderr)
-        else:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = report
-    handle_interrupts(program)
+    SIGHUP is one of them, which comes when a terminal is closed, unless it is ignored, as after `nohup`.
+    """
+    wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return wanted if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else wanted[:-1]
 
 
-def interrupt_on_sigterm() -> None:
-    """Makes SIGTERM raise KeyboardInterrupt, as Ctrl-C does, even if that is ignored; call this in the main thread."""
+def interrupt_on_stop_signals() -> None:
+    """Makes all raise KeyboardInterrupt as Ctrl-C does, even if that is ignored; call this in the main thread."""
     handler = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGTERM, handler if callable(handler) else signal.default_int_handler)
+    for number in stop_signals()[1:]:
+        signal.signal(number, handler if callable(handler) else signal.default_int_handler)
 
 
 def shard_bytes(size: str) -> int:

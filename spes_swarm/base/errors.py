@@ -5,6 +5,7 @@ SwarmError
 │   ├── ConfigError       unknown key, wrong type, impossible value
 │   ├── AddressError      an address that cannot be parsed or announced
 │   ├── BootstrapError    no initial peer could be reached, or none takes part in the run
+│   ├── VersionError      the peers of the run speak another major version of the protocol
 │   ├── ManifestError     the run's manifest fails verification, or describes another run
 │   ├── DataError         a token file, corpus, data set or tokenizer that cannot be used
 │   │   └── DataStoppedError  waiting for data ended because the peer was told to leave
@@ -46,6 +47,10 @@ class AddressError(UserError):
 
 class BootstrapError(UserError):
     """No initial peer could be reached, or none of them takes part in the run."""
+
+
+class VersionError(UserError):
+    """The peers of the run speak another major version of the protocol."""
 
 
 class ManifestError(UserError):

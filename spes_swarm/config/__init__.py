@@ -1,4 +1,4 @@
 """The configuration of a run (`run.RunConfig`) and of a peer (`peer.PeerConfig`), and the manifest of a run.
 
-Imports `base` and `protocol`. Start with `run`.
+Imports `base`, `protocol` and `metrics`. Start with `run`.
 """

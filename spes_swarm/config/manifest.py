@@ -19,6 +19,7 @@ from spes_swarm.base.errors import ConfigError, ManifestError, ProtocolError
 from spes_swarm.base.strict import check_section
 from spes_swarm.config.run import RunConfig
 from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.version import PROTOCOL, check_version
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -75,6 +76,7 @@ def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest
     """Creates and signs the manifest of a new run."""
     content = {
         "format": FORMAT,
+        "protocol": PROTOCOL,
         "run": run.to_dict(),
         "layout": layout_digest,
         "founder": base64.b64encode(founder.public_key_der).decode(),
@@ -92,7 +94,8 @@ def open_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     """Verifies a manifest received from `source` and builds its configuration.
 
     Raises:
-        ManifestError: it is malformed, not signed by its founder, of another format, or not of `expected_run_id`.
+        ManifestError: it is malformed, not signed by its founder, of another format or major version of the protocol,
+            or not of `expected_run_id`.
     """
     return read_manifest(wire, source, expected_run_id).build()
 
@@ -108,6 +111,8 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
         raise ManifestError(f"the manifest from {source} is incomplete or too large")
     try:
         content = load_json(data, max_elements=_MAX_ELEMENTS)
+        if "protocol" in content:  # not in those of version 1, whose runs go on
+            check_version(content["protocol"], "its founder")
         if content["format"] != FORMAT:
             raise ManifestError(
                 f"the run's manifest has format {content['format']!r:.20}; "
@@ -120,7 +125,9 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
         run_id = run_id_of(run["name"], data)
     except ConfigError as exc:
         raise _unusable(source, exc) from exc
-    except (ProtocolError, ValueError, KeyError, TypeError, RecursionError) as exc:
+    except ProtocolError as exc:
+        raise _unusable(source, exc.detail) from exc
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _malformed(source) from exc
     if expected_run_id is not None and run_id != expected_run_id:
         raise ManifestError(
@@ -130,7 +137,7 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     return RawManifest(run_id, run, layout_digest, founder, data, signature, source)
 
 
-def _unusable(source: str, reason: ConfigError) -> ManifestError:
+def _unusable(source: str, reason: object) -> ManifestError:
     return ManifestError(f"the manifest from {source} cannot be used: {reason}")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 
 from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.log import LEVELS
 from spes_swarm.base.strict import Pattern, Range, Section, read_section
 from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
 
@@ -28,8 +29,8 @@ class PeerConfig(Section):
     precision: Annotated[str, Pattern(r"auto|fp32|bf16", "auto, fp32 or bf16")] = "auto"  # auto: bf16 on a GPU
     # How experts of other peers are stored; auto: as the precision of this device. All but fp32 round.
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
-    # Where they are: on the device, in host memory (beside a GPU), in files of output_dir, or divided among the ranks.
-    foreign_storage: Annotated[str, Pattern(r"device|host|disk|ranks", "device, host, disk or ranks")] = "device"
+    # Where they are: on the device, in host memory (beside a GPU), or in files of output_dir.
+    foreign_storage: Annotated[str, Pattern(r"device|host|disk", "device, host or disk")] = "device"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
@@ -54,6 +55,7 @@ class PeerConfig(Section):
     # of the time; 0 = after every round, even if training must wait for the disk.
     checkpoint_minutes: NotNegative = 20.0
     keep_checkpoints: Count = 2  # how many of the newest checkpoints are kept
+    profile_steps: Annotated[int, Range(1, 1000)] | None = None  # steps recorded for OUTPUT_DIR/trace.json.gz
     bootstrap_timeout_s: Positive = 60.0  # how long to try to reach an initial peer
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = None  # public
     upload_mbps: Positive | None = None  # declared upload bandwidth in Mbit/s; None = not declared
@@ -64,6 +66,7 @@ class PeerConfig(Section):
     publish_keep: Count | None = None  # how many of the newest published rounds keep their tag; None = all
     from_hub: Text | None = None  # resume a run from its publication: USER/REPO[@REVISION] or file:DIRECTORY
     log: Annotated[str, Pattern(r"tensorboard|wandb|trackio", "tensorboard, wandb or trackio")] | None = None  # tracker
+    log_level: Annotated[str, Pattern("|".join(LEVELS), "debug, info, warning or error")] = "info"  # of log.txt
 
     def _check(self) -> None:
         if self.client_mode and self.assume_reachable:

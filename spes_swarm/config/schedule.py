@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig, TrainingConfig
+from spes_swarm.metrics import events
 
 
 def learning_rate(step: float, training: TrainingConfig) -> float:
@@ -43,18 +44,19 @@ class ScheduleEnd:
         """Returns True if the run is over once this round is committed."""
         return self.last_round is not None and round_number >= self.last_round
 
-    def tell_if_reached(self, round_number: int, write: Callable[..., None], say: Callable[[str], None]) -> None:
+    def tell_if_reached(
+        self, round_number: int, write: Callable[[events.Event], None], say: Callable[[str], None]
+    ) -> None:
         """Reports the end of the schedule once, and what the user can do then."""
         if self._reported or round_number < self.round:
             return
         self._reported = True
         training = self._training
+        steps = self._clock.step_of(round_number)
         write(
-            "schedule_end",
-            round=round_number,
-            steps=self._clock.step_of(round_number),
-            total_steps=training.total_steps,
-            at_end=training.at_end,
+            events.ScheduleEnd(
+                round=round_number, steps=steps, total_steps=training.total_steps, at_end=training.at_end
+            )
         )
         if self.last_round is not None:
             say(f"the schedule is over: {self._steps_done}; the run ends with round {round_number}")

@@ -292,8 +292,8 @@ def _tokenize_in_order(
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Blocks SIGINT, permanently in workers started here: Ctrl-C reaches the whole group, and the parent handles it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Blocks a terminal's signals, permanently in workers started here: all get them, and the parent handles them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

@@ -78,11 +78,7 @@ class ForeignExperts(Protocol):
     """The experts that are not held; `model/foreign` decides where they are stored."""
 
     def fetch(self) -> ExpertWeights:
-        """Returns them where a pass can use them.
-
-        Called exactly once in each forward and backward pass of the layer, whatever the routing: ranks that share the
-        experts must all make the same calls.
-        """
+        """Returns them where a pass can use them; called once in each forward and backward pass of the layer."""
 
 
 @dataclass(frozen=True)

@@ -173,10 +173,7 @@ class SparseExperts(nn.Module):
         return frozen
 
     def read(self, projection: str, expert: int) -> Tensor:
-        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached.
-
-        For an expert that ranks share, the rows of other ranks are zeros.
-        """
+        """Returns one expert's `gate_up_proj` (2F, D) or `down_proj` (D, F), detached."""
         if expert in self.held:
             parameter: Tensor = getattr(self, projection)
             return parameter.detach()[self.held.index(expert)]
@@ -188,13 +185,10 @@ class SparseExperts(nn.Module):
             parameter: Tensor = getattr(self, projection)
             parameter.detach()[self.held.index(expert)].copy_(matrix)
         else:
-            frozen, index = self._frozen(projection), self.others.index(expert)
-            self._storage.written(frozen, index, frozen.write(index, matrix))
+            self._frozen(projection).write(self.others.index(expert), matrix)
 
     def hold(self, held: Sequence[int]) -> None:
         """Changes which experts are held; all keep their values, rounded if they have ever been in a frozen stack.
-
-        If ranks share the others, a newly held expert must be written before it is used.
 
         The parameters become new objects without gradients. If `held` is unchanged, nothing happens.
 
@@ -204,7 +198,7 @@ class SparseExperts(nn.Module):
         held = check_held(held, self.num_experts)
         if held == self.held:
             return
-        self._storage.before_hold()
+        self._storage.before_write()
         current = {
             projection: [self.read(projection, expert) for expert in range(self.num_experts)]
             for projection in PROJECTIONS

@@ -23,7 +23,6 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.model_settings import config_from_settings, refusals
 from spes_swarm.model.experts import PROJECTIONS, SparseExperts, check_held, check_supported, is_experts_module
-from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.kernels import load_kernel
 from spes_swarm.model.norm import replace_norms
@@ -231,12 +230,10 @@ class SparseModel:
         """Copies the live weights of a block into `out_N`: fp32, of the block's size; it may be strided.
 
         Raises:
-            ValueError: `out_N` has the wrong size or dtype, or is read-only, or ranks share this block's expert.
+            ValueError: `out_N` has the wrong size or dtype, or is read-only.
         """
         block = self.layout.blocks[block_index]
         _check_array(out_N, block.size)
-        if self.shares_foreign and block not in self.layout.trained_blocks(self.held):
-            raise ValueError("this rank stores only a share of an expert that others train; read the reference")
         if not out_N.flags.writeable:
             raise ValueError("out_N is read-only")
         for slot in block.slots:
@@ -267,11 +264,6 @@ class SparseModel:
     def layer_names(self) -> tuple[str, ...]:
         """The names of the experts modules, in the order of their layers."""
         return tuple(self._experts)
-
-    @property
-    def shares_foreign(self) -> bool:
-        """True if the ranks of the peer share the experts that others train."""
-        return isinstance(self.foreign_storage, SharedStorage)
 
     # Training
 

@@ -7,9 +7,7 @@ them. See options.py for the options, and state.py for what is shown.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -18,8 +16,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from spes_swarm.base.arguments import end_program, show_any_text
+from spes_swarm.base.arguments import end_program, show_any_text, stop_signals
 from spes_swarm.base.errors import NetworkProcessError, UserError
+from spes_swarm.base.log import divert
 from spes_swarm.base.wording import plural
 
 if TYPE_CHECKING:
@@ -60,10 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def _until_stopped(work: Coroutine[Any, Any, None]) -> int:
-    """Runs `work` until it is done or SIGINT or SIGTERM arrives; returns the exit code."""
+    """Runs `work` until it is done or is told to stop; returns the exit code."""
     task = asyncio.create_task(work)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         loop.add_signal_handler(number, task.cancel)
     try:
         await task
@@ -112,7 +111,7 @@ async def _watch(options: Options) -> None:
         from spes_swarm.protocol.members.identity import Identity
         from spes_swarm.storage.run_directory import locked_identity
 
-        logging.getLogger("hivemind").setLevel(logging.ERROR)
+        divert("hivemind")
         identity_path = options.identity
         if identity_path is None:
             identity_path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-monitor-"))) / "key"

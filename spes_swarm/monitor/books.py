@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING, Any, Final
 
-from spes_swarm.monitor.state import MAX_COUNT, Fault, HistoryPoint
-from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.monitor.state import Fault, HistoryPoint
+from spes_swarm.protocol.members.round_metrics import MAX_COUNT, RoundFigures, metrics_of
 
 if TYPE_CHECKING:
     from spes_swarm.protocol.members.records import Progress
@@ -36,18 +36,6 @@ def clamped(value: float | None) -> float | None:
     return value if value is None else count(value) if isinstance(value, int) else bounded(value)
 
 
-def metrics_of_record(
-    record: Progress, before: Mapping[str, float | None], *, same_round: bool
-) -> dict[str, float | None]:
-    """The round metrics of a record; those that it does not report are carried over from the same peer's last ones."""
-    values: dict[str, float | None] = {}
-    for name, metric in metrics_of(RoundMetrics).items():
-        reported = clamped(getattr(record, name))
-        missing = getattr(record, metric.measured_with or name) is None
-        values[name] = before.get(name, reported) if missing and (same_round or metric.kept) else reported
-    return values
-
-
 def superfluous(rounds: Collection[int]) -> list[int]:
     """Rounds to drop from a history that is too long: every second one of its older half."""
     ordered = sorted(rounds)
@@ -70,9 +58,8 @@ class Known:
 class RoundBook:
     """The peers' reports of one round.
 
-    A peer's progress record may pass over a round, and come before its losses: which figures a monitor finds there
-    depends on when it reads. Its record of rounds has all of them, and they do not change, so once each member's are
-    there, all monitors show the same values. Progress counts only for older peers, which write no such record.
+    A peer's record of rounds has them all, and their figures do not change: once each member's are there, all monitors
+    show the same values.
     """
 
     def __init__(self, number: int, now: float) -> None:
@@ -80,25 +67,15 @@ class RoundBook:
         self.first_seen = now
         self.is_written = False  # to the history
         self.tokens: int | None = None  # what all peers had trained on by then; None: not recorded yet
+        self.reports: dict[str, RoundFigures] = {}  # by peer
         self._digests: dict[str, bytes] = {}
         self._experts: dict[str, frozenset[int]] = {}
-        self._figures: dict[str, Mapping[str, float | None]] = {}  # by peer
-        self._reports: dict[str, RoundFigures] = {}  # the final ones, by peer
 
-    def enter(self, peer_id: str, progress: Progress, *, reports: bool) -> None:
-        """Records a peer's newest progress in this round; `reports` says whether it writes a record of rounds."""
+    def enter(self, peer_id: str, progress: Progress) -> None:
+        """Records a peer's newest progress in this round."""
         self._digests[peer_id] = progress.digest
         # A leaving peer reports no experts, but has trained those that it reported before.
         self._experts[peer_id] = frozenset(progress.experts) or self._experts.get(peer_id, frozenset())
-        if not reports:
-            metrics = metrics_of_record(progress, self._figures.get(peer_id, {}), same_round=True)
-            others = {name: clamped(getattr(progress, name)) for name in _REPORTED - metrics.keys()}
-            self._figures[peer_id] = {**metrics, **others}
-
-    def report(self, peer_id: str, figures: RoundFigures) -> None:
-        """Records a peer's final report."""
-        self._reports[peer_id] = figures
-        self._figures[peer_id] = {name: clamped(getattr(figures, name)) for name in _REPORTED}
 
     @property
     def consensus(self) -> str | None:
@@ -108,27 +85,23 @@ class RoundBook:
             return None
         return min(votes, key=lambda digest: (-votes[digest], digest)).hex()
 
-    def has_losses_of(self, peer_id: str) -> bool:
-        """Returns True if a peer has reported its losses."""
-        return peer_id in self._reports or self._figures.get(peer_id, {}).get("train_loss") is not None
-
     def is_complete(self, num_present: int, num_ended: int = 0) -> bool:
         """Returns True if all members of the commit have reported it, and as many as most of the present peers.
 
         `num_ended` is the number of members that may be missing, since their reports ended before this round.
         """
-        members = [report.peers for report in self._reports.values() if report.peers]
-        num_reports = len(self._reports)
+        members = [report.peers for report in self.reports.values() if report.peers]
+        num_reports = len(self.reports)
         return bool(members) and num_reports + num_ended >= median_high(members) and num_reports > num_present // 2
 
     def point(self, num_experts: int, now: float) -> HistoryPoint:
         """The round as a point of the history."""
-        figures, reports = list(self._figures.values()), list(self._reports.values())
+        reports = list(self.reports.values())
         combined: dict[str, Any] = {}
         for name, metric in metrics_of(HistoryPoint).items():
             if metric.over_peers is not None:
-                values = [known for of in figures if (known := of.get(metric.reported_as or name)) is not None]
-                combined[name] = clamped(metric.over_peers(values))
+                reported = (clamped(getattr(report, metric.reported_as or name)) for report in reports)
+                combined[name] = clamped(metric.over_peers([value for value in reported if value is not None]))
         covered = {expert for experts in self._experts.values() for expert in experts if expert < num_experts}
         times = [report.time for report in reports if report.time]
         tokens = [report.swarm_tokens for report in reports if report.swarm_tokens]
@@ -137,13 +110,7 @@ class RoundBook:
             round=count(self.number),
             time=min(median_low(times), now) if times else self.first_seen,
             tokens=count(median_low(tokens)) if tokens else self.tokens or 0,
-            peers=len(figures),
+            peers=len(reports),
             experts_covered=min(median_low(experts), num_experts) if experts else len(covered),
             **combined,
         )
-
-
-# What a point takes from each peer.
-_REPORTED: Final = {
-    metric.reported_as or name for name, metric in metrics_of(HistoryPoint).items() if metric.over_peers is not None
-}

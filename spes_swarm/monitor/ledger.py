@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median, median_high
 from typing import Any, Final
 
@@ -24,7 +24,6 @@ from spes_swarm.monitor.books import (
     bounded,
     clamped,
     count,
-    metrics_of_record,
     superfluous,
 )
 from spes_swarm.monitor.state import (
@@ -54,8 +53,6 @@ _FAULT_AGE_S: Final = 24 * 3600.0
 # Departed peers whose newest record is remembered, so that a replay of it is not taken for a new one.
 _MAX_GONE: Final = 20_000
 MAX_POINTS: Final = 20_000
-# Metrics of a peer that its records contain.
-_CLAIMED: Final = metrics_of(PeerState).keys() & Progress.model_fields.keys()
 
 
 @dataclass
@@ -65,7 +62,6 @@ class _Sighting:
     progress: Progress
     name: str
     seen_at: float  # monotonic clock; when this version was written, as estimated
-    metrics: dict[str, float | None]  # of its last round; those that are kept, of the last one that it measured
 
     @property
     def is_active(self) -> bool:
@@ -145,16 +141,14 @@ class Ledger:
         # Its expiration gives its age, at most the time since the last read, which would have found an older one.
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
-        same_round = known is not None and known.progress.round == record.round
         self._peers[peer_id] = _Sighting(
             progress=record,
             name=clean_name(record.name),
             seen_at=at - age_s,
-            metrics=metrics_of_record(record, known.metrics if known is not None else {}, same_round=same_round),
         )
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
-        self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), count(record.total_tokens))
+        self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), record.metrics.total_tokens)
         for note in record.faults:
             if now - note.at < _FAULT_AGE_S:
                 self._faults[Fault(time=min(note.at, now), peer_id=peer_id, kind=note.kind)] = None
@@ -188,7 +182,7 @@ class Ledger:
             if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
             book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
-            book.enter(peer_id, progress, reports=peer_id in self._reports)
+            book.enter(peer_id, progress)
             if progress.round <= self.round:
                 for expert in progress.experts:
                     if expert < self.run.num_experts:
@@ -196,7 +190,7 @@ class Ledger:
         for peer_id, (_, reports) in self._reports.items():
             for figures in reports:
                 if abs(figures.round - self.round) <= _WINDOW or figures.round in self._books:
-                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).report(peer_id, figures)
+                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).reports[peer_id] = figures
         for number in sorted(self._books):
             book = self._books[number]
             if 0 < number <= self.round:
@@ -246,7 +240,7 @@ class Ledger:
     def _may_report(self, book: RoundBook, peer_id: str, seen: _Sighting, at: float, is_old: bool) -> bool:
         """Returns True if a present peer may still report a round: it has not got that far, or still evaluates."""
         behind = is_old and self.round - seen.progress.round >= _LATE_ROUNDS
-        if book.has_losses_of(peer_id) or behind or seen.age_s(at) > self.progress_ttl_s / 2:
+        if peer_id in book.reports or behind or seen.age_s(at) > self.progress_ttl_s / 2:
             return False
         if not seen.is_active and (seen.progress.state != "leaving" or seen.progress.round < book.number):
             return False
@@ -341,9 +335,9 @@ class Ledger:
         progress = seen.progress
         digest = progress.digest.hex()
         age_s = seen.age_s(at)
-        claimed: dict[str, Any] = {
-            name: clamped(value) for name in _CLAIMED if isinstance(value := getattr(progress, name), int | float)
-        }
+        reports = self._reports[peer_id][1] if peer_id in self._reports else []
+        newest: dict[str, Any] = newest_metrics(reports) | asdict(progress.metrics)
+        metrics: dict[str, Any] = {name: clamped(newest[name]) for name in newest.keys() & metrics_of(PeerState).keys()}
         return PeerState(
             peer_id=peer_id,
             short_id=short_id(peer_id),
@@ -351,11 +345,13 @@ class Ledger:
             state=self._activity(progress, age_s),
             reachable=progress.reachable,
             experts=tuple(e for e in progress.experts if e < self.run.num_experts),
+            round=count(progress.round),
+            tokens_per_second=bounded(progress.tokens_per_second),
             age_s=age_s,
             digest=digest,
             # There are no votes on rounds far from the swarm's; a joining peer has no reference to compare yet.
             agrees=not seen.is_active or votes.get(progress.round) in (None, digest),
-            **{**claimed, **seen.metrics},
+            **metrics,
         )
 
     def _activity(self, progress: Progress, age_s: float) -> PeerActivity:
@@ -415,7 +411,7 @@ class Ledger:
         num_experts = self.run.num_experts
         active = [s.progress for s in self._peers.values() if s.is_active]
         reported = [p.expert_loads for p in active if len(p.expert_loads) == num_experts]
-        claims = [p.dead for p in active if p.dead_experts is not None]
+        claims = [p.dead for p in active if p.dead is not None]
         dead_in: dict[int, list[int]] = {}
         for pair in dead_by_majority(count_claims(claims), len(claims)):
             dead_in.setdefault(pair % num_experts, []).append(pair // num_experts)

@@ -19,18 +19,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.base.decoding import first_complaint
 from spes_swarm.base.names import FAULT_KIND, MAX_NAME_CHARS
-from spes_swarm.protocol.members.round_metrics import Metric, NotNegative, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import Count, Metric, NotNegative, PeerMetrics, RoundMetrics, metrics_of
 
 SCHEMA_VERSION: Final = 1
-# The largest exact integer of JavaScript; larger claims of peers are clamped to it.
-MAX_COUNT = (1 << 53) - 1
 SHORT_ID_CHARS = 8
 
 PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "left", "late"]
 Status = Literal["live", "no_peers", "replay"]
-RefusalKind = Literal["far_future", "forged", "malformed", "oversized", "replayed"]
+RefusalKind = Literal["far_future", "forged", "malformed", "other_version", "oversized", "replayed"]
 
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 _Positive = Annotated[int, Field(ge=1)]
 _PeerId = Annotated[str, Field(pattern="^[1-9A-HJ-NP-Za-km-z]{1,64}$")]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hex
@@ -61,7 +58,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PeerState(RoundMetrics):
+class PeerState(RoundMetrics, PeerMetrics):
     """One peer with an unexpired record; `left` for those that have announced that they are gone."""
 
     peer_id: _PeerId
@@ -71,13 +68,7 @@ class PeerState(RoundMetrics):
     reachable: Annotated[bool, Field(description="whether others can open connections to it")]
     experts: Annotated[tuple[Count, ...], Metric("experts that the peer trains now", gauge="experts")]
     round: Annotated[Count, Metric("last round that the peer has committed", gauge="round")]
-    step: Annotated[Count, Metric("local steps of the peer so far")]
     tokens_per_second: Annotated[NotNegative, Metric("training speed of the peer", gauge="tokens_per_second")]
-    loss: Annotated[NotNegative | None, Metric("loss of the peer's last local step", gauge="loss")] = None
-    total_tokens: Annotated[Count, Metric("tokens that the peer has trained on in this run")]
-    bytes_sent: Annotated[Count, Metric("payload that the peer sent in its last round", gauge="bytes_sent")]
-    bytes_received: Annotated[Count, Metric("payload that the peer received in its last round", gauge="bytes_received")]
-    round_seconds: Annotated[NotNegative, Metric("how long the peer's last round took", gauge="round_seconds")]
     age_s: Annotated[NotNegative, Metric("seconds since the peer's last record", gauge="record_age_seconds")]
     digest: Annotated[_Digest, Field(description="of its whole reference")]
     agrees: Annotated[
@@ -221,7 +212,7 @@ class HistoryPoint(RoundMetrics):
         return dataclasses.asdict(self)
 
 
-def newest_metrics(history: Sequence[HistoryPoint]) -> dict[str, Any]:
+def newest_metrics(history: Sequence[RoundMetrics]) -> dict[str, Any]:
     """Each round metric as of the newest round that has it, and the rounds of the losses.
 
     An error is of the same round as its loss.

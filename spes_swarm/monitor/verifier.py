@@ -22,6 +22,7 @@ _REFUSALS: Final[dict[str, RefusalKind]] = {
     "subkey": "forged",  # a plain value, which would replace the records of all peers
     "expiration": "replayed",  # expires later than its writer has signed
     "lifetime": "far_future",
+    "version": "other_version",
     "oversized": "oversized",
     "malformed": "malformed",
     "schema": "malformed",

@@ -22,7 +22,7 @@ from spes_swarm.protocol.members.records import (
     Record,
     Volunteer,
 )
-from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import PeerMetrics, RoundFigures, telemetry_of
 from spes_swarm.protocol.members.twin import TwinWatch
 
 # A record of rounds is written this long after the last one, or sooner when rounds are so short that it would soon pass
@@ -144,10 +144,9 @@ class Announcer:
                 await self._store("progress", self._progress(self.presence))
 
     def _progress(self, presence: Presence) -> Progress:
-        # A commit is announced at once, before the trainer has its losses.
-        losses = presence.losses if presence.losses and presence.losses.round == self._reference.round else None
         expires = self._next_expiration("progress", self._config.progress_ttl_s)
         self.twins.wrote(expires, self.now())
+        routing = presence.routing
         return Progress(
             expires=expires,
             name=presence.name,
@@ -155,25 +154,26 @@ class Announcer:
             reachable=self.reachable(),
             round=self._reference.round,
             digest=self._reference.digest,
-            step=presence.step,
             tokens=presence.tokens,
             tokens_per_step=presence.tokens_per_step,
             tokens_per_second=presence.tokens_per_second,
-            loss=presence.loss,
             experts=list(presence.experts),
-            round_seconds=self.round_seconds,
-            bytes_sent=self.traffic[0],
-            bytes_received=self.traffic[1],
-            in_round=self.in_round,
-            data=list(presence.data),
-            total_tokens=presence.total_tokens,
             swarm_tokens=self.run_state.swarm_tokens.published_count,
+            data=list(presence.data),
+            dead=list(routing.dead) if routing.num_dead is not None else None,
+            in_round=self.in_round,
+            expert_loads=routing.loads,
             faults=self.faults.notes(),
-            expert_loads=presence.routing.loads,
-            dead=list(presence.routing.dead),
-            # This one outlives its round: others would count this peer as healthy until the next losses are known.
-            **({name: getattr(losses, name) for name in metrics_of(RoundMetrics)} if losses else {})
-            | {"dead_experts": presence.routing.num_dead},
+            telemetry=telemetry_of(
+                PeerMetrics(
+                    step=presence.step,
+                    loss=presence.loss,
+                    total_tokens=presence.total_tokens,
+                    bytes_sent=self.traffic[0],
+                    bytes_received=self.traffic[1],
+                    round_seconds=self.round_seconds,
+                )
+            ),
         )
 
     async def _volunteer(self) -> None:
@@ -229,5 +229,5 @@ class Announcer:
             stored, reason = False, str(exc)
         else:
             reason = "no DHT node accepted the record"
-        if not stored and kind != "rounds":  # which older peers refuse
+        if not stored:
             self.on_fault(self.run_state.identity.peer_id, ProtocolError("dht", reason))

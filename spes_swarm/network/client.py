@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.metrics import events
 from spes_swarm.network.process import run_network_process
-from spes_swarm.port.commands import Called, Commands, Event, Notification, Port
+from spes_swarm.port.commands import Called, Commands, Notification, Port
 from spes_swarm.port.messages import Command, Reply, SwarmView
 
 _BEAT_S = 1.0
@@ -37,7 +38,7 @@ class NetworkClient(Port):
     The reader thread calls `on_event` with each event for the metrics.
     """
 
-    def __init__(self, identity_path: Path, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, identity_path: Path, on_event: Callable[[events.Event], None]) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe(duplex=True)
         self._process = context.Process(

@@ -11,30 +11,38 @@ import asyncio
 import gc
 import itertools
 import logging
+import math
 import os
 import select
 import signal
+import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from spes_swarm.base import log
 from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.metrics import events
+from spes_swarm.network.diagnosis import stream_lines, task_lines
 from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors
 from spes_swarm.network.run_services import RunServices
-from spes_swarm.port.commands import Commands, FaultSeen, Notification, ProcessCommands, RunCommands
-from spes_swarm.port.messages import UNKNOWN_REACH, Command, Reach, Reply, RunSettings
+from spes_swarm.port.commands import Commands, Notification, ProcessCommands, RunCommands
+from spes_swarm.port.messages import Command, Reply, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
 _SWEEP_EVERY = 10  # checks of the daemon between two sweeps for sockets of killed peers
 _MAX_FAULTS_PER_PEER = 20  # per round; a hostile peer must not fill the log
+_REPORT_S = 60.0
+_LOGGER = logging.getLogger(__name__)
 
 
 class NetworkProcess(ProcessCommands):
@@ -51,6 +59,7 @@ class NetworkProcess(ProcessCommands):
         self._fault_counts: Counter[str] = Counter()
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._reported_at = -math.inf  # monotonic time
 
     # Plumbing.
 
@@ -58,6 +67,7 @@ class NetworkProcess(ProcessCommands):
         """Executes commands until the trainer sends `stop` or exits."""
         loop = asyncio.get_running_loop()
         report_loop_errors(self._on_loop_error)
+        log.enter_process("network", partial(loop.call_soon_threadsafe, self._write_report, "asked by a signal"))
         incoming: asyncio.Queue[Command | None] = asyncio.Queue()
 
         def read() -> None:
@@ -90,9 +100,12 @@ class NetworkProcess(ProcessCommands):
         try:
             result = await getattr(self._executor(sent.name), sent.name)(*sent.args, **sent.kwargs)
             self._send(Reply(sent.number, result))
-        except Exception as exc:  # every error goes to the caller, which is in the other process
-            # Only our own errors are known to survive pickling; the caller must get an answer in any case.
-            known = exc if isinstance(exc, SwarmError) else NetworkProcessError(f"{sent.name} failed: {exc!r}")
+        except SwarmError as exc:
+            self._send(Reply(sent.number, error=exc))
+        except Exception as exc:  # the caller, which is in the other process, must get an answer in any case
+            _LOGGER.exception("%s failed", sent.name)
+            # Not the error itself: only our own are known to survive pickling.
+            known = NetworkProcessError(f"{sent.name} failed: {exc!r}{log.where_to_read()}")
             self._send(Reply(sent.number, error=known))
 
     def _executor(self, name: str) -> ProcessCommands | RunCommands:
@@ -116,11 +129,22 @@ class NetworkProcess(ProcessCommands):
         """Reports a peer's fault to the trainer's metrics, a limited number of times per peer and round."""
         self._fault_counts[peer_id] += 1
         if self._fault_counts[peer_id] <= _MAX_FAULTS_PER_PEER:
-            self.notify(FaultSeen(error.kind, peer_id, error.detail))
+            _LOGGER.warning("fault of %s: %s", peer_id, error)
+            self.notify(events.Fault(kind=error.kind, peer=peer_id, detail=error.detail))
 
     def on_round_over(self) -> None:
         """Resets the limit on reported faults."""
         self._fault_counts.clear()
+
+    def report(self, why: str) -> None:
+        """See port.commands.Listener; these are long, so one in a while is enough."""
+        if time.monotonic() - self._reported_at > _REPORT_S:
+            self._reported_at = time.monotonic()
+            self._write_report(why)
+
+    def _write_report(self, why: str) -> None:
+        lines = [*(self._run.describe() if self._run is not None else ()), *stream_lines(), *task_lines()]
+        _LOGGER.warning("%s: state of the network process\n%s", why, "\n".join(lines))
 
     # Commands.
 
@@ -144,7 +168,7 @@ class NetworkProcess(ProcessCommands):
             announced=bool(announce_maddrs),
             use_relays=relay,
             notify=self.notify,
-            found=UNKNOWN_REACH if self._connectivity is None else self._connectivity.found,
+            found=events.UNKNOWN_REACH if self._connectivity is None else self._connectivity.found,
         )
         await self._connectivity.start()
         return await self._daemon.maddrs()
@@ -164,7 +188,7 @@ class NetworkProcess(ProcessCommands):
             if look % _SWEEP_EVERY == 0:  # a killed peer cannot clean up; any other peer on this machine does
                 await asyncio.to_thread(remove_stale_sockets)
             await asyncio.sleep(_WATCH_S)
-        self.on_fault(self._identity.peer_id, ProtocolError("daemon", "the P2P daemon (p2pd) has ended"))
+        self.on_fault(self._identity.peer_id, ProtocolError("daemon", await daemon.ending()))
         os._exit(1)
 
     async def bootstrap(self, maddrs: list[str], timeout_s: float) -> list[str]:
@@ -182,7 +206,7 @@ class NetworkProcess(ProcessCommands):
         assert self._rpc is not None
         return await ask_for_tokenizer(self._rpc, peers, digest)
 
-    async def check_reach(self) -> Reach:
+    async def check_reach(self) -> events.Reach:
         """See port.commands.ProcessCommands."""
         assert self._connectivity is not None
         return await self._connectivity.check()
@@ -220,7 +244,6 @@ def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int)
     gc.freeze()
     die_with_parent(trainer_pid)
     os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.getLogger("hivemind").setLevel(logging.ERROR)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     asyncio.run(NetworkProcess(pipe, Identity.load_or_create(identity_path)).serve())

@@ -6,16 +6,19 @@ Shapes: N elements of the flat vector.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
+from spes_swarm.base.log import context, where_to_read
 from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.diagnosis import roster_lines
 from spes_swarm.network.link.clock import steady_clock
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
@@ -56,6 +59,8 @@ _FRESH_S = 0.5  # it does not wait for records if some were read so recently
 _SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
 _BEGIN_S = 10.0  # how long a peer's first round waits for peers that are about to train
+_MAX_CHANGES = 8  # of a claim; 32 peers that start together need at most 5
+_LOGGER = logging.getLogger(__name__)
 _Record = TypeVar("_Record", bound=Record)
 
 
@@ -65,6 +70,7 @@ class RunServices(RunCommands):
     def __init__(self, listener: Listener, daemon: Daemon, rpc: Rpc, identity: Identity, settings: RunSettings) -> None:
         state = self._state = RunState.of(identity, settings)
         run, p2p = state.run, daemon.p2p
+        context.run, context.round = state.run_id, lambda: state.reference.round
         self._listener = listener
         self._daemon = daemon
         rpc.on_contact = state.roster.standing.note_answer
@@ -80,6 +86,7 @@ class RunServices(RunCommands):
         self._round_task: asyncio.Task[Any] | None = None
         self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
         self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
+        self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
         stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
             p2p, rpc, state.run_id, state.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
@@ -142,6 +149,12 @@ class RunServices(RunCommands):
         self.repeat(self._keep_time, 0.0)
         self.repeat(self._reunite, _REFRESH_S)
 
+    def describe(self) -> Iterator[str]:
+        """What the services of the run are doing, in lines for the log."""
+        yield from self._rendezvous.describe()
+        yield from self._exchange.describe()
+        yield from roster_lines(self._state.roster)
+
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
@@ -183,7 +196,9 @@ class RunServices(RunCommands):
                 try:
                     await action()
                 except Exception as exc:  # any error: a peer that stops publishing or reading would split the swarm
-                    self._on_fault(self._state.identity.peer_id, ProtocolError("internal", repr(exc)))
+                    _LOGGER.exception("%s failed", action.__qualname__)
+                    detail = f"{exc!r}{where_to_read()}"
+                    self._on_fault(self._state.identity.peer_id, ProtocolError("internal", detail))
                 await asyncio.sleep(pause_s)
 
         self._tasks.append(asyncio.create_task(run()))
@@ -206,6 +221,7 @@ class RunServices(RunCommands):
         """See RunCommands."""
         report = await self._catching_up.download(if_newer, partial, self._listener.notify)
         if report is not None:
+            _LOGGER.info("fetched the reference: %s", report)
             self._state.roster.standing.follow()
             self._state.swarm_tokens.missed_commits()
             self._announcer.learn_swarm_tokens()
@@ -293,6 +309,7 @@ class RunServices(RunCommands):
     async def view(self) -> SwarmView:
         """See RunCommands."""
         await self.refresh()
+        await self._greetings.first_answers()  # or a peer that leaves now could take itself for the only one
         return self._view()
 
     def _view(self) -> SwarmView:
@@ -345,15 +362,16 @@ class RunServices(RunCommands):
             return experts
         self._state.leases.choose(experts)
         await self._announcer.publish_lease()
-        # Peers that start together make the same choice; look again until the choices have settled.
-        quiet = 0
-        while quiet < 2:
+        # Peers that start together make the same choice; look again until the choices have settled. If others change
+        # theirs again and again, the last one stands, and the next commits resolve what is left.
+        quiet = changes = 0
+        while quiet < 2 and changes < _MAX_CHANGES:
             await asyncio.sleep(_REFRESH_S)
             self._state.leases.update(self._heard_of(await self._records.read("leases", Lease)))
             if self._state.leases.settle():
                 quiet += 1
             else:
-                quiet = 0
+                quiet, changes = 0, changes + 1
                 await self._announcer.publish_lease()
         return self._state.leases.held
 
@@ -396,11 +414,13 @@ class RunServices(RunCommands):
             outcome = await self._hold_round(tokens, routed, leaving)
             self._listener.notify(self._view())  # the trainer's is from before the commit
             return outcome
-        except (RoundError, TransferError):
+        except (RoundError, TransferError) as exc:
             self._faults.note("round")
+            self._listener.report(f"the round has failed: {exc}")
             raise
         except Exception as exc:  # one failed round must not end the session; its work is in the next difference
-            raise RoundError(f"unexpected error: {exc!r}") from exc
+            _LOGGER.exception("the round has failed")
+            raise RoundError(f"unexpected error: {exc!r}{where_to_read()}") from exc
         finally:
             announcement.cancel()
             self._announcer.in_round = False

@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from spes_swarm.base import log
 from spes_swarm.base.address import best_first, tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.wording import said_if_slow
@@ -22,6 +23,7 @@ from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.run_tokenizer import run_tokenizer
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
 from spes_swarm.network.link.daemon import listen_again, with_port
@@ -36,7 +38,7 @@ from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
 from spes_swarm.peer.step_settings import StepSettings, check_tools, replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands, Port
-from spes_swarm.port.messages import Presence, Reach, RunSettings
+from spes_swarm.port.messages import Presence, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
@@ -131,7 +133,7 @@ class Joining:
         if self._ranks is not None:
             self._device = self._ranks.own_device(self._device)
             self._ranks.connect(self._console.say, self._context.stop)
-        self._step = StepSettings.of(self._peer, self._device, self._num_ranks)
+        self._step = StepSettings.of(self._peer, self._device)
         check_tools(self._peer, self._device)  # fails early; the model is built much later
         if self._peer.num_threads is not None:
             torch.set_num_threads(self._peer.num_threads)
@@ -154,9 +156,9 @@ class Joining:
             data=context.data,
         )
         self.manifest = finder.find()
+        log.context.run = self.manifest.run_id
         self._run = self.manifest.run
-        self._source = finder.source
-        self._initial_peers = finder.initial_peers
+        self._source, self._initial_peers = finder.source, finder.initial_peers
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
         self._tokenizer_places = finder.tokenizer_places(self._run)
         if (target := self._peer.publish_to) is not None:
@@ -182,7 +184,7 @@ class Joining:
         if context.run is None:
             self._fits = plan_peer(run, self._peer, self._device, self._num_ranks)
         self._local = context.data.open(run.data, run_tokenizer(run, self._tokenizer_places))
-        context.metrics.write("data", **self._local.to_event())
+        context.metrics.write(self._local.to_event())
         self._sampler = self._local.batches(
             run, peer_id=context.identity.peer_id, seed=context.data.seed, stop=context.stop
         )
@@ -248,7 +250,7 @@ class Joining:
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
         # From here on the peer answers others, so a script that starts a swarm need not wait for its first step.
-        context.metrics.write("listening", run_id=self.manifest.run_id, maddrs=self._maddrs)
+        context.metrics.write(events.Listening(run_id=self.manifest.run_id, maddrs=self._maddrs))
         context.directory.remember(self.manifest)
         context.data.remember(self._local)
         if self._run.training.at_end == "stop" and self._initial_peers:
@@ -302,6 +304,7 @@ class Joining:
                 checkpoint_minutes=peer.checkpoint_minutes,
                 keep_checkpoints=peer.keep_checkpoints,
                 max_rounds=peer.max_rounds,
+                profile_steps=peer.profile_steps,
                 stop=context.stop,
                 status=context.status,
                 say=self._console.say,
@@ -319,7 +322,7 @@ class Joining:
         order = replica_of(self._run, self._peer, self._device, self._held, at_a_time, self._step)
         if self._ranks is not None:
             self._ranks.send_order(order)
-        return order.build(self._device, self._ranks)
+        return order.build(self._device)
 
     def _wait_for_peers(self) -> None:
         """Waits until as many peers are ready as the user wants."""
@@ -357,21 +360,21 @@ class Joining:
             await_training(lambda: self._ask(Commands.view, COMMAND_TIMEOUT_S), others, self._context.stop)
 
     def _tell_joined(self) -> None:
-        held, metrics = list(self._held), self._context.metrics
+        held, metrics = self._held, self._context.metrics
         self.joined = True
-        metrics.write("lease", gained=held, lost=[])
+        metrics.write(events.Lease(gained=held, lost=()))
         metrics.write(
-            "join",
-            run_id=self.manifest.run_id,
-            maddrs=self._maddrs,
-            experts=held,
-            round=self._table.round,
-            seconds=time.monotonic() - self._context.started,
-            ranks=self._num_ranks,
-            kernel=self._peer.kernel,
+            events.Join(
+                run_id=self.manifest.run_id,
+                maddrs=self._maddrs,
+                experts=held,
+                round=self._table.round,
+                seconds=time.monotonic() - self._context.started,
+                ranks=self._num_ranks,
+                kernel=self._peer.kernel,
+            )
         )
-        text = f"training experts {experts_text(self._held)} from round {self._table.round}; Ctrl-C leaves the swarm"
-        self._console.say(text)
+        self._console.say(f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves")
 
     # What the steps share.
 
@@ -440,15 +443,13 @@ class Joining:
                 timeout_s=peer.bootstrap_timeout_s,
             )
 
-    def _check_reach(self) -> Reach:
+    def _check_reach(self) -> events.Reach:
         """Finds out whether others can open connections to this peer, unless the user has declared it."""
-        if self._peer.client_mode:
-            reach = Reach(False, None, ())
-        elif self._peer.assume_reachable:
-            reach = Reach(True, None, ())
+        if self._peer.client_mode or self._peer.assume_reachable:
+            reach = events.Reach(reachable=not self._peer.client_mode)
         else:
             reach = self._ask(Commands.check_reach, COMMAND_TIMEOUT_S)
-        self._context.metrics.write(reach.metric, **asdict(reach))
+        self._context.metrics.write(reach)
         for line in reach.describe():
             self._console.say(line)
         return reach

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -32,6 +31,7 @@ from spes_swarm.data.streaming.preparing import Preparing
 from spes_swarm.data.streaming.stream_sampler import StreamSampler
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import Tokenizer
+from spes_swarm.metrics import events
 
 _EVALUATION_BATCH = 8  # sequences
 
@@ -76,10 +76,11 @@ class LocalData:
         """Number of shards in the whole data, of which this peer may have a subset."""
         return sum(part.shards[1] for _, part in self.parts)
 
-    def to_event(self) -> dict[str, Any]:
-        """Returns the fields of the `data` event, without paths, since trackers get it too."""
-        shards = {"shards": sum(part.shards[0] for _, part in self.parts), "shards_total": self.num_shards}
-        return {**self.described.to_dict(), **shards, "differs": self.differs}
+    def to_event(self) -> events.Data:
+        """Returns the `data` event."""
+        shards = sum(part.shards[0] for _, part in self.parts)
+        described = self.described.to_dict()
+        return events.Data(**described, shards=shards, shards_total=self.num_shards, differs=self.differs)
 
     def batches(self, run: RunConfig, *, peer_id: str, seed: int | None, stop: threading.Event) -> BatchSource:
         """Returns this peer's batches.

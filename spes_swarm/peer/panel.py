@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -17,38 +16,27 @@ from rich.text import Text
 
 from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.wording import loss_with_error, plural, ranges
+from spes_swarm.peer.output import lasting
 from spes_swarm.training.setup import TrainingStatus
 
+_LOGGER = logging.getLogger(__name__)
 _REFRESH_S = 0.5
 _MAX_FAULT_CHARS = 200
 
 
-class _Console(Console):
-    """A console that a peer outlives: its reader may end (`| head -1`), and a file's disk may be full."""
-
-    def _check_buffer(self) -> None:
-        try:
-            super()._check_buffer()
-        except OSError:
-            self.on_broken_pipe()
-
-    def on_broken_pipe(self) -> None:
-        """Drops this and all later output; rich would end the process."""
-        self.quiet = True
-        print("join: standard output cannot be written; training goes on, see metrics.jsonl", file=sys.stderr)
-        with suppress(OSError):  # Python writes what it has buffered when it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 class PeerConsole:
-    """Writes to standard output, unless it is quiet. Text from other peers is never interpreted as markup."""
+    """Writes to standard output, unless it is quiet, and outlives it.
+
+    Text from other peers is never interpreted as markup.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
         show_any_text()
-        self._console = _Console(highlight=False, soft_wrap=True, quiet=quiet)
+        self._console = Console(file=lasting(sys.stdout), highlight=False, soft_wrap=True, quiet=quiet)
 
     def say(self, text: str) -> None:
-        """Prints one plain line."""
+        """Prints one plain line, which also goes to the log."""
+        _LOGGER.info("%s", text)
         self._console.print(text, markup=False)
 
     def command(self, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -167,6 +168,8 @@ class RunFinder:
             if not self.peer.client_mode:
                 self.console.say("no peer of the last session answers: this peer starts alone, and others can join it")
             return []
+        with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded
+            self.ask(Commands.fetch_manifest, COMMAND_TIMEOUT_S, peers=self._connected, run_id=None, timeout_s=0.0)
         return known
 
     def _found(self) -> Manifest:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from spes_swarm.base import log
 from spes_swarm.base.address import without_own
-from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.metrics import events
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import draft_request
 from spes_swarm.peer.joining import Joining, SessionContext
@@ -22,8 +26,6 @@ from spes_swarm.peer.panel import PeerConsole, interpreter
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.stop_signals import StopSignals
-from spes_swarm.port.commands import Event, FaultSeen
-from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.twin import TWIN
 from spes_swarm.protocol.rounds.track_record import STANDSTILL
@@ -36,6 +38,7 @@ from spes_swarm.training.ranks.placement import Placement
 from spes_swarm.training.setup import TrainingStatus
 from spes_swarm.training.trainer import Trainer
 
+_LOGGER = logging.getLogger(__name__)
 _SAY_PROGRESS_S = 5.0
 
 
@@ -111,8 +114,9 @@ class Session:
         Forks the network process, which dies with the calling thread. Call it before CUDA is initialised.
 
         Args:
-            handle_signals: the first SIGINT or SIGTERM calls `stop`, a second SIGINT raises KeyboardInterrupt; needs
-                the main thread. By default the caller's handlers remain, and Ctrl-C keeps only the last checkpoint.
+            handle_signals: the first SIGINT, SIGTERM or SIGHUP (unless it is ignored) calls `stop`, a second SIGINT
+                raises KeyboardInterrupt; needs the main thread. By default the caller's handlers remain, and Ctrl-C
+                keeps only the last checkpoint.
 
         Raises:
             UserError: an error that the user can fix.
@@ -148,14 +152,25 @@ class Session:
         stack.enter_context(directory.held(identity_path))
         identity = Identity.load_or_create(identity_path.absolute())
         stack.enter_context(locked_identity(identity_path, identity.peer_id))
+        stack.enter_context(log.writing(directory.log, peer.log_level, "trainer"))
+        log.context.peer = identity.peer_id[-8:]
         peer = replace(peer, initial_peers=tuple(without_own(peer.initial_peers, identity.peer_id)))
         metrics = open_metrics(directory.metrics, identity.peer_id, peer.log, peer.name or "")
         stack.callback(metrics.close)
         status = TrainingStatus()
+
+        def report(line: str, dropping: bool) -> None:
+            self._console.say(line)
+            if dropping:
+                status.note_fault("metrics", line)
+
+        metrics.report = report
         ranks = None
         if self._placement is not None:
             ranks = stack.enter_context(RankGroup(self._placement))
         network = NetworkClient(identity.path, self._listener(metrics, status))
+        log.context.round = lambda: status.round
+        log.context.report = lambda: _report(status, network)
         context = SessionContext(
             peer=peer,
             run=self._run,
@@ -176,20 +191,18 @@ class Session:
         stack.callback(network.stop)
         return context, joining
 
-    def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[Event], None]:
+    def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[events.Event], None]:
         """Returns the callback for events of the network process; it runs in the reader's thread."""
         said_at = time.monotonic()
 
-        def listen(event: Event) -> None:
+        def listen(event: events.Event) -> None:
             nonlocal said_at
-            # On a full disk the trainer's own next event fails as well, and ends the session.
-            with suppress(UserError):
-                metrics.write(event.metric, **asdict(event))
-            if isinstance(event, FaultSeen):
+            metrics.write(event)
+            if isinstance(event, events.Fault):
                 status.note_fault(event.kind, event.detail)
                 if event.kind in (TWIN, STANDSTILL):
                     self._console.say(event.detail)
-            elif isinstance(event, SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
+            elif isinstance(event, events.SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
                 said_at = time.monotonic()
                 self._console.say(
                     f"fetched {event.done_bytes / event.total_bytes:.0%}: {event.done_bytes / 1e6:.1f} of "
@@ -211,7 +224,13 @@ class Session:
         )
 
 
+def _report(status: TrainingStatus, network: NetworkClient) -> None:
+    """Writes to the log what the trainer is doing, and has the network process do the same."""
+    _LOGGER.warning("asked by a signal: the trainer is %s; network process %d", status, network.pid)
+    with suppress(OSError):  # it has ended
+        os.kill(network.pid, signal.SIGUSR1)
+
+
 def _record_leave(context: SessionContext, joining: Joining) -> None:
-    with suppress(UserError):  # on a full disk; the error that ended the session matters more
-        if joining.joined:
-            context.metrics.write("leave", round=context.status.round)
+    if joining.joined:
+        context.metrics.write(events.Leave(round=context.status.round))

@@ -29,6 +29,7 @@ from spes_swarm.base.errors import (
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.metrics import events
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import build_model, flat_from_model
 from spes_swarm.network.transfer.partial_reference import PartialReference
@@ -111,7 +112,7 @@ class StartingPoint:
         self._lost_checkpoints = bool(complaints) and checkpoint is None
         for complaint in complaints:
             self.console.say(f"skipping a checkpoint: {complaint}")
-            self.metrics.write("fault", kind="checkpoint", peer=self.identity.peer_id, detail=complaint)
+            self.metrics.write(events.Fault(kind="checkpoint", peer=self.identity.peer_id, detail=complaint))
         if checkpoint is not None:
             self.console.say(f"checkpoint of round {checkpoint.meta.round} found")
         return checkpoint
@@ -124,7 +125,7 @@ class StartingPoint:
         except PublicationError as exc:
             raise PublicationError(f"{exc}; {another_revision(self.peer.from_hub)}") from exc
         seconds = time.monotonic() - started
-        self.metrics.write("from_hub", round=loaded.round, digest=loaded.digest, seconds=seconds)
+        self.metrics.write(events.FromHub(round=loaded.round, digest=loaded.digest, seconds=seconds))
         self.console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
         return _Filled(
             round=loaded.round,
@@ -180,8 +181,8 @@ class StartingPoint:
         seconds = time.monotonic() - started
         if problem is not None:
             self.console.say(f"fetching no more from the publication: {problem}")
-            self.metrics.write("fault", kind="from_hub", peer=self.identity.peer_id, detail=problem)
-        self.metrics.write("hub_blocks", blocks=fetched, payload_bytes=payload_bytes, seconds=seconds)
+            self.metrics.write(events.Fault(kind="from_hub", peer=self.identity.peer_id, detail=problem))
+        self.metrics.write(events.HubBlocks(blocks=fetched, payload_bytes=payload_bytes, seconds=seconds))
         self.console.say(f"{payload_bytes / 1e6:.1f} MB of unchanged blocks from the publication in {seconds:.1f} s")
 
     def _fill_with_initial_weights(self, reference_N: FloatArray, layout: Layout) -> None:
@@ -282,17 +283,18 @@ class StartingPoint:
             return False
         seconds = time.monotonic() - started
         self.metrics.write(
-            "sync",
-            round=report.round,
-            seconds=seconds,
-            digest=report.digest,
-            payload_bytes=report.payload_bytes,
-            refetched_bytes=report.refetched_bytes,
-            superseded_bytes=report.superseded_bytes,
-            resumed_bytes=report.resumed_bytes,
-            outdated_blocks=report.outdated_blocks,
-            donors=dict(report.chunks_by_donor),
-            moved_on=dict(report.moved_on),
+            events.Sync(
+                round=report.round,
+                seconds=seconds,
+                digest=report.digest,
+                payload_bytes=report.payload_bytes,
+                refetched_bytes=report.refetched_bytes,
+                superseded_bytes=report.superseded_bytes,
+                resumed_bytes=report.resumed_bytes,
+                outdated_blocks=report.outdated_blocks,
+                donors=report.chunks_by_donor,
+                moved_on=report.moved_on,
+            )
         )
         self.console.say(
             f"round {report.round}: {report.payload_bytes / 1e6:.1f} MB from "

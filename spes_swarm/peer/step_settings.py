@@ -27,13 +27,15 @@ class StepSettings:
     notes: str  # what the user should know before the model is built: clauses that begin with a semicolon
 
     @classmethod
-    def of(cls, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> Self:
+    def of(cls, peer: PeerConfig, device: torch.device) -> Self:
         """Resolves every "auto", and replaces settings that have no effect.
 
         Under bf16 autocast, experts that are stored in bf16 give the same products as those that are cast in every
         step, so on a GPU this costs no precision. CPUs that are slow in bf16 are the rule.
         """
-        without_effect = _without_effect(peer, device, num_ranks)
+        without_effect = ""
+        if peer.foreign_storage == "host" and device.type == "cpu":
+            without_effect = "; --foreign-storage host has no effect on a CPU, which computes in host memory"
         usual = "bf16" if device.type == "cuda" else "fp32"
         precision = usual if peer.precision == "auto" else peer.precision
         return cls(
@@ -43,15 +45,6 @@ class StepSettings:
             micro_batch_size=None if peer.micro_batch_size == "auto" else int(peer.micro_batch_size),
             notes=("; the first steps compile it and are slow" if peer.compile else "") + without_effect,
         )
-
-
-def _without_effect(peer: PeerConfig, device: torch.device, num_ranks: int) -> str:
-    """Returns a note if the requested storage of others' experts has no effect; otherwise an empty string."""
-    if peer.foreign_storage == "host" and device.type == "cpu":
-        return "; --foreign-storage host has no effect on a CPU, which computes in host memory"
-    if peer.foreign_storage == "ranks" and num_ranks == 1:
-        return "; --foreign-storage ranks has no effect on a peer of one rank"
-    return ""
 
 
 def check_tools(peer: PeerConfig, device: torch.device) -> None:
@@ -82,6 +75,7 @@ def replica_of(
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
         output_dir=peer.output_dir,
+        log_level=peer.log_level,
         activation_checkpointing=peer.activation_checkpointing,
         compile=peer.compile,
         precision=settings.precision,

@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM ask a peer to leave, which must take effect within seconds however busy the machine is.
+"""SIGINT, SIGTERM and SIGHUP ask a peer to leave, which must take effect within seconds however busy the machine is.
+
+SIGHUP comes when the terminal is closed; a peer that was started with `nohup` ignores it.
 
 A peer that trains leaves in order, between two steps. A peer that is still joining has nothing to lose. It may be
 importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free CPU,
@@ -22,10 +24,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from spes_swarm.base.arguments import end_while_torch_is_imported
+from spes_swarm.base.arguments import end_while_torch_is_imported, stop_signals
 from spes_swarm.base.errors import LeftEarlyError
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
 _STUCK_S = 5.0  # until a signal that has not been handled ends the process
 _POLL_S = 0.1
 STOPPED = "stopped immediately; only the last checkpoint is kept"
@@ -36,7 +37,7 @@ class _Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handles both signals.
+    """Handles these signals.
 
     Attributes:
         requested: set by the first signal.
@@ -70,13 +71,15 @@ class StopSignals:
         threading.Timer(_POLL_S, os.kill, [os.getpid(), signal.SIGINT]).start()
 
     def _set_handlers(self) -> None:
-        for number in _HANDLED:
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _watch(self, received: socket.socket) -> None:
         """Receives each signal when it arrives, even if the main thread does not."""
         unhandled = 0
         while number := received.recv(1):
+            if number[0] not in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
+                continue
             came = time.monotonic()
             while self._handled_at < came - 1 and time.monotonic() < came + _STUCK_S:
                 time.sleep(_POLL_S)
@@ -96,7 +99,7 @@ class StopSignals:
         Raises:
             ValueError: not in the main thread.
         """
-        before = {number: signal.getsignal(number) for number in _HANDLED}
+        before = {number: signal.getsignal(number) for number in stop_signals()}
         self._set_handlers()
         try:
             yield

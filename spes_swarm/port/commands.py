@@ -15,19 +15,18 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.metrics import events
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
-    Reach,
     ReceivedMoments,
     RoundReport,
     RunSettings,
     SwarmView,
-    SyncProgress,
     TokenCounts,
     TransferReport,
 )
@@ -73,7 +72,7 @@ class ProcessCommands(Protocol):
     async def fetch_tokenizer(self, *, peers: list[str], digest: str) -> bytes | None:
         """Asks peers for the packed files of the run's tokenizer; returns None if nobody has those of `digest`."""
 
-    async def check_reach(self) -> Reach:
+    async def check_reach(self) -> events.Reach:
         """Asks connected peers whether they can open connections to this one; see network/link/reach.py."""
 
     async def open_run(self, *, settings: RunSettings, review_reach: bool) -> None:
@@ -232,44 +231,13 @@ class Port(Protocol):
 
 
 @dataclass(frozen=True)
-class FaultSeen:
-    """A peer did something wrong, or an operation with it failed."""
-
-    metric: ClassVar[str] = "fault"
-    kind: str
-    peer: str
-    detail: str
-
-
-@dataclass(frozen=True)
-class GroupFormed:
-    """A group has formed, and the exchange of its round begins."""
-
-    metric: ClassVar[str] = "group"
-    round: int
-    peers: int
-
-
-@dataclass(frozen=True)
-class LinkMade:
-    """A connection to another peer was made, directly or through a relay."""
-
-    metric: ClassVar[str] = "link"
-    peer: str
-    relayed: bool
-
-
-@dataclass(frozen=True)
 class Called:
     """A leader has called a round."""
 
     round: int
 
 
-Event: TypeAlias = FaultSeen | GroupFormed | LinkMade | Reach | SyncProgress
-"""What the network process reports for the metrics, as the event named by `metric`."""
-
-Notification: TypeAlias = Event | SwarmView | Called
+Notification: TypeAlias = events.Event | SwarmView | Called
 """All that the network process reports to the trainer unprompted."""
 
 
@@ -281,6 +249,9 @@ class Listener(Protocol):
 
     def on_round_over(self) -> None:
         """A round has ended, with or without a commit."""
+
+    def report(self, why: str) -> None:
+        """A round went wrong: what the network process is doing goes to the log."""
 
     def notify(self, notification: Notification) -> None:
         """Passes on a message."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import SwarmError
-from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.records import State
@@ -127,35 +124,6 @@ class RunSettings:
     tokenizer: Path | None = None  # packed files that other peers can ask for (data/run_tokenizer.py)
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Whether other peers can open connections to this one, as far as known."""
-
-    metric: ClassVar[str] = "reach"
-    reachable: bool | None  # None: unknown
-    address: str | None  # the address that was tried
-    via: tuple[str, ...]  # the peers that tried it
-
-    def describe(self) -> list[str]:
-        """Returns lines for the user; none if there is nothing to report, as for peers on one machine."""
-        endpoint = None if self.address is None else tcp_endpoint(self.address)
-        if endpoint is None or ipaddress.ip_address(endpoint[0]).is_loopback:
-            return []
-        asked = plural(len(self.via), "peer")
-        if self.reachable:
-            return [f"reachable at {self.address} (tried by {asked})"]
-        host, port = endpoint
-        return [
-            f"not reachable from outside: {host} accepts no connections on TCP port {port} (tried by {asked}); "
-            "taking part as a client, whose parts other peers average",
-            f"to be reachable, open TCP port {port} in the router or firewall (--host-maddrs chooses the port), or use "
-            "--announce-maddrs",
-        ]
-
-
-UNKNOWN_REACH = Reach(None, None, ())
-
-
 @dataclass
 class TransferReport:
     """Report of a download. payload_bytes = bytes kept + refetched_bytes + superseded_bytes."""
@@ -169,18 +137,6 @@ class TransferReport:
     outdated_blocks: int = 0  # blocks that differ from the last vote: the swarm commits faster than they arrive
     chunks_by_donor: Counter[str] = field(default_factory=Counter)
     moved_on: Counter[str] = field(default_factory=Counter)  # chunks that a donor no longer had when asked
-
-
-@dataclass(frozen=True)
-class SyncProgress:
-    """The progress of a download."""
-
-    metric: ClassVar[str] = "sync_progress"
-    round: int
-    done_bytes: int  # in place and verified
-    total_bytes: int
-    payload_bytes: int
-    chunks_by_donor: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

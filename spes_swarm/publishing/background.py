@@ -24,10 +24,13 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.base.log import where_to_read
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.peer import PeerConfig
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.protocol.members.election import target_digest
+from spes_swarm.protocol.members.round_metrics import notes_of
 from spes_swarm.publishing.client import without_advice
 from spes_swarm.storage.checkpoint_writing import Written
 from spes_swarm.storage.metrics_file import Metrics
@@ -152,7 +155,7 @@ class Publishing:
         if summary is None:
             reasons = [line.removeprefix("publish: ") for line in lines if line.startswith("publish: ")]
             ended = f"publishing {_ending(process.returncode)}"
-            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]))
+            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]) + where_to_read())
             self._volunteer()
             return
         self._has_failed = False
@@ -160,15 +163,15 @@ class Publishing:
         self._retry_s = _MIN_RETRY_S
         self._published = max(self._published, int(summary["round"]))
         if summary["status"] == "published":
-            fields = ("round", "digest", "revision", "bytes_sent", "seconds")
-            self.metrics.write("publish", **{key: summary.get(key) for key in fields})
+            fields: dict[str, Any] = {name: summary.get(name) for name in notes_of(events.Publish)}
+            self.metrics.write(events.Publish(**fields))
             self.say(f"round {summary['round']} is published")
 
     def _fail(self, reason: str) -> None:
         """Reports why a round was not published, and sets the time of the next attempt."""
         self._has_failed = True
         detail = without_advice(reason[-500:])
-        self.metrics.write("fault", kind="publish", peer=self.peer_id, detail=detail)
+        self.metrics.write(events.Fault(kind="publish", peer=self.peer_id, detail=detail))
         follows = "it is not tried again" if self._leaving else f"publishing is tried again in {self._retry_s:.0f} s"
         self.say(f"{detail}; {follows}")
         self._retry_at = time.monotonic() + self._retry_s

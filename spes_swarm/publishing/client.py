@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import threading
 import time
@@ -31,10 +30,10 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported lazily
-from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils._http import default_client_factory
 
 from spes_swarm.base.errors import HubError
+from spes_swarm.base.log import divert
 from spes_swarm.base.rate_limit import RateLimit
 
 TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # per read and write, not per transfer
@@ -128,7 +127,7 @@ def hub_api(timeout: httpx2.Timeout | None = None) -> HfApi:
     """Configures the library for this process and returns its API object; contacts no server."""
     set_client_factory(partial(_make_client, timeout or TIMEOUT))
     disable_progress_bars()
-    hub_logging.set_verbosity(logging.CRITICAL)
+    divert("huggingface_hub")
     if "HF_HUB_DISABLE_XET" not in os.environ:
         constants.HF_HUB_DISABLE_XET = endpoint() not in _OFFICIAL
     return HfApi(endpoint=endpoint(), library_name="spes_swarm")

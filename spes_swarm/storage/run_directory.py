@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from spes_swarm.base import log
 from spes_swarm.base.errors import CheckpointError, LeftEarlyError, ManifestError, UserError, os_errors_as
 from spes_swarm.base.user_paths import disk_of, existing_parent, replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
@@ -20,7 +21,7 @@ from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
 _WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
 # What a session creates before the directory belongs to a run.
-_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", _TOKENIZER, _PORT, _WEIGHTS}
+_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS}
 _PATIENCE_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
@@ -97,6 +98,11 @@ class RunDirectory:
     def metrics(self) -> Path:
         """The event log."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The log of all processes; see base/log.py."""
+        return self.path / log.NAME
 
     @property
     def identity(self) -> Path:

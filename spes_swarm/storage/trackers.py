@@ -18,21 +18,10 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from spes_swarm.base.errors import ConfigError, UserError
-from spes_swarm.protocol.members.round_metrics import RoundMetrics, metrics_of
+from spes_swarm.metrics import events
 from spes_swarm.storage.metrics_file import Metrics
 
 PROJECT: Final = "spes_swarm"
-_STEP_FIGURES: Final = ("loss", "tokens_per_second", "teraflops", "mfu", "lr")
-_ROUND_FIGURES: Final = (
-    *metrics_of(RoundMetrics),
-    "peers",
-    "group_seconds",
-    "exchange_seconds",
-    "payload_bytes_sent",
-    "payload_bytes_received",
-    "experts_covered",
-    "merge_alpha",
-)
 
 
 class Tracker(Protocol):
@@ -198,32 +187,27 @@ class TrackedMetrics(Metrics):
         self._tracker_lock = threading.Lock()
         self._step = 0
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: events.Event) -> None:
         """See Metrics.write; at `join` the tracker starts.
 
         Raises:
-            UserError: the disk is full, or the tracker did not start.
+            UserError: the tracker did not start.
         """
-        super().write(event, **fields)
-        if event == "join":
-            tracked = Tracked(run_id=fields["run_id"], name=self._name, directory=self._directory)
+        super().write(event)
+        if isinstance(event, events.Join):
+            tracked = Tracked(run_id=event.run_id, name=self._name, directory=self._directory)
             tracker = open_tracker(self._kind, tracked)
             with self._tracker_lock:
                 self._tracker = Quiet(tracker, self._on_failure)
-        elif event == "step":
-            self._step = max(self._step, int(fields["step"]))
-            self._log("step", fields, _STEP_FIGURES)
-        elif event == "round":
-            self._log("round", fields, ("round", *_ROUND_FIGURES))
-
-    def _log(self, group: str, fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
-        figures = {f"{group}/{name}": float(fields[name]) for name in names if fields.get(name) is not None}
+        elif isinstance(event, events.Step):
+            self._step = max(self._step, event.step)
+        figures = {f"{event.event_name}/{name}": value for name, value in event.figures().items()}
         with self._tracker_lock:
-            if self._tracker is not None:
+            if self._tracker is not None and figures:
                 self._tracker.log(self._step, figures)
 
     def _on_failure(self, text: str) -> None:
-        super().write("fault", kind="tracker", peer=self._peer_id, detail=text)
+        super().write(events.Fault(kind="tracker", peer=self._peer_id, detail=text))
 
     def close(self) -> None:
         """See Metrics.close."""

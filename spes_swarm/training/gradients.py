@@ -12,7 +12,7 @@ Shapes: B sequences, S tokens, L layers with experts, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from spes_swarm.config.run import TrainingConfig
 from spes_swarm.model.losses import BatchShare, LossWeights, language_model_loss
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.out_of_memory import is_out_of_memory
+from spes_swarm.training.profiling import span
 
 
 def loss_weights(training: TrainingConfig) -> LossWeights:
@@ -46,9 +47,6 @@ class GradientSource(Protocol):
     """Where a trainer's gradients come from: this process alone, or all ranks of the peer."""
 
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
-        """See Gradients."""
-
-    def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
         """See Gradients."""
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
@@ -100,8 +98,7 @@ class Gradients:
             try:
                 return self._add_up(batch_BS, share, size, progress)
             except (MemoryError, RuntimeError) as exc:
-                # Ranks that share others' experts must compute the same number of micro-batches.
-                if size == 1 or self._model.shares_foreign or not is_out_of_memory(exc):
+                if size == 1 or not is_out_of_memory(exc):
                     raise
             # Outside the handler: the exception's traceback keeps the activations alive.
             self._forget()
@@ -119,11 +116,12 @@ class Gradients:
             targets = int(num_targets(part_BS).sum())
             share = BatchShare(targets=targets / of_batch, tokens=len(part_BS) / len(batch_BS))
             micro_BS = torch.from_numpy(part_BS).to(self._device)
-            with self._autocast():
+            with span("forward"), self._autocast():
                 losses = language_model_loss(
                     self._model.module, micro_BS, self._weights, self._model.held, progress, share
                 )
-            losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
+            with span("backward"):
+                losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += losses.cross_entropy * share.targets
             if losses.router_entropy is not None:
                 entropies.append((losses.router_entropy, share.tokens))
@@ -132,14 +130,6 @@ class Gradients:
             self._entropy_L = added_L if self._entropy_L is None else self._entropy_L.add_(added_L)
             self._entropy_weight += weight
         return float(total)
-
-    def evaluating(self, num_batches: int) -> AbstractContextManager[None]:
-        """Returns the context for evaluating this many batches; ranks that share others' experts take part.
-
-        Raises:
-            RankError: another rank of this peer has ended.
-        """
-        return nullcontext()
 
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """Returns and clears the routed copies of tokens per layer and expert (L, E) since the last call."""

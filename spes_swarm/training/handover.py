@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray, SharedVector
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.port.messages import ReceivedMoments
@@ -80,7 +81,6 @@ class Handover:
             self.warm_up.stop([expert])
             now_KN = np.empty_like(self._arriving[expert])
             read_moments(self._optimiser, self._model, expert, now_KN)
-            self._metrics.write(
-                "moments", expert=expert, peer=received.peer_id, round=round_number, digest=moments_digest(now_KN)
-            )
+            digest = moments_digest(now_KN)
+            self._metrics.write(events.Moments(expert=expert, peer=received.peer_id, round=round_number, digest=digest))
         self._arriving = {}

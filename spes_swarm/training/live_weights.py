@@ -18,6 +18,7 @@ from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.merge import merge_alpha, merge_due, merged_slots
 from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.training.profiling import span
 
 
 class LiveWeights:
@@ -59,6 +60,7 @@ class LiveWeights:
                 found[index] = values_N
         return found
 
+    @span("contribution")
     def contribute(self) -> bool:
         """Copies the trained blocks into the contribution. Returns True if all values are finite."""
         self.read_trained(self._contribution_N)

@@ -35,6 +35,10 @@ class LocalWork:
         self.routed_E += routed_E
         self._losses.append(loss)
 
+    def is_left(self, held: Collection[int]) -> bool:
+        """Returns True if there were steps since the last commit, or tokens for a held expert since it took part."""
+        return self.steps > 0 or bool(self.routed_E[list(held)].any())
+
     def restore(self, steps: int, tokens: int, routed: Iterable[int]) -> None:
         """Restores the counts from a checkpoint, which holds no losses."""
         self.steps, self.tokens = steps, tokens

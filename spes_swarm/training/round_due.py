@@ -12,6 +12,7 @@ latest when it has done five quarters. Both count finished steps as they were an
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future
 from statistics import median
@@ -48,6 +49,15 @@ def others_train(network: Port, until: float) -> bool:
                 return False
             time.sleep(min(_LOOK_AGAIN_S, remaining_s))
     return True
+
+
+def wait_until_none_trains(network: Port, limit_s: float, stop: threading.Event) -> None:
+    """Returns when no other peer is known to train, `stop` is set or `limit_s` have passed."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline and not stop.wait(_LOOK_AGAIN_S):
+        view = network.view
+        if view is not None and view.num_training == 0:
+            return
 
 
 class Pace:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import replace
 
 from spes_swarm.base.errors import NetworkProcessError
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainingStatus
@@ -27,7 +28,7 @@ class RoundEvents:
         self._metrics = metrics
         self._status = status
         self._on_written = on_written
-        self._pending: tuple[dict[str, Any], Future[tuple[int, int]]] | None = None
+        self._pending: tuple[events.Round, Future[tuple[int, int]]] | None = None
         self._standstill_s = 0.0
         self._stepped_at: float | None = None  # monotonic time of the end of the last step
 
@@ -36,17 +37,18 @@ class RoundEvents:
         """Encloses an inner step: all other time is standstill."""
         if self._stepped_at is not None:
             self._standstill_s += time.monotonic() - self._stepped_at
-        if self._pending is not None and self._pending[0]["standstill_seconds"] is None:
-            self._pending[0]["standstill_seconds"], self._standstill_s = self._standstill_s, 0.0
+        if self._pending is not None and (event := self._pending[0]).standstill_seconds is None:
+            self._pending = replace(event, standstill_seconds=self._standstill_s), self._pending[1]
+            self._standstill_s = 0.0
         try:
             yield
         finally:
             self._stepped_at = time.monotonic()
 
-    def committed(self, fields: dict[str, Any]) -> None:
-        """Stores the fields of an event at its round's commit; a pending event is written first."""
+    def committed(self, event: events.Round) -> None:
+        """Stores an event at its round's commit; a pending event is written first."""
         self.write(wait_s=0.0)
-        self._pending = {**fields, "standstill_seconds": None}, self._network.submit(Commands.traffic)
+        self._pending = event, self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:
         """Writes the pending event if its traffic is known."""
@@ -58,12 +60,12 @@ class RoundEvents:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        fields, traffic = pending
+        event, traffic = pending
         sent: int | None = None
         received: int | None = None
         # The round is committed even if the network process has failed.
         with suppress(TimeoutError, NetworkProcessError):
             sent, received = traffic.result(wait_s)
-        self._metrics.write("round", **fields, payload_bytes_sent=sent, payload_bytes_received=received)
+        self._metrics.write(replace(event, payload_bytes_sent=sent, payload_bytes_received=received))
         self._status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
         self._on_written()

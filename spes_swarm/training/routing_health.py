@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from spes_swarm.metrics import events
 from spes_swarm.model.merge import layer_similarities
 from spes_swarm.protocol.members.routing_report import (
     ALIVE_LOAD,
@@ -152,7 +153,7 @@ class RoutingHealth:
         if evaluated or changed:
             details["dead"] = [divmod(pair, E) for pair in sorted(dead)]
             details["dead_in_swarm"] = [divmod(pair, E) for pair in sorted(self._dead_in_swarm)]
-            self._setup.metrics.write("routing", round=round_number, **details)
+            self._setup.metrics.write(events.Routing(round=round_number, **details))
         return figures
 
     def _judge(self) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from spes_swarm.base.errors import CheckpointError
+from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands
 from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
@@ -158,7 +159,7 @@ class CheckpointSaver:
         except CheckpointError as exc:
             if last or not checkpoints_in(setup.checkpoints):
                 raise
-            setup.metrics.write("fault", kind="checkpoint", peer=setup.peer_id, detail=str(exc))
+            setup.metrics.write(events.Fault(kind="checkpoint", peer=setup.peer_id, detail=str(exc)))
             setup.status.note_fault("checkpoint", str(exc))
             setup.say(f"training goes on, but {exc}")
             return
@@ -167,12 +168,13 @@ class CheckpointSaver:
         seconds = time.monotonic() - write.started
         self._due_at = write.started + min(self._interval_s, seconds / _CHEAP_SHARE)
         setup.metrics.write(
-            "checkpoint",
-            round=written.round,
-            seconds=seconds,
-            pause_s=self._pause_s,
-            bytes_written=written.bytes_written,
-            bytes_linked=written.bytes_linked,
+            events.Checkpoint(
+                round=written.round,
+                seconds=seconds,
+                pause_s=self._pause_s,
+                bytes_written=written.bytes_written,
+                bytes_linked=written.bytes_linked,
+            )
         )
         setup.on_saved()
 

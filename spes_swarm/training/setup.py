@@ -77,6 +77,7 @@ class TrainerSetup:
     checkpoint_minutes: float
     keep_checkpoints: int
     max_rounds: int | None
+    profile_steps: int | None = None  # how many steps are recorded for trace.json.gz, beside the checkpoints
     stop: threading.Event
     publishing: Publishing | None = None
     status: TrainingStatus = field(default_factory=TrainingStatus)

@@ -18,10 +18,12 @@ from functools import partial
 from typing import Literal
 
 import torch
+from torch.profiler import record_function
 
-from spes_swarm.base.errors import RankError, RoundError, TransferError
+from spes_swarm.base.errors import RoundError, TransferError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd, learning_rate
+from spes_swarm.metrics import events
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
@@ -37,8 +39,9 @@ from spes_swarm.training.local_work import LocalWork, finite_or_none
 from spes_swarm.training.optimiser.registry import make_optimiser
 from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
+from spes_swarm.training.profiling import span, start_profiler
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
-from spes_swarm.training.round_due import Pace, others_train
+from spes_swarm.training.round_due import Pace, others_train, wait_until_none_trains
 from spes_swarm.training.round_event import RoundEvents
 from spes_swarm.training.routing_health import RoutingHealth
 from spes_swarm.training.saving import CheckpointSaver
@@ -99,6 +102,8 @@ class Trainer:
         self._held_out = HeldOutText(setup.evaluation, setup.run.evaluation.every_rounds, setup.device, precision)
         self._schedule_end = ScheduleEnd(setup.run)
         self._rounds_done = 0
+        self._profiler = start_profiler(setup)
+        self._exchange = record_function("spes/exchange")  # with the steps meanwhile, if rounds overlap
         self._step_memory = StepMemory(f"on {setup.device} in a step", self._warn, setup.stop.set)
 
     # Where the weights come from.
@@ -185,6 +190,8 @@ class Trainer:
             self._run_last_round()
         if self.run_is_over:
             self._await_latecomers()
+        if self._profiler is not None:
+            self._profiler.stop()
         self._announce("leaving")  # so that no peer waits for this one in the next round
         self._round_events.write(wait_s=self._round_config.stall_timeout_s)
         self._saver.save(self.round, self.step)
@@ -211,23 +218,15 @@ class Trainer:
         """Waits for peers whose last round failed: they fetch its reference from here, or would end with another."""
         self._saver.save(self.round, self.step)
         self._announce("waiting")
-        deadline = time.monotonic() + self._round_config.window_s + 2 * self._round_config.stall_timeout_s
-        while time.monotonic() < deadline and not self._setup.stop.wait(_POLL_S):
-            view = self._network.view
-            if view is not None and view.num_training == 0:
-                return
+        limit_s = self._round_config.window_s + 2 * self._round_config.stall_timeout_s
+        wait_until_none_trains(self._network, limit_s, self._setup.stop)
 
     def _is_last_round(self) -> bool:
         return self._setup.max_rounds is not None and self._rounds_done + 1 >= self._setup.max_rounds
 
-    @property
-    def _has_work(self) -> bool:
-        """Whether it has trained since the last commit, or an expert since that took part in a round."""
-        return self._work.steps > 0 or bool(self._work.routed_E[list(self._model.held)].any())
-
     def _run_last_round(self) -> None:
         """Runs a last round, so that the work since the last commit is not lost and others take over the experts."""
-        has_work, before = self._has_work, self._rounds_done
+        has_work, before = self._work.is_left(self._model.held), self._rounds_done
         if self._leaving or not (before or has_work):  # it may have just joined, and have no work to lose
             return
         self._announce("training")  # with the losses of the round before, which no step may have followed
@@ -249,13 +248,16 @@ class Trainer:
             self._warn("goodbye", "no other peer joined the last round: the newest work exists only here")
 
     def _train_step(self) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
         started = time.monotonic()
         training = self._setup.run.training
         in_round = min(self._work.steps, self._clock.inner_steps_after(self.round))
         global_step = self._clock.step_of(self.round) + in_round
         rate = learning_rate(global_step, training)
         self._optimiser.set_learning_rate(rate)
-        batch_BS = self._setup.sampler.next_batch(self._setup.batch_size)
+        with span("data"):
+            batch_BS = self._setup.sampler.next_batch(self._setup.batch_size)
         self._loss = self._gradients.compute(batch_BS, progress=min(1.0, global_step / training.total_steps))
         parameters = [parameter for _, parameter in self._model.trainable_parameters()]
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
@@ -278,16 +280,17 @@ class Trainer:
         flops = self._flops.step(self._tokens_per_step, int(routed_E[list(self._model.held)].sum()))
         self._throughput.add(self._tokens_per_step, flops.model, time.monotonic() - started)
         self._setup.metrics.write(
-            "step",
-            round=self.round,
-            step=self.step,
-            loss=self._loss,
-            tokens=self._tokens_per_step,
-            tokens_per_second=self._throughput.tokens_per_second,
-            teraflops=self._throughput.teraflops,
-            mfu=self._throughput.mfu,
-            lr=rate,
-            **({"data": list(positions)} if (positions := self._setup.sampler.positions()) else {}),
+            events.Step(
+                round=self.round,
+                step=self.step,
+                loss=self._loss,
+                tokens=self._tokens_per_step,
+                tokens_per_second=self._throughput.tokens_per_second,
+                teraflops=self._throughput.teraflops,
+                mfu=self._throughput.mfu,
+                lr=rate,
+                data=self._setup.sampler.positions() or None,
+            )
         )
         self._announce("training")
 
@@ -311,7 +314,7 @@ class Trainer:
         self._setup.say(detail)
 
     def _note_fault(self, kind: str, detail: str) -> None:
-        self._setup.metrics.write("fault", kind=kind, peer=self._setup.peer_id, detail=detail)
+        self._setup.metrics.write(events.Fault(kind=kind, peer=self._setup.peer_id, detail=detail))
         self._setup.status.note_fault(kind, detail)
 
     def _due(self) -> bool:
@@ -335,6 +338,7 @@ class Trainer:
         if not self._live.contribute():
             return False
         self._work.contribute()
+        self._exchange.__enter__()  # type: ignore[no-untyped-call]
         self._pending = self._network.submit(
             Commands.run_round,
             tokens=self._work.tokens,
@@ -365,6 +369,7 @@ class Trainer:
     def _end_round(self) -> None:
         assert self._pending is not None
         pending, self._pending = self._pending, None
+        self._exchange.__exit__(None, None, None)
         try:
             report = pending.result()
         except (RoundError, TransferError) as exc:
@@ -378,21 +383,20 @@ class Trainer:
 
     def _follow_swarm(self, report: CaughtUp) -> None:
         """Adopts a reference that was fetched in place of a round; the work since the last commit is kept."""
-        previous = self.round
-        self.round = report.round
+        previous, self.round = self.round, report.round
         self._live.follow_all()
         self._live.merge_if_due(self.round, previous)
         self._setup.metrics.write(
-            "sync", round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why
+            events.Sync(round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why)
         )
         self._schedule_end.tell_if_reached(self.round, self._setup.metrics.write, self._setup.say)
 
+    @span("commit")
     def _follow_commit(self, report: RoundReport) -> None:
         """Applies the outcome of a committed round to the live weights."""
         setup = self._setup
         started = time.monotonic()
-        previous = self.round
-        self.round = report.commit.round
+        previous, self.round = self.round, report.commit.round
         setup.sampler.follow(report.commit.members)
         self._live.follow(report.commit.changed_blocks)
         train_loss = self._work.commit(report.commit.deferred_experts)
@@ -412,8 +416,19 @@ class Trainer:
             eval_loss_stderr=finite_or_none(held_out.stderr if held_out else None),
             **self._routing.commit(self.round, evaluated=held_out is not None),
         )
-        times = {"apply_seconds": applied - started, "evaluate_seconds": time.monotonic() - applied}
-        self._report(report, alpha, self._losses, held_out, times)
+        event = events.Round(
+            group_seconds=report.group_seconds,
+            exchange_seconds=report.exchange_seconds,
+            apply_seconds=applied - started,
+            evaluate_seconds=time.monotonic() - applied,
+            parts_total=report.commit.parts_total,
+            parts_missing=report.commit.parts_missing,
+            digest=report.digest,
+            experts_held=self._model.held,
+            merge_alpha=alpha,
+            **dataclasses.asdict(self._losses),
+        )
+        self._report(event, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
@@ -435,44 +450,23 @@ class Trainer:
             self._handover.warm_up.start(change.gained)
             self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
         self._setup.metrics.write(
-            "lease", round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+            events.Lease(
+                round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
+            )
         )
 
     def _evaluate(self) -> HeldOutLoss | None:
         if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
             return None
         self._setup.status.phase = "evaluating"
-        with contextlib.suppress(RankError), self._gradients.evaluating(len(self._held_out.batches)):
-            return self._held_out.measure(self._model.module)
-        return None  # a rank has ended; the next step reports it
+        return self._held_out.measure(self._model.module)
 
-    def _report(
-        self,
-        report: RoundReport,
-        alpha: float | None,
-        losses: RoundLosses,
-        held_out: HeldOutLoss | None,
-        times: dict[str, float],
-    ) -> None:
-        commit, status = report.commit, self._setup.status
+    def _report(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
         # This comes first: it writes the previous event, whose callback reads the status of that round.
-        self._round_events.committed(
-            {
-                "round": commit.round,
-                "group_seconds": report.group_seconds,
-                "exchange_seconds": report.exchange_seconds,
-                **times,
-                "parts_total": commit.parts_total,
-                "parts_missing": commit.parts_missing,
-                "digest": report.digest,
-                "experts_held": list(self._model.held),
-                "merge_alpha": alpha,
-                **dataclasses.asdict(losses),
-            }
-        )
-        status.round = self.round
-        status.peers = len(commit.members)
-        status.round_seconds = report.group_seconds + report.exchange_seconds
+        self._round_events.committed(event)
+        status = self._setup.status
+        status.round, status.peers = event.round, event.peers
+        status.round_seconds = event.group_seconds + event.exchange_seconds
         if held_out is not None:
             status.eval_loss, status.eval_loss_stderr, status.eval_round = held_out.mean, held_out.stderr, self.round
 

@@ -98,6 +98,17 @@ def test_another_run_is_not_the_expected_one(manifest: Manifest) -> None:
         open_manifest(other, "peer", expected_run_id=manifest.run_id)
 
 
+def test_a_manifest_names_the_version_of_its_founder(manifest: Manifest) -> None:
+    assert json.loads(manifest.data)["protocol"] == [2, 0]
+    newer = changed(manifest, lambda content: content.update(protocol=[2, 9], surprise=1))
+    assert open_manifest(newer, "peer").run == run_config()
+
+
+def test_the_runs_of_version_1_go_on(manifest: Manifest) -> None:
+    """Their manifests name no version."""
+    assert open_manifest(changed(manifest, lambda content: content.pop("protocol")), "peer").run == run_config()
+
+
 def model_settings(**values: Any) -> Callable[[Content], object]:
     """Gives the model other settings; an alias in place of the setting itself."""
 
@@ -112,6 +123,16 @@ def model_settings(**values: Any) -> Callable[[Content], object]:
     ("change", "why"),
     [
         (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* supports format {FORMAT}"),
+        (
+            lambda content: content.update(protocol=[3, 1], format="another"),
+            r"from peer cannot be used: its founder speaks protocol 3\.1, this side 2\.0: upgrade this side$",
+        ),
+        (
+            lambda content: content.update(protocol=[1, 5]),
+            r"its founder speaks protocol 1\.5, this side 2\.0: upgrade its founder$",
+        ),
+        (lambda content: content.update(protocol="2.0"), "the version of its founder is not a list of two"),
+        (lambda content: content.update(protocol=[2, -1]), "the version of its founder is not a list of two"),
         (lambda content: content["run"].update(surprise=1), r"run\.surprise: unknown key"),
         (lambda content: content["run"]["round"].update(inner_steps=0), r"run\.round\.inner_steps"),
         (lambda content: content["run"]["model"]["settings"].update(trust_remote_code=True), "not allowed"),

@@ -12,7 +12,8 @@ from spes_swarm.upcycle import main
 
 @pytest.fixture
 def command() -> Iterator[Callable[[list[str]], int]]:
-    """The command of upcycling; its handler of SIGTERM does not outlive the test."""
-    handler = signal.getsignal(signal.SIGTERM)
+    """The command of upcycling; its handlers of signals do not outlive the test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield main
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

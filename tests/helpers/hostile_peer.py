@@ -25,13 +25,14 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.run_services import RunServices
-from spes_swarm.port.commands import Called, GroupFormed, Notification
+from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
@@ -167,13 +168,15 @@ class _Listener:
 
     def on_round_over(self) -> None: ...
 
+    def report(self, why: str) -> None: ...
+
     def notify(self, notification: Notification) -> None:
         match notification:
             case Called():
                 self.called.set()
             case SwarmView():
                 self.viewed.set()
-            case GroupFormed():
+            case events.Group():
                 self.group = (notification.round, notification.peers)
 
 

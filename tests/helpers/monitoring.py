@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from spes_swarm.monitor.ledger import Ledger
@@ -19,9 +19,11 @@ from spes_swarm.monitor.state import (
 )
 from spes_swarm.protocol.members.records import Lease, Progress, Rounds
 from spes_swarm.protocol.members.round_metrics import RoundFigures
+from tests.helpers.records import progress_of
 
 TTL_S = 30.0
 START = 1_700_000_000.0  # swarm time when a test begins
+_FIGURES = {field.name for field in fields(RoundFigures)}
 DIGEST = b"\x01" * 32
 RUN = RunInfo(
     run_id="test-0123456789abcdef01234567",
@@ -49,7 +51,6 @@ def progress(written: float = START, **changes: Any) -> Progress:
     fields: dict[str, Any] = {
         "name": "laptop",
         "state": "training",
-        "reachable": True,
         "round": 3,
         "digest": DIGEST,
         "step": 40,
@@ -66,12 +67,23 @@ def progress(written: float = START, **changes: Any) -> Progress:
         "eval_loss": 5.75,
         "eval_loss_stderr": 0.25,
     }
-    return Progress(**{"expires": written + TTL_S, **fields, **changes})
+    return progress_of(**{"expires": written + TTL_S, **fields, **changes})
 
 
 def lease(expires: float, experts: Sequence[int]) -> Lease:
     """A lease on experts."""
     return Lease(expires=expires, experts=list(experts), since_round=1)
+
+
+def _is_measured(record: Progress) -> bool:
+    return "train_loss" in record.telemetry
+
+
+def reported_by(record: Progress) -> Rounds:
+    """The record of rounds of the peer that writes this record of its progress, with the metrics of its last round."""
+    known = {name: record.telemetry[name] for name in _FIGURES & record.telemetry.keys()}
+    reported: Any = {**known, "tokens_per_second": record.tokens_per_second}
+    return Rounds.of(record.expires + TTL_S, [RoundFigures(round=record.round, **reported)])
 
 
 class Watched:
@@ -94,7 +106,11 @@ class Watched:
         leases: Mapping[str, Lease] = {},
         rounds: Mapping[str, Rounds] = {},
     ) -> SwarmState:
-        """One look that brings these records, by peer id."""
+        """One look that brings these records, by peer id.
+
+        A peer without a record of rounds has reported the round of its progress, if that has a training loss.
+        """
+        rounds = {peer: reported_by(record) for peer, record in records.items() if _is_measured(record)} | dict(rounds)
         self.ledger.take(self.now, 500.0 + self.passed_s, records, leases, rounds)
         return self.state()
 

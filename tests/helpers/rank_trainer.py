@@ -1,7 +1,7 @@
 """A trainer of the tiny run that changes its experts on the way, alone or as rank 0 of several.
 
-`main([DIRECTORY, ROUNDS, STORAGE, WEIGHTS])` is rank 0 of those that the environment names. It prints a line after each
-round, then the outcome as JSON. STORAGE is that of others' experts, WEIGHTS the form of the trained matrices.
+`main([DIRECTORY, ROUNDS, FORM, PRECISION])` is rank 0 of those that the environment names. It prints a line after each
+round, then the outcome as JSON. FORM is that of others' experts, PRECISION that of matrix products.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.base.errors import RankError
-from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.messages import CaughtUp, RoundReport
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.ranks.group import RankGroup
 from spes_swarm.training.ranks.orders import Replica
-from spes_swarm.training.ranks.outbox import stacks_of
 from spes_swarm.training.ranks.placement import Placement
 from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, run_config
 
@@ -34,18 +32,14 @@ MERGES = {"alpha": 0.1, "steps": 400, "interval": 6}  # in every other round
 OTHERS = (2, 4)  # the experts held from the second round on
 
 
-FORMS = {"device": "fp32", "ranks": "int8"}  # of others' experts, by where they are stored
-
-
-def replica(run: Any, held: tuple[int, ...] = HELD, storage: str = "device", precision: str = "fp32") -> Replica:
+def replica(run: Any, held: tuple[int, ...] = HELD, form: str = "fp32", precision: str = "fp32") -> Replica:
     """The model of a lone trainer."""
     return Replica(
         model_type=run.model.type,
         settings=run.model.settings,
         held=held,
         kernel="torch",
-        foreign_experts=FORMS[storage],
-        foreign_storage=storage,
+        foreign_experts=form,
         activation_checkpointing="none",
         compile=False,
         precision=precision,
@@ -61,12 +55,10 @@ def train(
     ranks: RankGroup | None = None,
     rounds: int = ROUNDS,
     on_round: Callable[[], None] = lambda: None,
-    storage: str = "device",
+    form: str = "fp32",
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Trains for some rounds; returns what must not depend on the number of ranks, the losses, and the bytes of others'
-    experts. A `storage` other than the device's is used if there are several ranks.
-    """
+    """Trains for some rounds; returns the losses, and what must not depend on the number of ranks."""
     run = run_config(
         training={"optimiser": "muon"},  # takes AdamW's steps, too
         round={"inner_steps": INNER_STEPS},
@@ -74,12 +66,11 @@ def train(
         evaluation={"every_rounds": 2},
     )
     if ranks is not None:
-        ranks.send_order(replica(run, storage=storage, precision=precision))
+        ranks.send_order(replica(run, form=form, precision=precision))
     lone = LoneTrainer(
         directory,
         run,
-        FORMS[storage],
-        SharedStorage(ranks) if ranks is not None and storage == "ranks" else None,
+        form,
         precision=precision,
         max_rounds=rounds,
         micro_batch_size=1,
@@ -99,7 +90,6 @@ def train(
         "routed": moved_tokens(lone.model),
         "losses": [event["loss"] for event in events["step"]],
         "evaluated": [event["eval_loss"] for event in events["round"]],
-        "foreign_bytes": sum(buffer.nbytes for stack in stacks_of(lone.model) for buffer in stack.buffers()),
     }
 
 
@@ -117,7 +107,7 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
 
 def main(arguments: list[str]) -> int:
     """Trains as rank 0; returns the exit code."""
-    directory, rounds, storage, precision = arguments
+    directory, rounds, form, precision = arguments
     placement = Placement.from_environment(os.environ)
     assert placement is not None
     ranks = RankGroup(placement)
@@ -125,7 +115,7 @@ def main(arguments: list[str]) -> int:
     try:
         with ranks:
             outcome = train(
-                Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), storage, precision
+                Path(directory), ranks, int(rounds), lambda: print("committed", flush=True), form, precision
             )
             print(json.dumps(outcome), flush=True)
     except RankError as exc:

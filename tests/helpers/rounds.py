@@ -128,7 +128,7 @@ def hold_round(
                 if not lose_push(sender, frame):
                     target.accept(sender, frame)
     for target in states:
-        for member in target.awaited_contributors():
+        for member in target.outstanding():
             target.give_up(member)
     for receiver, state in enumerate(states):
         for index, part in state.wanted.items():

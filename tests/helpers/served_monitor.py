@@ -11,9 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from scripts.testing.synthetic_swarm import SyntheticSwarm
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.views.web import listen, serve
-from spes_swarm.monitor.views.web.synthetic import SyntheticSwarm
 
 PATIENCE_S = 120.0  # the machine may be busy; nothing here takes as long otherwise
 

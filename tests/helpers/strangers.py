@@ -24,6 +24,7 @@ from spes_swarm.network.link.dht_records import Records
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
 from tests.helpers.hostile_peer import joined
+from tests.helpers.records import progress
 
 GHOST_LIFE_S = 600.0
 CLAIMS: list[dict[str, Any]] = [
@@ -69,23 +70,7 @@ async def connected_strangers(maddrs: Sequence[str], identities: Sequence[Identi
 
 def ghost_record(expires: float, **claims: Any) -> Progress:
     """What a peer in training says of itself, with these claims."""
-    fields: dict[str, Any] = {
-        "name": "ghost",
-        "state": "training",
-        "reachable": True,
-        "round": 1,
-        "digest": b"\1" * 32,
-        "step": 1,
-        "tokens": 0,
-        "tokens_per_step": 128,
-        "tokens_per_second": 10.0,
-        "loss": 1.0,
-        "experts": [],
-        "round_seconds": 1.0,
-        "bytes_sent": 0,
-        "bytes_received": 0,
-    }
-    return Progress(**{"expires": expires, **fields, **claims})
+    return progress(expires, **{"name": "ghost", "round": 1, "loss": 1.0, "experts": [], **claims})
 
 
 async def haunt(

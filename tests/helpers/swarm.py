@@ -12,6 +12,7 @@ import yaml
 from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import LocalPeer, PeerProcess
 from scripts.testing.tiny_run import tiny_run
+from tests.helpers.events import check_events
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
@@ -105,6 +106,9 @@ class Swarm:
     def __exit__(self, *details: object) -> None:
         for peer in self.peers:
             peer.__exit__()
+        if details[0] is None:
+            for peer in self.peers:
+                check_events(peer.events())
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from tests.helpers.repository import ROOT
 NUM_RANKS = 2
 
 
-def launch_ranks(arguments: Sequence[str], log: Path) -> PeerProcess:
+def launch_ranks(arguments: Sequence[str], log: Path, module: str = "spes_swarm.join") -> PeerProcess:
     """Like local_peer.launch_join, with two ranks."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     torchrun += ["--shutdown-timeout", "600"]  # for a last round on a busy machine; by default 30 s
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", *torchrun, "-m", "spes_swarm.join", *arguments],
+            [sys.executable, "-m", *torchrun, "-m", module, *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.metrics.events import SyncProgress
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.transfer import donors as donors_module
 from spes_swarm.network.transfer import download as download_module
 from spes_swarm.network.transfer.transfer import Transfer
-from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunks_of
 from tests.helpers.rounds import RUN_ID, identity

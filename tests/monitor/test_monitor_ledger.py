@@ -262,7 +262,6 @@ def test_experts_that_the_model_does_not_have_are_left_out() -> None:
 
 
 def test_a_round_is_a_point_once_the_peers_that_are_there_have_reported_it() -> None:
-    """As older peers report it, whose progress is all there is."""
     watched = Watched()
     assert watched.look({A: progress(train_loss=None, eval_loss=None, bytes_sent=0), B: progress(round=2)}).round == 3
     assert watched.ledger.points() == []
@@ -483,10 +482,12 @@ def test_whatever_is_signed_gives_a_state_that_json_can_hold(looks: list[dict[st
 def test_a_loss_keeps_its_own_error_over_rounds_that_are_not_evaluated() -> None:
     """An evaluation every few rounds: what is shown is the last one, never one loss with another's error."""
     watched = Watched()
-    watched.look({A: progress(eval_loss=4.0, eval_loss_stderr=0.5), B: progress(eval_loss=4.2, eval_loss_stderr=0.7)})
+    evaluated = {A: figures(3, eval_loss=4.0, eval_loss_stderr=0.5), B: figures(3, eval_loss=4.2, eval_loss_stderr=0.7)}
+    watched.look({A: progress(), B: progress()}, rounds={peer: report(START, own) for peer, own in evaluated.items()})
     watched.wait(1.0)
-    later = progress(watched.now, round=4, eval_loss=None, eval_loss_stderr=None)
-    state = watched.look({A: later, B: later})
+    later = progress(watched.now, round=4)
+    rounds = {peer: report(watched.now, own, figures(4)) for peer, own in evaluated.items()}
+    state = watched.look({A: later, B: later}, rounds=rounds)
     assert state.eval_loss == pytest.approx(4.1)
     assert state.eval_loss_stderr == pytest.approx(0.6)
     assert {(peer.eval_loss, peer.eval_loss_stderr) for peer in state.peers} == {(4.0, 0.5), (4.2, 0.7)}

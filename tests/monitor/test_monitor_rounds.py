@@ -44,7 +44,7 @@ def test_rounds_between_two_looks_appear_with_their_own_figures() -> None:
 
 def test_a_round_waits_for_the_reports_of_all_its_members() -> None:
     watched = Watched()
-    records = {A: progress(), B: progress()}  # with a loss that may be overwritten before others read it
+    records = {A: progress(), B: progress()}
     watched.look(records, rounds={A: report(START, figures(3, train_loss=4.0)), B: report(START - 1, figures(2))})
     assert points(watched) == {}
     watched.wait(1)
@@ -73,11 +73,11 @@ def test_a_member_that_was_killed_is_not_waited_for_after_it_is_late() -> None:
     watched.look({A: progress(), B: progress()}, rounds=both)
     watched.wait(5)
     # Both commit round 4, and B is gone before it reports it.
-    records = {A: progress(watched.now, round=4), B: progress(watched.now, round=4)}
+    records = {A: progress(watched.now, round=4), B: progress(watched.now, round=4, train_loss=None)}
     watched.look(records, rounds={A: report(watched.now, figures(3), figures(4, train_loss=4.0))})
     assert list(points(watched)) == [3]
     watched.wait(16)
-    watched.look({A: progress(watched.now, round=4)})
+    watched.look({A: progress(watched.now, round=4, train_loss=None)})
     assert points(watched)[4].train_loss == 4.0
 
 
@@ -126,12 +126,6 @@ def test_a_round_from_before_the_first_look_counts_without_a_member_that_was_kil
     assert list(points(watched)) == list(range(2, 24))  # the report of round 1's fourth member is not known
 
 
-def test_older_peers_count_with_their_progress() -> None:
-    watched = Watched()
-    watched.look({A: progress(train_loss=4.0), B: progress(train_loss=5.0)}, rounds={A: report(START, figures(3))})
-    assert points(watched)[3].train_loss == (5.5 + 5.0) / 2  # A's record of rounds, B's progress
-
-
 # The last evaluation.
 
 
@@ -145,7 +139,7 @@ def test_an_evaluation_from_before_the_first_look_is_shown_with_its_round() -> N
     assert (state.eval_round, state.eval_loss, state.eval_loss_stderr) == (10, 4.25, 0.25)
     assert (state.loss_round, list(points(watched))) == (90, [90])
     watched.wait(1)
-    records = {A: progress(watched.now, round=91, eval_loss=None), B: progress(watched.now, round=91, eval_loss=None)}
+    records = {peer: progress(watched.now, round=91, train_loss=None) for peer in (A, B)}
     newer = report(watched.now, figures(91, eval_loss=3.0))
     state = watched.look(records, rounds={A: newer})
     assert (state.eval_round, state.eval_loss) == (10, 4.25)  # not all have reported it yet
@@ -181,13 +175,10 @@ class _Run:
                 at = 0.4 * number + 0.07 * index
                 if peer == C and at > self.killed_at:
                     break
-                self._write(peer, at, progress(START + at, round=number, train_loss=None, eval_loss=None))
+                self._write(peer, at, progress(START + at, round=number, train_loss=None))
                 loss = self.loss(peer, number)
                 members = 3 if at + 0.2 < self.killed_at else 2
                 recent.note(figures(number, train_loss=loss, peers=members, time=START + at))
-                if number % 3:  # otherwise the next round begins before a progress with losses is out
-                    later = at + 0.1
-                    self._write(peer, later, progress(START + later, round=number, train_loss=loss, eval_loss=None))
                 if at - told >= 1.0 or number == self.num_rounds:
                     told = at
                     rounds = recent.record(START + at + 0.15 + 2 * TTL_S)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
-from spes_swarm.monitor.views.web.synthetic import SyntheticSwarm
+from scripts.testing.synthetic_swarm import SyntheticSwarm
 from tests.helpers.browser import CHROMIUM, FLAGS, Visit
 from tests.helpers.served_monitor import PATIENCE_S, Served, a_swarm
 

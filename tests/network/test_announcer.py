@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spes_swarm.base.errors import ProtocolError
@@ -12,7 +12,8 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence, RoundLosses
-from spes_swarm.protocol.members.records import RecentFaults, Record, Rounds
+from spes_swarm.protocol.members.records import Progress, RecentFaults, Record, Rounds
+from spes_swarm.protocol.members.routing_report import RoutingReport
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
 from tests.helpers.run_settings import settings_without_trainer
@@ -75,3 +76,33 @@ def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> 
 
     told = [record for record in asyncio.run(leave_meanwhile()) if isinstance(record, Rounds)]
     assert [record.rounds for record in told] == [[7]]
+
+
+def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
+    layout, me = tiny_layout(), identity(0)
+    settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+
+    async def announce(routing: RoutingReport) -> Progress:
+        announcer = Announcer(RunState.of(me, settings), RecentFaults(time.time), time.time, lambda: True, unexpected)
+        dht: Any = SlowDht()
+        announcer.open(dht)
+        announcer.round_seconds = 1.5
+        announcer.set_presence(replace(presence(7), total_tokens=896, routing=routing))
+        announcer.set_traffic(1000, 2000)
+        await announcer.publish_progress()
+        (record,) = dht.stored
+        assert isinstance(record, Progress)
+        return record
+
+    record = asyncio.run(announce(RoutingReport(dead=(3,), num_dead=1)))
+    assert (record.tokens_per_step, record.tokens_per_second, record.experts, record.dead) == (128, 100.0, [0], [3])
+    assert record.telemetry == {
+        "step": 7,
+        "loss": 5.0,
+        "total_tokens": 896,
+        "bytes_sent": 1000,
+        "bytes_received": 2000,
+        "round_seconds": 1.5,
+    }
+    assert asyncio.run(announce(RoutingReport(num_dead=0))).dead == []  # all are alive
+    assert asyncio.run(announce(RoutingReport())).dead is None  # nobody knows yet: no vote

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import (
     MAX_EXPERTS,
     MAX_FAULTS,
+    MAX_SOURCES,
     FaultNote,
     Lease,
     Progress,
     Record,
 )
+from spes_swarm.protocol.members.round_metrics import PeerMetrics
+from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel, seal
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
@@ -90,24 +93,27 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
         expires,
         name="\N{ROCKET}" * 40,
         experts=list(range(MAX_EXPERTS)),
-        step=most,
         round=most,
         tokens=most,
         tokens_per_step=most,
-        bytes_sent=most,
-        bytes_received=most,
         tokens_per_second=sys.float_info.max,
-        loss=sys.float_info.max,
-        round_seconds=sys.float_info.max,
         in_round=True,
-        total_tokens=most,
         swarm_tokens=most,
-        train_loss=sys.float_info.max,
-        eval_loss=sys.float_info.max,
-        eval_loss_stderr=sys.float_info.max,
+        data=[most] * MAX_SOURCES,
+        dead=list(range(MAX_PAIRS - MAX_DEAD, MAX_PAIRS)),
+        expert_loads=bytes(MAX_LOADS),
         faults=[FaultNote(at=1e300, kind="x" * 24)] * MAX_FAULTS,
+        telemetry=crowded_telemetry(),
     )
     assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
+    # With the largest key that is allowed, which is longer by 256 bytes, as is its signature.
+    assert len(seal(identity(0), "progress", RUN, message)) + 512 <= MAX_RECORD_BYTES
+
+
+def crowded_telemetry() -> dict[str, float]:
+    """All metrics that there are, and a dozen that there may be."""
+    there = [field.name for field in fields(PeerMetrics)]
+    return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(12))], sys.float_info.max)
 
 
 def test_nobody_writes_in_the_name_of_another() -> None:
@@ -227,8 +233,8 @@ def test_the_same_bytes_are_verified_once(num_verified: Counter[str]) -> None:
 def test_a_record_that_was_refused_is_refused_again(num_verified: Counter[str]) -> None:
     expires = soon()
     good = dht_record(lease(expires), expires)
-    payload, key, signature = msgpack.unpackb(msgpack.unpackb(good.value))
-    forged = replace(good, value=pack(msgpack.packb([payload, key, signature[:-1] + bytes([signature[-1] ^ 1])])))
+    *rest, signature = msgpack.unpackb(msgpack.unpackb(good.value))
+    forged = replace(good, value=pack(msgpack.packb([*rest, signature[:-1] + bytes([signature[-1] ^ 1])])))
     for _ in range(2):
         assert VALIDATOR.validate(good)
         assert not VALIDATOR.validate(forged)

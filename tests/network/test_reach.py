@@ -10,10 +10,10 @@ import pytest
 
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import AddressError
+from spes_swarm.metrics.events import UNKNOWN_REACH, Reach
 from spes_swarm.network.link.daemon import Daemon, listen_again, port_is_free
 from spes_swarm.network.link.reach import _Answer, greets, judge
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.hosts import hosts, run
 from tests.helpers.rounds import identity
@@ -27,7 +27,7 @@ def answer(host: str, *open_ports: int, who: str = "A") -> _Answer:
 
 def test_the_majority_of_those_asked_decides_whether_a_peer_is_reachable() -> None:
     yes, no = answer("8.8.8.8", 7), answer("8.8.8.8")
-    assert judge([yes, no, no], [7]) == Reach(False, "/ip4/8.8.8.8/tcp/7", ("A", "A", "A"))
+    assert judge([yes, no, no], [7]) == Reach(reachable=False, address="/ip4/8.8.8.8/tcp/7", via=("A", "A", "A"))
     assert judge([no, yes, yes], [7]).reachable
     assert judge([no, yes], [7]).reachable  # somebody did get through
     assert judge([no], [7]).reachable is False
@@ -36,18 +36,18 @@ def test_the_majority_of_those_asked_decides_whether_a_peer_is_reachable() -> No
 
 def test_peers_of_the_same_local_network_have_no_say_when_others_were_asked() -> None:
     local, remote = answer("192.168.0.9", 7, who="L"), answer("8.8.8.8", who="R")
-    assert judge([local, local, remote], [7]) == Reach(False, "/ip4/8.8.8.8/tcp/7", ("R",))
-    assert judge([local], [7]) == Reach(True, "/ip4/192.168.0.9/tcp/7", ("L",))
+    assert judge([local, local, remote], [7]) == Reach(reachable=False, address="/ip4/8.8.8.8/tcp/7", via=("R",))
+    assert judge([local], [7]) == Reach(reachable=True, address="/ip4/192.168.0.9/tcp/7", via=("L",))
     assert judge([answer("2001:4860::1", 9)], [7, 9]).address == "/ip6/2001:4860::1/tcp/9"
 
 
 def test_only_what_matters_is_told_to_the_user() -> None:
     assert UNKNOWN_REACH.describe() == []
-    assert Reach(True, "/ip4/127.0.0.1/tcp/7", ("A",)).describe() == []
-    assert Reach(False, None, ()).describe() == []
-    (line,) = Reach(True, "/ip4/8.8.8.8/tcp/7", ("A", "B")).describe()
+    assert Reach(reachable=True, address="/ip4/127.0.0.1/tcp/7", via=("A",)).describe() == []
+    assert Reach(reachable=False, address=None, via=()).describe() == []
+    (line,) = Reach(reachable=True, address="/ip4/8.8.8.8/tcp/7", via=("A", "B")).describe()
     assert line == "reachable at /ip4/8.8.8.8/tcp/7 (tried by 2 peers)"
-    found, advice = Reach(False, "/ip4/8.8.8.8/tcp/7", ("A",)).describe()
+    found, advice = Reach(reachable=False, address="/ip4/8.8.8.8/tcp/7", via=("A",)).describe()
     assert "not reachable from outside: 8.8.8.8 accepts no connections on TCP port 7" in found
     assert "open TCP port 7" in advice
     assert "--announce-maddrs" in advice
@@ -132,7 +132,7 @@ def test_a_peer_is_told_whether_its_port_takes_connections() -> None:
             assert await asking.reach.check([], maddrs) == UNKNOWN_REACH
             await asking.connect(asked)
             found = await asking.reach.check([asked.peer_id], maddrs)
-            assert found == Reach(True, f"/ip4/127.0.0.1/tcp/{endpoint[1]}", (asked.peer_id,))
+            assert found == Reach(reachable=True, address=f"/ip4/127.0.0.1/tcp/{endpoint[1]}", via=(asked.peer_id,))
             # Once in a while is enough: a second question at once is not answered, and no fault either.
             assert await asking.reach.check([asked.peer_id], maddrs) == UNKNOWN_REACH
             await asyncio.sleep(2.1)
@@ -140,7 +140,7 @@ def test_a_peer_is_told_whether_its_port_takes_connections() -> None:
                 silent = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
                 assert not await greets("127.0.0.1", other.getsockname()[1], 0.5)
                 found = await asking.reach.check([asked.peer_id], [silent])
-                assert found == Reach(False, silent, (asked.peer_id,))
+                assert found == Reach(reachable=False, address=silent, via=(asked.peer_id,))
             assert not asking.faults
             assert not asked.faults
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
+from spes_swarm.metrics.events import SyncProgress
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, ChunkAssembler, piece_frames, request_frame
-from spes_swarm.port.messages import SyncProgress
 from spes_swarm.protocol.consensus.reference import Reference, chunks_of
 from tests.helpers.transfer_net import (
     CHUNK_BYTES,

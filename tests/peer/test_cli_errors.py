@@ -377,9 +377,14 @@ def fill(path: Path, leave: int) -> None:
         file.write(b"\0" * max(0, status.f_bavail * status.f_frsize - leave))
 
 
+TWO_ROUNDS_LATER = r".*\bround \d+: .*\bround (\d+): "
+
+
 @pytest.mark.swarm
 @pytest.mark.parametrize("leave", [100_000, 0], ids=["full for checkpoints", "full for everything"])
-def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> None:
+def test_a_disk_that_stays_full_ends_nothing_but_the_last_checkpoint(
+    small_disk: Path, tmp_path: Path, leave: int
+) -> None:
     out = small_disk / "out"
     out.mkdir()
     (out / "console.log").symlink_to(tmp_path / "console.log")  # what it says must not need room there
@@ -387,12 +392,13 @@ def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> 
         peer = running.start("disk/out", "--config", running.config, "--experts", 8)
         peer.wait_for_round(2)
         fill(small_disk / "filler", leave)
+        what = "the checkpoint|a checkpoint" if leave else r"metrics\.jsonl cannot be written"
+        peer.wait_for_text(rf"({what})[^\n]*{TWO_ROUNDS_LATER}")
         tree = peer.tree()
-        assert peer.wait() == 2
+        assert peer.terminate() == 2
         _, alive = psutil.wait_procs(tree, timeout=REASONABLE_S)
         assert not alive
         assert peer.text().splitlines()[-1].startswith("join: ")
-        assert "No space left on device" in peer.text().splitlines()[-1]
         assert "Traceback" not in peer.text()
         joined = peer.events("join")[0]
     layout = tiny_layout()
@@ -404,6 +410,30 @@ def test_a_disk_that_runs_full(small_disk: Path, tmp_path: Path, leave: int) -> 
     reference_N = np.empty(layout.num_elements, np.float32)
     found.reference(layout, reference_N)
     assert np.isfinite(reference_N).all()
+
+
+@pytest.mark.swarm
+def test_a_disk_that_is_full_for_a_while_is_one_fault(small_disk: Path, tmp_path: Path) -> None:
+    out = small_disk / "out"
+    out.mkdir()
+    (out / "console.log").symlink_to(tmp_path / "console.log")
+    with Swarm(tmp_path) as running:
+        peer = running.start("disk/out", "--config", running.config, "--experts", 8)
+        peer.wait_for_round(2)
+        fill(small_disk / "filler", leave=0)
+        problem = r"metrics\.jsonl cannot be written: No space left on device; training goes on"
+        number = int(peer.wait_for_text(problem + TWO_ROUNDS_LATER)[1])
+        (small_disk / "filler").unlink()
+        lost = peer.wait_for_text(r"metrics\.jsonl is written again; (\d+) events dropped")[1]
+        peer.wait_for_round(number + 1)
+        assert peer.terminate() == 0
+        assert len(re.findall(problem, peer.text())) == 1
+        (fault,) = (fault for fault in peer.events("fault") if fault["kind"] == "metrics")
+        assert fault["detail"].endswith(
+            f"metrics.jsonl cannot be written: No space left on device: {lost} events dropped"
+        )
+        assert number not in peer.rounds()
+        assert peer.events("leave")
 
 
 @pytest.mark.swarm

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,22 +53,95 @@ def test_a_command_prints_to_any_console() -> None:
         assert written.getvalue() == b"1.246 ? 0.031 ? ?\n"
 
 
-@pytest.mark.parametrize("lost", ["pipe", "disk"])
-def test_a_peer_outlives_its_console(lost: str, capfd: pytest.CaptureFixture[str]) -> None:
-    if lost == "pipe":
-        read, write = os.pipe()
-        os.close(read)
-    else:
-        write = os.open("/dev/full", os.O_WRONLY)
-    with os.fdopen(write, "w") as output:
-        with contextlib.redirect_stdout(output):
-            console = PeerConsole()
-            console.say(TEXT)
-            console.command(TEXT)
-            with console.live(TrainingStatus(), TEXT, Path("metrics.jsonl")):
-                pass
-        output.flush()  # as Python does when it ends
+@contextlib.contextmanager
+def lost_outputs() -> Iterator[tuple[int, int]]:
+    """Yields a pipe that nobody reads any more, and a terminal that has been closed."""
+    reader, pipe = os.pipe()
+    shown, terminal = pty.openpty()
+    os.close(reader)
+    os.close(shown)
+    try:
+        yield pipe, terminal
+    finally:
+        os.close(pipe)
+        os.close(terminal)
+
+
+@pytest.mark.parametrize("lost", ["pipe", "terminal", "disk"])
+def test_a_peers_console_outlives_its_output(lost: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with lost_outputs() as (pipe, terminal), Path("/dev/full").open("wb") as disk:
+        number = {"pipe": pipe, "terminal": terminal, "disk": disk.fileno()}[lost]
+        with os.fdopen(os.dup(number), "w") as output:
+            with contextlib.redirect_stdout(output):
+                console = PeerConsole()
+                console.say(TEXT)
+                console.command(TEXT)
+                with console.live(TrainingStatus(), TEXT, Path("metrics.jsonl")):
+                    pass
+            output.flush()  # as Python does when it ends
     assert capfd.readouterr().err == "join: standard output cannot be written; training goes on, see metrics.jsonl\n"
+
+
+_SPEAKS = """
+import sys
+from spes_swarm.peer.output import keep_output
+
+keep_output()
+kept = open(sys.argv[1], "w")
+print(sys.argv[2])
+print(sys.argv[2], file=sys.stderr, flush=True)
+sys.stderr.write(sys.argv[2])
+sys.stdout.flush()
+print(sys.argv[2])
+kept.write("it goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    "redirected",
+    [
+        ">&-",
+        "2>&-",
+        "<&- >&- 2>&-",
+        ">/dev/full",
+        "2>/dev/full",
+        ">/dev/full 2>&1",
+        ">&PIPE",
+        "2>&PIPE",
+        ">&PIPE 2>&1",
+        "<&TERMINAL >&TERMINAL 2>&1",
+        ">&PIPE 2>&-",
+    ],
+)
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"PYTHONUNBUFFERED": "1"}, {"PYTHONIOENCODING": "ascii:strict"}],
+    ids=["plain", "unbuffered", "ascii"],
+)
+def test_a_process_outlives_its_output(tmp_path: Path, redirected: str, environment: dict[str, str]) -> None:
+    kept = tmp_path / "kept"
+    with lost_outputs() as (pipe, terminal):
+        form = redirected.replace("PIPE", str(pipe)).replace("TERMINAL", str(terminal))
+        done = subprocess.run(
+            ["/bin/bash", "-c", f'exec "$@" {form}', "bash", sys.executable, "-c", _SPEAKS, kept, "\N{LLAMA}"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            pass_fds=(pipe, terminal),
+            capture_output=True,
+            timeout=REASONABLE_S,
+            check=False,
+        )
+    assert done.returncode == 0
+    assert kept.read_text(encoding="utf-8") == "it goes on"  # and nothing that was printed
+
+
+@pytest.mark.parametrize("redirected", ["2>&TERMINAL", ">/dev/full 2>/dev/full"])
+def test_a_mistake_that_cannot_be_reported_has_its_exit_code(redirected: str) -> None:
+    with lost_outputs() as (_, terminal):
+        command = f'exec "$@" {redirected.replace("TERMINAL", str(terminal))}'
+        join = ["bash", sys.executable, "-m", "spes_swarm.join", "--bad"]
+        done = subprocess.run(["/bin/bash", "-c", command, *join], cwd=ROOT, pass_fds=(terminal,), check=False)
+    assert done.returncode == 2
 
 
 @pytest.mark.slow

@@ -64,7 +64,8 @@ def test_a_stuck_network_process_keeps_nobody(tmp_path: Path) -> None:
 
 def test_a_signal_interrupts_only_what_may_be() -> None:
     signals = StopSignals()
-    before, hook = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)), sys.unraisablehook
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before, hook = [signal.getsignal(number) for number in numbers], sys.unraisablehook
     try:
         signals.install()
         with signals.interruptible():
@@ -76,10 +77,22 @@ def test_a_signal_interrupts_only_what_may_be() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # the second time Ctrl-C means at once
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
         signal.set_wakeup_fd(-1)
         sys.unraisablehook = hook
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_closed_terminal_stops_a_peer_unless_it_is_to_outlive_it(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        signals = StopSignals()
+        with signals.handled():
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.requested.is_set() is not ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # A wait inside a library that no signal ends: a thread locks the same mutex twice.
@@ -114,6 +127,7 @@ wait()
     [
         ("joining", [signal.SIGTERM], 7, ""),
         ("joining", [signal.SIGINT], 7, ""),
+        ("joining", [signal.SIGHUP], 7, ""),
         ("training", [signal.SIGTERM, signal.SIGINT], 130, f"join: {STOPPED}\n"),
     ],
 )

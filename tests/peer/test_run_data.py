@@ -270,7 +270,7 @@ def test_other_data_are_refused_in_one_line_that_names_both(tmp_path: Path, peer
     assert "\n" not in str(caught.value)
     opened = peer.data(other, differs=True).open(run, BYTES)
     assert opened.differs
-    assert opened.to_event()["differs"] is True
+    assert opened.to_event().differs is True
     assert any("although the run trains on 'a.txt'" in line for line in peer.said)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import BootstrapError, ManifestError, UserError, VersionError
 from spes_swarm.base.strict import differences
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
@@ -20,6 +21,7 @@ from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
+from spes_swarm.port.commands import Commands
 from spes_swarm.publishing.directory import DirectoryTarget
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.lone_trainer import run_config
@@ -32,15 +34,15 @@ def no_network(*command: Any, **arguments: Any) -> Any:
     raise AssertionError("nobody else is asked")
 
 
-def find(directory: Path, run: RunConfig | None = None, **settings: Any) -> Manifest:
-    """The run that a peer alone finds; the directory then belongs to it."""
+def find(
+    directory: Path, run: RunConfig | None = None, *, ask: Callable[..., Any] = no_network, **settings: Any
+) -> Manifest:
+    """The run that a peer finds, by default alone; the directory then belongs to it."""
     directory.mkdir(exist_ok=True)
     kept, console = RunDirectory(directory), PeerConsole(quiet=True)
     peer = PeerConfig(output_dir=str(directory), **settings)
     data = PeerData(peer, kept, console.say, threading.Event())
-    finder = RunFinder(
-        peer=peer, run=run, directory=kept, identity=identity(0), ask=no_network, console=console, data=data
-    )
+    finder = RunFinder(peer=peer, run=run, directory=kept, identity=identity(0), ask=ask, console=console, data=data)
     manifest = finder.find()
     kept.remember(manifest)
     return manifest
@@ -80,6 +82,30 @@ def test_a_publication_of_another_run_than_the_directory(tmp_path: Path, publish
     with pytest.raises(UserError, match="choose another --output-dir, or leave out --from-hub") as error:
         find(tmp_path / "out", from_hub=published)
     assert str(error.value).startswith(f"output directory {tmp_path / 'out'} belongs to run {other.run_id}, but --from")
+
+
+def test_a_peer_that_comes_back_does_not_continue_alone_beside_a_swarm_that_has_upgraded(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    kept, manifest = RunDirectory(tmp_path / "out"), manifest_of()
+    kept.remember(manifest)
+    kept.remember_peers([f"/ip4/127.0.0.1/tcp/1/p2p/{identity(1).peer_id}"])
+
+    def find_again(answer: Exception | None) -> str:
+        def ask(command: Any, wait_s: float, **arguments: Any) -> Any:
+            if command is Commands.bootstrap:
+                return [identity(1).peer_id]
+            assert command is Commands.fetch_manifest
+            assert arguments["peers"] == [identity(1).peer_id]
+            if answer is not None:
+                raise answer
+            return manifest
+
+        return find(tmp_path / "out", ask=ask).run_id
+
+    for harmless in (None, BootstrapError("not yet"), ManifestError("another run")):
+        assert find_again(harmless) == manifest.run_id
+    with pytest.raises(VersionError, match="upgrade"):
+        find_again(VersionError("upgrade"))
 
 
 @pytest.mark.slow

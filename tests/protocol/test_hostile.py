@@ -115,7 +115,7 @@ def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[i
                 target.accept(sender.me, sender.push_frame(part, contribution))
     for target in honest:
         target.give_up(HOSTILE)
-        assert not target.awaited_contributors()
+        assert not target.outstanding()
     for receiver in honest:
         for index, part in receiver.wanted.items():
             frame = states[part.reducer].result_frame(index, receiver.me) if part.reducer != receiver.me else None

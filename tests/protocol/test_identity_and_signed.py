@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import permutations
 from math import gcd
@@ -28,6 +29,7 @@ from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
 from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement, seal_statement
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
+from spes_swarm.protocol.version import check_version
 from tests.helpers.rounds import identity
 from tests.helpers.small_disk import mounted_disk
 
@@ -145,17 +147,17 @@ def test_no_bit_of_a_message_can_be_changed() -> None:
 
 
 def test_a_signature_of_one_peer_does_not_serve_another() -> None:
-    payload, _, signature = msgpack.unpackb(seal(identity(0), "note", RUN, NOTE))
-    forged = msgpack.packb([payload, identity(1).public_key_der, signature])
+    version, payload, _, signature = msgpack.unpackb(seal(identity(0), "note", RUN, NOTE))
+    forged = msgpack.packb([version, payload, identity(1).public_key_der, signature])
     refused("signature", lambda: unseal(forged, "note", RUN, Note))
 
 
-def envelope(payload: Any, *, signer: Identity | None = None) -> bytes:
+def envelope(payload: Any, version: Sequence[int] = (2, 0)) -> bytes:
     """A well-signed message whose payload is anything at all; what `seal` signs, written out."""
-    who = signer or identity(0)
+    who = identity(0)
     packed = payload if isinstance(payload, bytes) else msgpack.packb(payload)
-    signature = who.sign(b"spes_swarm/1\0note\0run-1\0" + packed)
-    return bytes(msgpack.packb([packed, who.public_key_der, signature]))
+    signature = who.sign(f"spes_swarm\0{version[0]}.{version[1]}\0note\0run-1\0".encode() + packed)
+    return bytes(msgpack.packb([version, packed, who.public_key_der, signature]))
 
 
 def test_the_signature_covers_what_the_tests_think() -> None:
@@ -181,12 +183,96 @@ def test_a_signed_payload_of_another_shape_is_refused(payload: Any) -> None:
     refused("schema", lambda: unseal(envelope(payload), "note", RUN, Note))
 
 
+@pytest.mark.parametrize("version", [(2, 0), (2, 1), (2, 65_535)])
+def test_a_field_that_is_not_known_is_ignored_only_in_a_message_of_a_newer_version(version: tuple[int, int]) -> None:
+    data = envelope({"text": "hello", "count": 3, "more": {"than": ["this"]}}, version)
+    if version == (2, 0):
+        refused("schema", lambda: unseal(data, "note", RUN, Note))
+    else:
+        assert unseal(data, "note", RUN, Note)[1] == NOTE
+
+
+@pytest.mark.parametrize(
+    "payload", [{"text": "hello", "more": 1}, {"text": "hello", "count": "3", "more": 1}, ["hello", 3], None, 7]
+)
+def test_what_is_known_must_fit_in_a_newer_version_too(payload: Any) -> None:
+    refused("schema", lambda: unseal(envelope(payload, (2, 1)), "note", RUN, Note))
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (envelope({"text": "hello", "count": 3}, (3, 1)), "speaks protocol 3.1, this side 2.0: upgrade this side"),
+        (msgpack.packb([[3, 1]]), "speaks protocol 3.1, this side 2.0: upgrade this side"),
+        (msgpack.packb([[65_535, 0], {"a": "form"}, 5]), "speaks protocol 65535.0, this side 2.0: upgrade this side"),
+        (envelope({"text": "hello", "count": 3}, (1, 7)), "protocol 1.7, this side 2.0: upgrade the writer of a note"),
+        (msgpack.packb([b"", b"", b""]), "protocol 1.0, this side 2.0: upgrade the writer of a note"),  # as it was then
+    ],
+    ids=["newer", "nothing else", "another form", "older", "without a version"],
+)
+def test_of_another_major_version_only_the_version_is_read(data: bytes, words: str) -> None:
+    with pytest.raises(ProtocolError, match=re.escape(words)) as error:
+        unseal(data, "note", RUN, Note)
+    assert error.value.kind == "version"
+
+
+def test_the_signature_covers_the_version() -> None:
+    _, *rest = msgpack.unpackb(envelope({"text": "hello", "count": 3}))
+    refused("signature", lambda: unseal(msgpack.packb([[2, 1], *rest]), "note", RUN, Note))
+
+
+@pytest.mark.parametrize(
+    "version",
+    [2, "2.0", b"\2\0", [], [2], [2, 0, 0], [2, "0"], [2, True], [2.0, 0], [2, None], [[2], 0], {"2": 0}],
+    ids=repr,
+)
+def test_what_is_no_version_is_malformed(version: Any) -> None:
+    _, *rest = msgpack.unpackb(envelope({"text": "hello", "count": 3}))
+    refused("malformed", lambda: unseal(msgpack.packb([version, *rest]), "note", RUN, Note))
+
+
+@pytest.mark.parametrize("number", [-1, 65_536, (1 << 64) - 1])
+def test_no_version_has_such_a_number(number: int) -> None:
+    for version in ([number, 0], [2, number]):
+        refused("malformed", lambda v=version: check_version(v, "somebody"))  # type: ignore[misc]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(anything)
+def test_no_version_fails_in_another_way(value: Any) -> None:
+    try:
+        version = check_version(value, "somebody")
+    except ProtocolError as exc:
+        version, kind = None, exc.kind
+    assert kind in ("malformed", "version") if version is None else version.major == 2
+
+
+@given(st.integers(0, 65_535), st.integers(0, 65_535))
+def test_exactly_the_side_with_the_smaller_major_version_upgrades(major: int, minor: int) -> None:
+    if major == 2:
+        assert check_version([major, minor], "it") == (major, minor)
+        return
+    with pytest.raises(ProtocolError, match=f"it speaks protocol {major}.{minor}, this side 2.0: upgrade ") as error:
+        check_version([major, minor], "it")
+    assert error.value.detail.endswith("upgrade it" if major < 2 else "upgrade this side")
+
+
 @pytest.mark.parametrize(
     "data",
     [
         b"",
         b"\xc1",
         msgpack.packb(3),
+        msgpack.packb([]),
+        msgpack.packb([[2, 0]]),
+        msgpack.packb([[2, 0], b"", b"", b"", b""]),
+        msgpack.packb([[2, 0], b"", "", b""]),
         msgpack.packb([b"a", b"b"]),
         msgpack.packb(["a", b"b", b"c"]),
         msgpack.packb({"a": 1}),

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import MAX_EXPERTS, MAX_ROUNDS, RecentFaults, RecentRounds, Rounds
-from spes_swarm.protocol.members.round_metrics import RoundFigures, RoundMetrics, metrics_of
+from spes_swarm.protocol.members.round_metrics import (
+    PeerMetrics,
+    RoundFigures,
+    RoundMetrics,
+    metrics_of,
+    telemetry_of,
+)
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, packed_loads, unpacked_load
 from spes_swarm.protocol.members.signed import seal
 from tests.helpers.records import lease, progress
@@ -49,36 +58,16 @@ def test_other_forms_of_experts_are_refused(experts: object) -> None:
         lease(1e9, experts=experts)
 
 
-def test_peers_that_do_not_know_of_divided_data_understand_runs_without_it() -> None:
-    assert "data" not in progress(1e9).model_dump()
-    record = progress(1e9, data=[0, 5])
-    assert type(record).model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))) == record
-
-
 ROUTING: dict[str, Any] = {
-    "load_entropy": 0.5,
-    "least_load": 0.25,
-    "router_entropy": 0.75,
-    "held_share": 0.5,
-    "dead_experts": 2,
-    "expert_similarity": 0.125,
-    "expert_similarity_max": 0.5,
     "expert_loads": b"\x20" * 64,
     "dead": [3, 40],
 }
 
 
-def test_records_without_routing_are_those_that_older_peers_write_and_read() -> None:
-    older = progress(1e9).model_dump()
-    assert not ROUTING.keys() & older.keys()
-    record = type(progress(1e9)).model_validate(older)
-    assert (record.load_entropy, record.dead_experts, record.expert_loads, record.dead) == (None, None, b"", [])
-
-
 def test_a_record_with_the_routing_of_a_large_model_is_small() -> None:
     """64 experts in each of 28 layers, of which as many are dead as a record can name."""
     dead = list(range(28 * 64 - MAX_DEAD, 28 * 64))
-    record = progress(1e9, experts=list(range(64)), **{**BUSY, **ROUTING, "dead": dead, "dead_experts": 28 * 64})
+    record = progress(1e9, experts=list(range(64)), **{**BUSY, **ROUTING, "dead": dead})
     assert type(record).model_validate(msgpack.unpackb(msgpack.packb(record.model_dump()))) == record
     assert len(seal(identity(0), "progress", RUN, record)) < 1600
 
@@ -86,15 +75,6 @@ def test_a_record_with_the_routing_of_a_large_model_is_small() -> None:
 @pytest.mark.parametrize(
     "claim",
     [
-        {"load_entropy": 1.1},
-        {"load_entropy": float("nan")},
-        {"router_entropy": -0.1},
-        {"held_share": "1"},
-        {"least_load": float("inf")},
-        {"dead_experts": -1},
-        {"dead_experts": 65_537},
-        {"dead_experts": 1.0},
-        {"expert_similarity": 2.0},
         {"expert_loads": b"\0" * 257},
         {"expert_loads": [1.0]},
         {"dead": list(range(33))},
@@ -229,6 +209,78 @@ def test_figures_that_a_reader_does_not_know_are_skipped() -> None:
     assert record.reports() == [RoundFigures(round=3, train_loss=5.5)]
 
 
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"load_entropy": 1.1},
+    {"router_entropy": -0.1},
+    {"least_load": -1.0},
+    {"dead_experts": -1},
+    {"dead_experts": 1.5},
+    {"dead_experts": 65_537},
+    {"expert_similarity": 2.0},
+    {"train_loss": -1.0},
+    {"bytes_sent": 1 << 62},
+    {"step": -1},
+    {"step": 0.5},
+    {"total_tokens": 1e300},
+    {"round_seconds": -1e300},
+]
+
+
+@pytest.mark.parametrize("claim", IMPOSSIBLE, ids=str)
+def test_an_impossible_claim_is_as_if_it_had_not_been_made(claim: dict[str, Any]) -> None:
+    """In a record of a peer, or of its rounds, and whatever it claims besides."""
+    record = progress(1e9, telemetry={**claim, "loss": 2.5, "a_newer_metric": -5})
+    assert record.metrics == PeerMetrics(loss=2.5)
+    rounds = {name: [0, value] for name, value in {**claim, "eval_loss": 2.5, "a_newer_metric": -5}.items()}
+    newest = Rounds.model_validate({"expires": 1e9, "rounds": [3, 4], "figures": rounds}).reports()[-1]
+    assert newest == RoundFigures(round=4, eval_loss=2.5)
+
+
+@pytest.mark.parametrize(
+    "telemetry",
+    [
+        {"train_loss": float("nan")},
+        {"train_loss": float("inf")},
+        {"train_loss": True},
+        {"train_loss": "1"},
+        {"train_loss": None},
+        {"train_loss": [1.0]},
+        {"x" * 41: 1.0},
+        {"": 1.0},
+        {"Loss": 1.0},
+        {"loss<b>": 1.0},
+        {f"metric_{n}": 1.0 for n in range(65)},
+        [],
+        None,
+    ],
+    ids=lambda telemetry: str(telemetry)[:40],
+)
+def test_what_is_no_telemetry_is_refused(telemetry: Any) -> None:
+    with pytest.raises(ValidationError):
+        progress(1e9, telemetry=telemetry)
+
+
+def test_every_declared_metric_is_published() -> None:
+    full: dict[str, Any] = {field.name: 1 for field in fields(PeerMetrics)}
+    measured = PeerMetrics(**full)
+    assert telemetry_of(measured) == full
+    assert progress(1e9, telemetry=telemetry_of(measured)).metrics == measured
+    assert telemetry_of(PeerMetrics(loss=float("nan"))).keys() == full.keys() - {"loss"}
+
+
+numbers = st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.dictionaries(st.sampled_from([field.name for field in fields(PeerMetrics)]) | st.just("newer"), numbers))
+def test_no_telemetry_keeps_a_record_from_being_read(telemetry: dict[str, Any]) -> None:
+    """Whatever is wrong counts as absent, and what is right is there."""
+    metrics = progress(1e9, telemetry=telemetry).metrics
+    for name in telemetry.keys() - {"newer"}:
+        assert getattr(metrics, name) in (telemetry[name], float(telemetry[name]), getattr(PeerMetrics(), name))
+    if telemetry.get("loss", -1) >= 0:
+        assert metrics.loss == float(telemetry["loss"])
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -237,17 +289,10 @@ def test_figures_that_a_reader_does_not_know_are_skipped() -> None:
         {"rounds": [3, 3]},
         {"rounds": [-1, 3]},
         {"rounds": list(range(MAX_ROUNDS + 1))},
-        {"figures": {}},
         {"figures": {"train_loss": [1.0]}},
         {"figures": {"train_loss": [1.0, float("nan")]}},
-        {"figures": {"train_loss": [1.0, -1.0]}},
         {"figures": {"train_loss": [1.0, "2"]}},
-        {"figures": {"load_entropy": [0.5, 1.5]}},
-        {"figures": {"dead_experts": [1, 1.5]}},
-        {"figures": {"dead_experts": [1, 65_537]}},
-        {"figures": {"bytes_sent": [1, None]}},
-        {"figures": {"bytes_sent": [1, 1 << 63]}},
-        {"figures": {f"figure-{n}": [0.0, 0.0] for n in range(33)}},
+        {"figures": {f"figure_{n}": [0.0, 0.0] for n in range(65)}},
         {"figures": {"x" * 41: [0.0, 0.0]}},
         {"else": 1},
     ],

@@ -17,10 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from spes_swarm.base.errors import ConfigError, UserError
 from spes_swarm.join import main
+from spes_swarm.metrics import events
 from spes_swarm.monitor.__main__ import main as monitor
 from spes_swarm.monitor.source import HeldState
 from spes_swarm.monitor.views.tracking import follow
 from spes_swarm.storage.trackers import Quiet, Tracked, TrackedMetrics, check_tracker, open_metrics, open_tracker
+from tests.helpers.events import join_event, round_event, step_event
 from tests.helpers.monitoring import peer_id, points, swarm_state
 
 PEER = peer_id(0)
@@ -78,12 +80,12 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
 
 
 def take_part(metrics: TrackedMetrics) -> None:
-    metrics.write("reach", reachable=True)
-    metrics.write("step", round=0, step=1, loss=9.0, tokens=128, tokens_per_second=10.0, lr=0.1)
-    metrics.write("join", run_id="run-1", experts=[0], round=0, maddrs=[], seconds=1.0)
-    metrics.write("step", round=0, step=2, loss=5.5, tokens=128, tokens_per_second=10.0, lr=0.1)
-    metrics.write("step", round=0, step=3, loss=float("nan"), tokens=128, tokens_per_second=11.0, lr=0.1)
-    metrics.write("round", round=1, peers=3, train_loss=5.0, eval_loss=None, digest="ab", experts_held=[0])
+    metrics.write(events.Reach(reachable=True))
+    metrics.write(step_event(1, loss=9.0))
+    metrics.write(join_event("run-1"))
+    metrics.write(step_event(2))
+    metrics.write(step_event(3, loss=float("nan"), tokens_per_second=11.0, mfu=0.25))
+    metrics.write(round_event(1, train_loss=5.0, payload_bytes_sent=7))
     metrics.close()
 
 
@@ -97,8 +99,8 @@ def test_a_peers_metrics_go_to_tensorboard_too(tmp_path: Path) -> None:
     assert board["round/train_loss"] == [(3, 5.0)]
     assert board["round/peers"] == [(3, 3.0)]
     assert "round/eval_loss" not in board
-    events = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert events == ["reach", "step", "join", "step", "step", "round"]
+    names = [json.loads(line)["event"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert names == ["reach", "step", "join", "step", "step", "round"]
 
 
 def test_the_other_trackers_are_told_the_same(
@@ -106,9 +108,20 @@ def test_the_other_trackers_are_told_the_same(
 ) -> None:
     take_part(TrackedMetrics(tmp_path / "metrics.jsonl", PEER, fake.__name__, "laptop"))
     assert fake.logged == [
-        (2, {"step/loss": 5.5, "step/tokens_per_second": 10.0, "step/lr": 0.1}),
-        (3, {"step/tokens_per_second": 11.0, "step/lr": 0.1}),
-        (3, {"round/round": 1.0, "round/train_loss": 5.0, "round/peers": 3.0}),
+        (2, {"step/loss": 5.5, "step/tokens_per_second": 10.0, "step/teraflops": 0.5, "step/lr": 0.1}),
+        (3, {"step/tokens_per_second": 11.0, "step/teraflops": 0.5, "step/mfu": 0.25, "step/lr": 0.1}),
+        (
+            3,
+            {
+                "round/round": 1,
+                "round/train_loss": 5.0,
+                "round/peers": 3,
+                "round/experts_covered": 8,
+                "round/group_seconds": 0.25,
+                "round/exchange_seconds": 0.5,
+                "round/payload_bytes_sent": 7,
+            },
+        ),
     ]
     assert fake.finished == 1
     (init,) = fake.inits
@@ -133,16 +146,16 @@ def test_wandb_is_online_for_those_who_are_logged_in_or_say_so(
 
 def test_a_tracker_that_fails_is_given_up_and_training_goes_on(fake: FakeModule, tmp_path: Path) -> None:
     metrics = TrackedMetrics(tmp_path / "metrics.jsonl", PEER, fake.__name__, "")
-    metrics.write("join", run_id="run-1")
+    metrics.write(join_event())
     fake.fails = True
     for step in range(3):
-        metrics.write("step", round=0, step=step, loss=1.0, tokens_per_second=1.0, lr=0.1)
+        metrics.write(step_event(step))
     metrics.close()
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (fault,) = [event for event in events if event["event"] == "fault"]
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (fault,) = [event for event in written if event["event"] == "fault"]
     assert (fault["kind"], fault["peer"]) == ("tracker", PEER)
     assert "the disk is full" in fault["detail"]
-    assert sum(event["event"] == "step" for event in events) == 3
+    assert sum(event["event"] == "step" for event in written) == 3
 
 
 def test_a_tracker_that_does_not_start_says_so_in_one_line(fake: FakeModule, tmp_path: Path) -> None:
@@ -214,7 +227,7 @@ def test_without_a_tracker_metrics_are_what_they_were(tmp_path: Path) -> None:
     started = time.time()
     metrics = open_metrics(tmp_path / "metrics.jsonl", PEER, None, "")
     assert not isinstance(metrics, TrackedMetrics)
-    metrics.write("leave", round=1)
+    metrics.write(events.Leave(round=1))
     metrics.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert record["time"] >= started

@@ -176,7 +176,7 @@ async def hold_silent_streams(stranger: Stranger) -> None:
 async def attack_calls(stranger: Stranger, other: Identity) -> None:
     await stranger.next_round()
     run, next_round = stranger.run_id, max(stranger.target.rounds()) + 1
-    stub = stranger.rpc.get_stub(stranger.p2p, PeerID.from_base58(stranger.target_id), namespace="spes_swarm/1")
+    stub = stranger.rpc.get_stub(stranger.p2p, PeerID.from_base58(stranger.target_id), namespace="spes_swarm")
     for garbage in (
         b"",
         b"\xc1",
@@ -185,6 +185,8 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
         ENDLESS_MAP,
         b"\x91" * 100_000,
         msgpack.packb([1]),
+        msgpack.packb({"version": [2, 0]}),
+        msgpack.packb({"version": [2, -1], "method": "ping", "arguments": {}}),
     ):
         response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=60.0)
         kind = "oversized" if garbage == ENDLESS_MAP else "malformed"
@@ -218,12 +220,12 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
             assert answer.keys() <= {"over", "group", "leader"}
 
     def tampered(number: int) -> bytes:
-        payload, key, signature = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
-        return bytes(msgpack.packb([payload + b"\0", key, signature], use_bin_type=True))
+        version, payload, *rest = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
+        return bytes(msgpack.packb([version, payload + b"\0", *rest], use_bin_type=True))
 
     def borrowed_key(number: int) -> bytes:
-        payload, _, signature = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
-        return bytes(msgpack.packb([payload, other.public_key_der, signature], use_bin_type=True))
+        *rest, _, signature = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
+        return bytes(msgpack.packb([*rest, other.public_key_der, signature], use_bin_type=True))
 
     assert "sender" in await gather(lambda n: seal_statement(other, run, stranger.statement(n)))
     assert "signature" in await gather(tampered)

@@ -194,8 +194,8 @@ def test_two_monitors_see_every_short_round_with_the_same_figures_and_who_leaves
                 state = late.states()[seen - 1]
                 assert state["eval_round"] % 10 == 0
                 assert founder.rounds()[state["eval_round"]]["eval_loss"] == pytest.approx(state["eval_loss"])
-            for monitor in monitors:
-                monitor.process.send_signal(signal.SIGTERM)
+            for monitor, stop in zip(monitors, (signal.SIGTERM, signal.SIGHUP), strict=True):
+                monitor.process.send_signal(stop)
                 assert monitor.process.wait(PATIENCE_S) == 0, monitor.log()
         first, other_points = ({point.round: point for point in read_history(path)[1]} for path in histories)
         for points in (first, other_points):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from spes_swarm.base.errors import DataError, os_errors_as
+from spes_swarm.base.log import divert
 from spes_swarm.base.user_paths import refuse_lfs_pointer
 from spes_swarm.base.wording import plural
 from spes_swarm.config.data_source import HfName
@@ -125,11 +125,8 @@ class StreamedDataset:
 
 def _silence(datasets: Any) -> None:
     """Keeps the libraries from printing: failures are reported in one line."""
-    from huggingface_hub.utils import logging as hub_logging
-
     datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)
-    hub_logging.set_verbosity(logging.CRITICAL)
+    divert("datasets", "huggingface_hub")
 
 
 def _format(builder: Any) -> str:

@@ -1,5 +1,4 @@
-"""Where a peer keeps the experts that others train: on its device, in host memory, in files, or divided among ranks.
+"""Where a peer keeps the experts that others train: on its device, in host memory, or in files.
 
-Start with `storage`. `shares` divides experts among the ranks of a peer, and `prefetch` copies the next layer to the
-device while the current one computes.
+Start with `storage`. `prefetch` copies the next layer to the device while the current one computes.
 """

@@ -4,8 +4,8 @@ Other peers' experts change only when a round commits, so they can be rounded on
 when they are needed. `int8` and `int4` scale every 32 consecutive weights of a row together, as GGUF's Q8_0 and Q4_0
 do; the scale is a bf16 number, so a weight takes 8.5 or 4.5 bits.
 
-Tensor suffixes: G experts, R rows of a matrix, r rows of it that are stored here, C columns, P columns with padding, X
-stored values of a row, N groups of columns, W weights of a group.
+Tensor suffixes: G experts, R rows of a matrix, C columns, P columns with padding, X stored values of a row, N groups of
+columns, W weights of a group.
 """
 
 from __future__ import annotations
@@ -57,13 +57,11 @@ class FrozenStack(nn.Module):
         self._storage = storage or ForeignStorage()
         G, R, C = shape
         self._num_groups = 0 if form in _FLOATS else -(-C // _GROUP_WEIGHTS)
-        self._rows = self._storage.own_rows(R)
-        r = self._rows.stop - self._rows.start
         dtype = _FLOATS.get(form, torch.uint8 if form == "int4" else torch.int8)
         width = self._num_groups * _GROUP_WEIGHTS // (2 if form == "int4" else 1) or C
-        scales_GrN = self._storage.zeros((G, r, self._num_groups), torch.bfloat16, device)
-        self.register_buffer("values", self._storage.zeros((G, r, width), dtype, device), persistent=False)
-        self.register_buffer("scales", scales_GrN, persistent=False)
+        scales_GRN = self._storage.zeros((G, R, self._num_groups), torch.bfloat16, device)
+        self.register_buffer("values", self._storage.zeros((G, R, width), dtype, device), persistent=False)
+        self.register_buffer("scales", scales_GRN, persistent=False)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -74,30 +72,12 @@ class FrozenStack(nn.Module):
             return self
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch does not annotate it
 
-    @property
-    def is_whole(self) -> bool:
-        """True if all rows are stored here, False if ranks share them."""
-        return self.values.shape[1] == self.shape[1]
-
-    def write(self, index: int, matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds a matrix of any float dtype into place; returns the values and scales of all its rows."""
-        stored = self._rounded(matrix_RC)
-        self.put(index, *stored)
-        return stored
-
-    def put(self, index: int, values_RX: Tensor, scales_RN: Tensor) -> None:
-        """Writes those rows of a rounded matrix that are stored here."""
+    def write(self, index: int, matrix_RC: Tensor) -> None:
+        """Rounds a matrix of any float dtype into place."""
         self._storage.before_write()
-        for target_rX, source_RX in ((self.values[index], values_RX), (self.scales[index], scales_RN)):
-            own_rX = source_RX[self._rows]
-            target_rX[: len(own_rX)].copy_(own_rX)
-
-    def empty_matrix(self) -> tuple[Tensor, Tensor]:
-        """Returns uninitialised values and scales in host memory for all rows of a rounded matrix."""
-        values, scales = (
-            torch.empty((self.shape[1], *stored.shape[2:]), dtype=stored.dtype) for stored in (self.values, self.scales)
-        )
-        return values, scales
+        values_RX, scales_RN = self._rounded(matrix_RC)
+        self.values[index].copy_(values_RX)
+        self.scales[index].copy_(scales_RN)
 
     @torch.no_grad()
     def _rounded(self, matrix_RC: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,15 +100,8 @@ class FrozenStack(nn.Module):
         return rounded_RP, scales_RN
 
     def read(self, index: int) -> Tensor:
-        """Returns one matrix (R, C) in fp32, with zeros in rows not stored here; a view of a whole fp32 stack."""
-        R, C = self.shape[1:]
-        own_rC = _expanded(self.values[index], self.scales[index], self.form, torch.float32)[:, :C]
-        if self.is_whole:
-            return own_rC
-        matrix_RC = own_rC.new_zeros((R, C))
-        target_rC = matrix_RC[self._rows]
-        target_rC.copy_(own_rC[: len(target_rC)])
-        return matrix_RC
+        """Returns one matrix (R, C) in fp32; a view of an fp32 stack."""
+        return _expanded(self.values[index], self.scales[index], self.form, torch.float32)[:, : self.shape[2]]
 
     def expand(
         self, dtype: torch.dtype, experts: slice = slice(None), fetched: tuple[Tensor, Tensor] | None = None
@@ -138,8 +111,7 @@ class FrozenStack(nn.Module):
         `fetched` are the values and scales as the storage has fetched them; None: the buffers are used where they are.
         """
         values, scales = fetched or (self.values, self.scales)
-        R, C = self.shape[1:]
-        return _expanded(values[experts], scales[experts], self.form, dtype)[..., :R, :C].contiguous()
+        return _expanded(values[experts], scales[experts], self.form, dtype)[..., : self.shape[2]].contiguous()
 
 
 def _expanded(values: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""The places where others' experts can be: the device, host memory, or a disk. `shares` divides them among ranks.
+"""The places where others' experts can be: the device, host memory, or a disk.
 
 A layer is a module whose buffers are the stored experts of one decoder layer. Each of its passes, forward or backward,
 first fetches them to the device that computes.
@@ -38,14 +38,11 @@ class ForeignBytes:
     on_disk: int
 
 
-def foreign_bytes(kind: str, stored: int, num_layers: int, *, on_gpu: bool, num_ranks: int = 1) -> ForeignBytes:
-    """Returns where the `stored` bytes of `num_layers` equal layers are, for each of `num_ranks`.
+def foreign_bytes(kind: str, stored: int, num_layers: int, *, on_gpu: bool) -> ForeignBytes:
+    """Returns where the `stored` bytes of `num_layers` equal layers are.
 
     Pages of files that the kernel keeps in memory do not count: it drops them when memory is short.
     """
-    if kind == "ranks":
-        # One layer as gathered, and again with its rows in order.
-        return ForeignBytes(on_device=stored // num_ranks + 2 * stored // num_layers, on_host=0, on_disk=0)
     if kind == "device" or (kind == "host" and not on_gpu):
         return ForeignBytes(on_device=stored, on_host=0, on_disk=0)
     copies = min(stored, MOST_COPIES * -(-stored // num_layers)) if on_gpu else 0
@@ -77,23 +74,12 @@ class ForeignStorage:
         """
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def own_rows(self, num_rows: int) -> slice:
-        """Returns the rows of a matrix that are stored here; all, unless ranks share them."""
-        return slice(0, num_rows)
-
     def fetch(self, layer: nn.Module) -> list[Tensor]:
         """Returns the buffers of a layer where a pass can use them, until the next `fetch` of another layer."""
         return list(layer.buffers())
 
     def before_write(self) -> None:
         """Prepares for a change of the buffers; called before each one."""
-
-    def before_hold(self) -> None:
-        """Prepares for a change of the held experts, which replaces all buffers."""
-        self.before_write()
-
-    def written(self, stack: nn.Module, index: int, stored: tuple[Tensor, Tensor]) -> None:
-        """Called after a matrix has been written, with the values and scales of all its rows."""
 
 
 class PinnedStorage(ForeignStorage):

@@ -11,13 +11,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
+from spes_swarm.metrics import events
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.links import Links
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.relay import Relay
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.port.commands import LinkMade
-from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 from spes_swarm.protocol.members.standing import Neighbour
 
 _TEND_S = 2.0
@@ -55,8 +54,8 @@ class Connectivity:
     _: KW_ONLY
     announced: bool  # the user has given the addresses at which this peer can be reached
     use_relays: bool  # it serves as a relay and uses circuits
-    notify: Callable[[Reach | LinkMade], None]
-    found: Reach = UNKNOWN_REACH  # the latest result of the check whether this peer can be reached
+    notify: Callable[[events.Reach | events.Link], None]
+    found: events.Reach = events.UNKNOWN_REACH  # the latest result of the check whether this peer can be reached
     _links: Links | None = field(default=None, init=False)
     _doubted: bool = field(default=False, init=False)
     _next_review: float = field(default_factory=lambda: time.monotonic() + _FIRST_REVIEW_S, init=False)
@@ -70,13 +69,13 @@ class Connectivity:
         await self._reach.start()
         await self._relay.start()
 
-    async def check(self) -> Reach:
+    async def check(self) -> events.Reach:
         """Asks connected peers whether this one can be reached; see reach.py."""
         peers = list(await self.daemon.connections())
-        self.found = await self._ask(peers) if peers else UNKNOWN_REACH
+        self.found = await self._ask(peers) if peers else events.UNKNOWN_REACH
         return self.found
 
-    async def _ask(self, peers: list[str]) -> Reach:
+    async def _ask(self, peers: list[str]) -> events.Reach:
         return await self._reach.check(peers, await self.daemon.maddrs(), announced=self.announced)
 
     def attend(self, run: RunPeers, *, review: bool, is_busy: Callable[[], bool]) -> None:
@@ -90,7 +89,7 @@ class Connectivity:
             self.daemon,
             use_relays=self.use_relays,
             maddrs_of=run.maddrs_of,
-            on_link=lambda peer_id, relayed: self.notify(LinkMade(peer_id, relayed)),
+            on_link=lambda peer_id, relayed: self.notify(events.Link(peer=peer_id, relayed=relayed)),
         )
         if self.found.reachable:
             run.set_reach(True, self.found.address)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ _SOCKET_PREFIX = "spes_swarm-"
 _LONGEST_SOCKET = "p2pclient-0123456789a.sock"  # the form of hivemind's names for its own socket
 _SOCKET_PATH_BYTES = 107  # Linux's sun_path, without the final NUL
 _START_TIMEOUT_S = 30.0
+_MAX_LINE = 1 << 16
+_LOGGER = logging.getLogger(__name__)
 _PORT_TIMEOUT_S = 3.0  # the p2pd of an earlier session, killed a moment ago, may still hold the port
 
 
@@ -50,8 +54,9 @@ class Daemon:
     Created in the main thread of the network process: the daemon dies with that thread.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], p2p: P2P, sockets: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], p2p: P2P, sockets: Path, output: _Output) -> None:
         self._process = process
+        self._output = output
         self._sockets = sockets
         self.p2p = p2p
         self.peer_id = str(p2p.peer_id)
@@ -88,29 +93,28 @@ class Daemon:
         control = HivemindMultiaddr(f"/unix{sockets}/p2pd.sock")
         arguments = _arguments(control, identity_path, host_maddrs, announce_maddrs, client_mode, private)
         parent = os.getpid()
-        log = sockets / "p2pd.log"
-        with as_file(files("hivemind.hivemind_cli") / "p2pd") as executable, log.open("wb") as output:
+        with as_file(files("hivemind.hivemind_cli") / "p2pd") as executable:
             process = subprocess.Popen(
                 [str(executable), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error"},
                 start_new_session=True,  # Ctrl-C must reach the trainer, which then leaves the swarm, not the daemon
                 preexec_fn=lambda: die_with_parent(parent),
             )
+        output = await _Output.read(process)
         try:
             p2p = await asyncio.wait_for(_attach(process, sockets, control), _START_TIMEOUT_S)
         except (TimeoutError, OSError) as exc:
             process.kill()
             await asyncio.to_thread(process.wait)
-            words = log.read_text(errors="replace").strip().splitlines()[-1:]
             shutil.rmtree(sockets, ignore_errors=True)
-            reason = " ".join(words) or str(exc)
+            reason = await output.last_line() or str(exc)
             if "listen" in reason:
                 raise AddressError(f"cannot listen on {', '.join(host_maddrs)}: {reason}") from exc
             raise NetworkProcessError(f"the P2P daemon did not start: {reason}") from exc
-        return cls(process, p2p, sockets)
+        return cls(process, p2p, sockets, output)
 
     @property
     def pid(self) -> int:
@@ -121,6 +125,12 @@ class Daemon:
     def is_alive(self) -> bool:
         """True if p2pd is running and its answers are being read."""
         return self._process.poll() is None and not self.p2p._client.control._read_task.done()
+
+    async def ending(self) -> str:
+        """Says how p2pd ended, with its last words."""
+        how = "does not answer" if (code := self._process.poll()) is None else f"has ended with code {code}"
+        words = await self._output.last_line()
+        return f"the P2P daemon (p2pd) {how}{words and ': '}{words}"
 
     async def maddrs(self) -> list[str]:
         """Addresses at which others may reach this peer, each ending in /p2p/PEER_ID."""
@@ -193,6 +203,37 @@ class Daemon:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+class _Output(asyncio.Protocol):
+    """What p2pd prints, which goes to the log."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._last = ""
+        self._ended = asyncio.Event()
+
+    @classmethod
+    async def read(cls, process: subprocess.Popen[bytes]) -> _Output:
+        """Starts to read the output of a process."""
+        _, output = await asyncio.get_running_loop().connect_read_pipe(cls, process.stdout)
+        return output
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data)[-_MAX_LINE:].split(b"\n")
+        for line in lines:
+            self._last = line.decode(errors="replace").strip() or self._last
+            _LOGGER.info("p2pd: %s", self._last)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.data_received(b"\n")
+        self._ended.set()
+
+    async def last_line(self) -> str:
+        """Returns the last line of a process that has ended; empty if there is none."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), 1.0)
+        return self._last
 
 
 def _arguments(

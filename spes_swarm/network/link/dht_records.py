@@ -35,13 +35,13 @@ MAX_RECORD_BYTES = 4096
 MAX_LIFETIME_S = 24 * 3600.0
 
 
-# Enough for the records of 10,000 peers; decoded, an honest record takes 4 KB, one with all experts 150 KB.
+# Enough for the records of 10,000 peers; decoded, an honest record takes 6 KB, one with all experts 150 KB.
 _MAX_REMEMBERED_BYTES = 64 << 20
 
 
 def _num_bytes(record: Record) -> int:
     """A generous estimate of the memory that a decoded record takes."""
-    return 4096 + 40 * len(getattr(record, "experts", ()))
+    return 4096 + 40 * len(getattr(record, "experts", ())) + 160 * len(getattr(record, "telemetry", ()))
 
 
 _VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num_bytes)
@@ -51,7 +51,7 @@ def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
     """Verifies a signed record, only once for the same bytes; returns (peer id of its writer, message).
 
     Raises:
-        ProtocolError: (`malformed`, `oversized`, `signature`, `schema`) the record must not be used.
+        ProtocolError: (`malformed`, `oversized`, `version`, `signature`, `schema`) the record must not be used.
     """
     if not isinstance(sealed, bytes):
         raise ProtocolError("malformed", "a record is a signed message")
@@ -83,8 +83,8 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         """Checks a record and returns (peer id of its writer, message).
 
         Raises:
-            ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `signature`, `schema`, `owner`,
-                `expiration`) the record must not be stored or used.
+            ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `version`, `signature`, `schema`,
+                `owner`, `expiration`) the record must not be stored or used.
         """
         kind = self._kinds.get(record.key)
         if kind is None:

@@ -16,6 +16,7 @@ from spes_swarm.protocol.members.roster import Roster
 
 _TIMEOUT_S = 5.0
 _LIST_S = 1.0  # for p2pd to list its connections
+FIRST_ANSWER_S = 1.0  # how long a look at the swarm waits for peers that have just appeared
 _RETRY_S = 10.0  # until a peer that has never answered is called again
 _MAX_UNDER_WAY = 32
 
@@ -68,6 +69,11 @@ class Greetings:
             task = asyncio.create_task(self.greet(peer_id))
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
+
+    async def first_answers(self) -> None:
+        """Waits briefly for the answers to the greetings under way."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=FIRST_ANSWER_S)
 
     async def own_endpoints(self) -> list[str]:
         """Asks some of the other peers at which addresses this peer's identity is connected to them."""

@@ -10,7 +10,7 @@ from contextlib import suppress
 from blake3 import blake3
 
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
-from spes_swarm.base.errors import BootstrapError, ProtocolError
+from spes_swarm.base.errors import BootstrapError, ProtocolError, VersionError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.network.link.rpc import Rpc
 
@@ -24,19 +24,25 @@ async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None,
 
     Raises:
         BootstrapError: none of them takes part in a run yet.
+        VersionError: one of them speaks another major version of the protocol, and no other has a manifest.
         ManifestError: the manifest fails verification, or is not of `run_id`.
     """
     deadline = time.monotonic() + timeout_s
     reasons: dict[str, str] = {}
     while True:
+        other_version: ProtocolError | None = None
         for peer in peers:
             left_s = max(deadline - time.monotonic(), _LEAST_TIMEOUT_S)
             try:
                 answer = await rpc.call(peer, "manifest", {}, min(_CALL_TIMEOUT_S, left_s))
             except (OSError, ProtocolError) as exc:
                 reasons[peer] = str(exc) or type(exc).__name__
+                if isinstance(exc, ProtocolError) and exc.kind == "version":
+                    other_version = exc
                 continue
             return open_manifest(answer, source=peer, expected_run_id=run_id)
+        if other_version is not None:  # waiting does not change that
+            raise VersionError(other_version.detail) from other_version
         if time.monotonic() + _PAUSE_S > deadline:
             details = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
             raise BootstrapError(f"the initial peers answer, but none of them takes part in a run: {details}")

@@ -17,9 +17,9 @@ from typing import Any
 
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.metrics import events
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.port.messages import UNKNOWN_REACH, Reach
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet
@@ -55,7 +55,7 @@ class _Answer:
     open_ports: tuple[int, ...]
 
 
-def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
+def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> events.Reach:
     """Combines the answers: the majority decides, and a tie counts as reachable.
 
     Peers of the same local network get through where others do not. If any peer asked sees a public address of this
@@ -64,13 +64,13 @@ def judge(answers: Sequence[_Answer], ports: Sequence[int]) -> Reach:
     public = [answer for answer in answers if ipaddress.ip_address(answer.host).is_global]
     counting = public or list(answers)
     if not counting:
-        return UNKNOWN_REACH
+        return events.UNKNOWN_REACH
     through = [answer for answer in counting if answer.open_ports]
     reachable = 2 * len(through) >= len(counting)
     first = through[0] if reachable else next(answer for answer in counting if not answer.open_ports)
     port = first.open_ports[0] if reachable else ports[0]
     address = f"/ip{ipaddress.ip_address(first.host).version}/{first.host}/tcp/{port}"
-    return Reach(reachable, address, tuple(answer.peer_id for answer in counting))
+    return events.Reach(reachable=reachable, address=address, via=tuple(answer.peer_id for answer in counting))
 
 
 class ReachService:
@@ -110,7 +110,7 @@ class ReachService:
             self._num_probes -= 1
         return {"host": host, "open": [port for port, is_open in zip(ports, found, strict=True) if is_open]}
 
-    async def check(self, peers: Collection[str], maddrs: Sequence[str], *, announced: bool = False) -> Reach:
+    async def check(self, peers: Collection[str], maddrs: Sequence[str], *, announced: bool = False) -> events.Reach:
         """Asks up to three connected peers whether this one can be reached on the TCP ports of its own addresses.
 
         If the user has `announced` these, results for other hosts are ignored. Takes as long as the slowest answer, 4 s
@@ -119,7 +119,7 @@ class ReachService:
         endpoints = [endpoint for endpoint in map(tcp_endpoint, maddrs) if endpoint is not None]
         ports = list(dict.fromkeys(port for _, port in endpoints))[:_MAX_PORTS]
         if not ports:
-            return UNKNOWN_REACH
+            return events.UNKNOWN_REACH
         answers = await asyncio.gather(*(self._ask(peer, ports) for peer in list(peers)[:_MAX_ASKED]))
         hosts = {host for host, _ in endpoints}
         relevant = [answer for answer in answers if answer is not None and (not announced or answer.host in hosts)]

@@ -1,4 +1,8 @@
-"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`."""
+"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`.
+
+Its name has no version, so that peers of all later versions can tell each other theirs. Peers of version 1, under whose
+name it is served as well, get an answer that they show.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,10 @@ from hivemind.proto import averaging_pb2
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.protocol.version import with_version, without_version
 
-_NAMESPACE = "spes_swarm/1"
+_NAMESPACE, _NAMESPACE_1 = "spes_swarm", "spes_swarm/1"
+_NOT_SERVED = "protocols not supported"  # libp2p's words
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
 MAX_RPC_BYTES = (4 << 20) - 4096
 # Requests are small: the largest carries one signed message.
@@ -60,24 +66,27 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     async def start(self) -> None:
         """Registers the service with the P2P daemon."""
-        await self.add_p2p_handlers(self._p2p, namespace=_NAMESPACE)
+        for namespace in (_NAMESPACE, _NAMESPACE_1):
+            await self.add_p2p_handlers(self._p2p, namespace=namespace)
 
     async def serve(self, method: str, handler: Handler) -> None:
         """Answers `method` with `handler(peer_id of the caller, arguments)`."""
         self._handlers[method] = handler
 
-    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(
+        self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float, *, namespace: str = _NAMESPACE
+    ) -> dict[str, Any]:
         """Calls a method of another peer and returns its answer.
 
         Raises:
             OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
-            ProtocolError: (`malformed`, `oversized`) its answer is invalid.
+            ProtocolError: (`malformed`, `oversized`) its answer is invalid; (`version`) it has another major version.
         """
         request = averaging_pb2.DownloadData(
-            metadata=msgpack.packb({"method": method, "arguments": arguments}, use_bin_type=True)
+            metadata=msgpack.packb(with_version({"method": method, "arguments": arguments}), use_bin_type=True)
         )
         try:
-            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=_NAMESPACE)
+            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
             response = await stub.rpc_call(request, timeout=timeout_s)
         except asyncio.CancelledError:
             raise
@@ -88,11 +97,11 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         except OSError:
             raise
         except Exception as exc:  # for failed calls, the daemon's client raises types derived from Exception directly
+            if _NOT_SERVED in str(exc) and namespace == _NAMESPACE:  # an answer shows that it has version 1
+                return await self.call(peer_id, method, arguments, timeout_s, namespace=_NAMESPACE_1)
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
         self._note_sign_of_life(peer_id)
-        answer = unpack(response.metadata, MAX_RPC_BYTES)
-        if not isinstance(answer, dict):
-            raise ProtocolError("malformed", f"the answer to {method} is not a map")
+        answer = without_version(unpack(response.metadata, MAX_RPC_BYTES), f"peer {peer_id}")
         if "error" in answer:
             raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
         return answer
@@ -121,8 +130,8 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         try:
             if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
                 raise ProtocolError("busy", "too many calls at a time")
-            message = unpack(request.metadata, MAX_REQUEST_BYTES)
-            if not (isinstance(message, dict) and isinstance(message.get("arguments"), dict)):
+            message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
+            if not isinstance(message.get("arguments"), dict):
                 raise ProtocolError("malformed", "a call is a map of method and arguments")
             handler = self._handlers.get(str(message.get("method")))
             if handler is None:
@@ -136,4 +145,4 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             self._num_calls[peer_id] -= 1
             if not self._num_calls[peer_id]:
                 del self._num_calls[peer_id]
-        return averaging_pb2.DownloadData(metadata=msgpack.packb(answer, use_bin_type=True))
+        return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))

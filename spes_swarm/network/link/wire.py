@@ -12,20 +12,26 @@ that reads may notice the end and reset the stream; the other p2pd then discards
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+from weakref import WeakSet
 
 import msgpack
 from hivemind.p2p import P2P, PeerID
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.log import where_to_read
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
+from spes_swarm.protocol.version import with_version, without_version
 
 T = TypeVar("T")
+_LOGGER = logging.getLogger(__name__)
 
 # A stream raises one of these if the other side dies, stalls or was never there.
 STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
@@ -43,13 +49,28 @@ _MAX_LATE_BYTES = 1 << 16
 class Channel:
     """A stream with deadlines. `timeout_s` bounds the time that one frame may take."""
 
+    _open: ClassVar[WeakSet[Channel]] = WeakSet()
+
     def __init__(
-        self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float
+        self,
+        peer_id: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        timeout_s: float,
+        name: str = "",  # of the stream
     ) -> None:
         self.peer_id = peer_id
+        self.name = name
+        self.opened_at = self.active_at = time.monotonic()  # when it was opened, and when a frame passed last
+        self._open.add(self)
         self._reader = reader
         self._writer = writer
         self._timeout_s = timeout_s
+
+    @classmethod
+    def open_ones(cls) -> list[Channel]:
+        """The open streams of this process, the oldest first."""
+        return sorted(cls._open, key=lambda channel: channel.opened_at)
 
     async def send(self, frame: Frame) -> None:
         """Writes a frame; returns when all but the last few KiB have left this process.
@@ -63,6 +84,7 @@ class Channel:
         self._writer.write(b"".join((header, frame.extra, frame.payload)))
         async with asyncio.timeout(self._timeout_s):  # unlike wait_for, it starts no task for each frame
             await self._writer.drain()
+        self.active_at = time.monotonic()
 
     async def receive(self, max_payload_bytes: int) -> Frame:
         """Reads a frame.
@@ -89,23 +111,20 @@ class Channel:
                 raise ProtocolError("oversized", f"a frame of {num_payload + num_extra} bytes")
             extra = await self._reader.readexactly(num_extra)
             payload = await self._reader.readexactly(num_payload)
+        self.active_at = time.monotonic()
         return Frame(FrameKind(kind), form, part, weight, extra, payload)
 
     async def send_hello(self, **fields: Any) -> None:
         """Sends the opening message."""
-        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True)))
+        await self.send(Frame(FrameKind.HELLO, payload=msgpack.packb(with_version(fields), use_bin_type=True)))
 
     async def receive_hello(self, max_bytes: int) -> dict[str, Any]:
         """Reads the opening message.
 
         Raises:
-            ProtocolError: (`malformed`) the frame is not an opening message.
+            ProtocolError: (`malformed`) the frame is not an opening message; (`version`) of another major version.
         """
-        frame = await self.receive(max_bytes)
-        fields = unpack(frame.payload, max_bytes) if frame.kind is FrameKind.HELLO else None
-        if not isinstance(fields, dict):
-            raise ProtocolError("malformed", "a stream must begin with a hello")
-        return fields
+        return read_hello(await self.receive(max_bytes), max_bytes)
 
     async def end(self) -> None:
         """Signals the end of the data and waits for the answer.
@@ -145,10 +164,18 @@ class Channel:
 
     def close(self) -> None:
         """Closes the stream without waiting; what the other side does not take within the deadline is dropped."""
+        self._open.discard(self)
         transport = self._writer.transport
         self._writer.close()
         if transport.get_write_buffer_size() > 0:
             asyncio.get_running_loop().call_later(self._timeout_s, _abort_unread, transport)
+
+
+def read_hello(frame: Frame, max_bytes: int) -> dict[str, Any]:
+    """Reads an opening message; see `Channel.receive_hello`."""
+    if frame.kind is not FrameKind.HELLO:
+        raise ProtocolError("malformed", "a stream must begin with a hello")
+    return without_version(unpack(frame.payload, max_bytes), "the peer that opened the stream")
 
 
 def _abort_unread(transport: asyncio.WriteTransport) -> None:
@@ -177,7 +204,7 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
         raise
     except Exception as exc:  # for failed dials, the daemon's client raises types derived from Exception directly
         raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc
-    channel = Channel(peer_id, reader, writer, timeout_s)
+    channel = Channel(peer_id, reader, writer, timeout_s, name)
     try:
         yield channel
     finally:
@@ -192,7 +219,7 @@ async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: 
     num_open: Counter[str] = Counter()
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(str(info.peer_id), reader, writer, timeout_s)
+        channel = Channel(str(info.peer_id), reader, writer, timeout_s, name)
         busy = num_open[channel.peer_id] >= MAX_STREAMS_PER_PEER or num_open.total() >= MAX_STREAMS
         num_open[channel.peer_id] += 1
         try:
@@ -219,7 +246,7 @@ async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: 
 
 
 def report_loop_errors(report: Callable[[str], None]) -> None:
-    """Reports errors that nobody awaits in the running event loop, each in one line instead of a traceback.
+    """Reports errors that nobody awaits in the running event loop, each in one line; the log has the traceback.
 
     What was cancelled is no error. When a loop ends, Python 3.11 calls every stream that is still being served one.
     """
@@ -228,6 +255,7 @@ def report_loop_errors(report: Callable[[str], None]) -> None:
         del loop
         error = context.get("exception")
         if not isinstance(error, asyncio.CancelledError):
-            report(f"{context.get('message')}: {error!r}")
+            _LOGGER.error("%s", context.get("message"), exc_info=error)
+            report(f"{context.get('message')}: {error!r}{where_to_read()}")
 
     asyncio.get_running_loop().set_exception_handler(handle)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.wording import plural
 from spes_swarm.config.run import RoundConfig
+from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
 from spes_swarm.protocol.consensus.codec import EXACT
@@ -59,6 +61,7 @@ class Exchange:
         self._rpc = rpc
         self._limits = limits
         self.on_fault = on_fault
+        self.on_late: Callable[[], None] = lambda: None  # called at the first deadline, before anybody is given up
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
         self._round: RoundState | None = None
@@ -84,11 +87,14 @@ class Exchange:
         if state.own_faults:
             self.on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
         in_time = True
+        late = asyncio.get_running_loop().call_later(_COLLECT_SHARE * self._limits.timeout_s, self.on_late)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
         except TimeoutError:
             in_time = False
+        finally:
+            late.cancel()
         self._report(state, state.refuse_excessive())
         self._report(state, state.clipped())
         missing = state.missing()
@@ -97,6 +103,10 @@ class Exchange:
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         return state.commit()
+
+    def describe(self) -> Iterator[str]:
+        """Lines for the log."""
+        return exchange_lines(self._round, self._last_heard)
 
     def _begin(self, state: RoundState) -> None:
         """Starts serving the streams of this round."""
@@ -211,7 +221,7 @@ class Exchange:
             while len(state.reduced) < state.num_to_reduce:
                 if not await self._reduced.wait(stall_s / 8):
                     now = time.monotonic()
-                    for member in state.awaited_contributors():
+                    for member in state.outstanding():
                         silent_s = now - self._last_heard[member]
                         if silent_s > stall_s / 8 and member not in probes:
                             probes[member] = asyncio.create_task(self._is_gone(state, member))
@@ -220,7 +230,7 @@ class Exchange:
                         elif member in probes and probes[member].done() and probes[member].result():
                             self._give_up(state, member, "is gone")
                 if loop.time() > deadline:
-                    for member in state.awaited_contributors():
+                    for member in state.outstanding():
                         self._give_up(state, member, "was too slow")
         finally:
             for probe in probes.values():

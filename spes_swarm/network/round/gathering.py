@@ -58,6 +58,13 @@ class Gathering:
     _sleeps: int = 0
     _awaits_all_until: float = 0.0
 
+    def describe(self) -> str:
+        """What the leader knows, for the log."""
+        return (
+            f"open for {now() - self.opened:.1f} s, here {sorted(self.present())}, lost {sorted(self.lost)}, "
+            f"elsewhere {sorted(self.elsewhere)}, past it {sorted(self.past)}, redirects to {self.redirect}"
+        )
+
     def note_sleep(self) -> None:
         """Waits longer for the others if the event loop has not run; to be called several times a second."""
         before, self._seen = self._seen, (now(), steady_clock())

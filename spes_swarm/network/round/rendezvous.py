@@ -23,8 +23,9 @@ keep following it. (hivemind's matchmaking formed partial groups in our measurem
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -33,11 +34,12 @@ from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.round.gathering import CALL_TIMEOUT_S, POLL_S, POLL_TIMEOUT_S, Gathering, hold_poll, now
 from spes_swarm.network.round.patience import Patience
-from spes_swarm.network.round.voices import Voices
+from spes_swarm.network.round.voices import Voices, requested_round
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_REDIRECTS, _MAX_ROUND_GATHERINGS = 3, 4
 
 
@@ -87,6 +89,11 @@ class Rendezvous:
         self._patience = Patience(self.window_s)
         self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers)
 
+    def describe(self) -> Iterator[str]:
+        """Lines for the log: whom this peer follows, and which rounds it gathers."""
+        yield f"follows {self._following}; passed over {self._failed}, past {self._past}, ahead {self._ahead}"
+        yield from (f"gathers round {number}: {it.describe()}" for number, it in self._gatherings.items())
+
     @property
     def gathering(self) -> bool:
         """Returns True while this peer waits for the group of a round."""
@@ -122,11 +129,13 @@ class Rendezvous:
                     group = await self._lead(statement.round, sealed, deadline, failed)
                 else:
                     group = await self._follow(leader, statement.round, sealed, deadline, failed)
-                if group is not None:
-                    self._leader = self._following[1] if self._following is not None else ""
-                    self._check_own_place(group, statement)
-                    self._start_afresh()
-                    return group
+                if group is None:
+                    _LOGGER.info("round %d: no group led by %s", statement.round, leader)
+                    continue
+                self._leader = self._following[1] if self._following is not None else ""
+                self._check_own_place(group, statement)
+                self._start_afresh()
+                return group
         finally:
             self._following = None
             self._stop_leading(statement.round)
@@ -416,12 +425,6 @@ class Rendezvous:
 
     # Serving.
 
-    def _check_request(self, request: dict[str, Any]) -> int:
-        round_number = request.get("round")
-        if request.get("run") != self.run_id or type(round_number) is not int:  # a bool is an int, too
-            raise ProtocolError("run", "the call is for another run, or has no round")
-        return round_number
-
     def _note_ahead(self, peer_id: str, round_number: int) -> None:
         """Notes a call for the round after the next one; see the top of this file."""
         voices = self._voices.others()
@@ -432,7 +435,7 @@ class Rendezvous:
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a follower that submits its statement, or polls again."""
-        round_number = self._check_request(request)
+        round_number = requested_round(request, self.run_id)
         sealed = request.get("statement")
         if not isinstance(sealed, bytes):
             raise ProtocolError("malformed", "`gather` without a statement")
@@ -477,7 +480,7 @@ class Rendezvous:
 
     async def _serve_call(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         """Handles a leader that calls this peer to a round."""
-        round_number = self._check_request(request)
+        round_number = requested_round(request, self.run_id)
         target = self.target_round()
         if (group := self._closed_group(round_number)) is not None:
             return {"group": list(group.sealed), "target": target}

@@ -7,19 +7,21 @@ the reducers of the parts, pull the results, and move the reference. See docs/ar
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from functools import partial
 
 from spes_swarm.base.errors import RoundError
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
-from spes_swarm.port.commands import GroupFormed, Listener
+from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
@@ -27,6 +29,8 @@ from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -67,7 +71,7 @@ class SyncRounds:
         group = await self.rendezvous.join(statement)
         grouped = time.monotonic()
         plan = self._make_plan(group, experts=self._clock.synchronises_experts(group.round))
-        self.listener.notify(GroupFormed(group.round, len(group.members)))
+        self.listener.notify(events.Group(round=group.round, peers=len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
         self.announcer.has_contributed(tokens)
@@ -81,6 +85,15 @@ class SyncRounds:
             self.run_state.swarm_tokens.count,
         )
         self.announcer.round_seconds = report.group_seconds + report.exchange_seconds
+        _LOGGER.info(
+            "committed with %d members, %d of %d parts missing; group %.2f s, exchange %.2f s, digest %s",
+            len(commit.members),
+            commit.parts_missing,
+            commit.parts_total,
+            report.group_seconds,
+            report.exchange_seconds,
+            report.digest,
+        )
         return report
 
     async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:

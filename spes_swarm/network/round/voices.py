@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.round.gathering import rank
 from spes_swarm.protocol.members.standing import Neighbour
 
@@ -58,3 +60,15 @@ class Voices:
         """Returns True if these are most of the voices not `absent`; this peer is a voice, too, unless it defers."""
         voices = self.others().difference(absent) | (set() if self.defers() else {self.peer_id})
         return 2 * len(voices.intersection(peers)) > len(voices)
+
+
+def requested_round(request: dict[str, Any], run_id: str) -> int:
+    """Returns the round that a request of another peer is about.
+
+    Raises:
+        ProtocolError: (`run`) it is about another run, or about no round.
+    """
+    round_number = request.get("round")
+    if request.get("run") != run_id or type(round_number) is not int:  # a bool is an int, too
+        raise ProtocolError("run", "the call is for another run, or has no round")
+    return round_number

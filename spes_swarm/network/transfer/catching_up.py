@@ -12,9 +12,10 @@ from pathlib import Path
 
 from spes_swarm.base.errors import TransferError
 from spes_swarm.config.schedule import ScheduleEnd
+from spes_swarm.metrics import events
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.transfer import Transfer
-from spes_swarm.port.messages import CaughtUp, SyncProgress, TransferReport
+from spes_swarm.port.messages import CaughtUp, TransferReport
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.members.roster import PeerView
 
@@ -37,7 +38,7 @@ class CatchingUp:
         self._last_round = ScheduleEnd(run_state.run).last_round
 
     async def download(
-        self, if_newer: bool, partial: Path | None, on_progress: Callable[[SyncProgress], None]
+        self, if_newer: bool, partial: Path | None, on_progress: Callable[[events.SyncProgress], None]
     ) -> TransferReport | None:
         """See port.commands.RunCommands."""
         await self._refresh()

@@ -15,11 +15,12 @@ import msgpack
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.wire import read_hello
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, Chunk, chunk_digest
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.version import with_version
 
 PIECE_BYTES = 1 << 16
 MAX_REQUEST_BYTES = 4096
@@ -28,7 +29,7 @@ MAX_REQUEST_BYTES = 4096
 def request_frame(wanted: Mapping[int, bytes]) -> Frame:
     """Makes a request for chunks, given as number -> digest."""
     numbers = np.array(list(wanted), dtype="<u4").tobytes()
-    fields = {"chunks": numbers, "digests": b"".join(wanted.values())}
+    fields = with_version({"chunks": numbers, "digests": b"".join(wanted.values())})
     return Frame(FrameKind.HELLO, payload=msgpack.packb(fields, use_bin_type=True))
 
 
@@ -36,11 +37,10 @@ def read_request(frame: Frame, num_chunks: int) -> list[tuple[int, bytes]]:
     """Checks a request; returns pairs of number and digest.
 
     Raises:
-        ProtocolError: (`malformed`) it is not a request, (`part`) there is no such chunk.
+        ProtocolError: (`malformed`) it is not a request, (`part`) there is no such chunk; (`version`) it has another
+            major version.
     """
-    fields = unpack(frame.payload, MAX_REQUEST_BYTES) if frame.kind is FrameKind.HELLO else None
-    if not isinstance(fields, dict):
-        raise ProtocolError("malformed", "a request for chunks is a map")
+    fields = read_hello(frame, MAX_REQUEST_BYTES)
     listed, digests = fields.get("chunks"), fields.get("digests", b"")
     if not (isinstance(listed, bytes) and isinstance(digests, bytes)) or len(listed) % 4:
         raise ProtocolError("malformed", "a request lists its chunks as 32-bit numbers")

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, TransferError
+from spes_swarm.metrics import events
 from spes_swarm.network.link.wire import STREAM_ERRORS, FaultSink
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, ChunkAssembler
 from spes_swarm.network.transfer.donors import Donors, DonorVote
 from spes_swarm.network.transfer.partial_reference import PartialReference
-from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of
 from spes_swarm.protocol.rounds.frames import FrameKind
@@ -50,7 +51,7 @@ class Download:
     stall_timeout_s: float
     partial: PartialReference | None  # keeps verified chunks of unfinished attempts
     on_fault: FaultSink  # called for donors that fail or lie
-    on_progress: Callable[[SyncProgress], None]  # called about once a second
+    on_progress: Callable[[events.SyncProgress], None]  # called about once a second
 
     def __post_init__(self) -> None:
         reference = self.reference
@@ -300,7 +301,11 @@ class Download:
         report = self._report
         done_bytes = self._total_bytes - self._num_bytes(self._queue.remaining)
         self.on_progress(
-            SyncProgress(
-                round_number, done_bytes, self._total_bytes, report.payload_bytes, dict(report.chunks_by_donor)
+            events.SyncProgress(
+                round=round_number,
+                done_bytes=done_bytes,
+                total_bytes=self._total_bytes,
+                payload_bytes=report.payload_bytes,
+                chunks_by_donor=dict(report.chunks_by_donor),
             )
         )

@@ -20,13 +20,14 @@ from hivemind.p2p import P2P
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import TransferLimit
+from spes_swarm.metrics import events
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, FaultSink, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.network.transfer.donors import Donors, DonorVote, table_to_wire
 from spes_swarm.network.transfer.download import Download
 from spes_swarm.network.transfer.partial_reference import PartialReference
-from spes_swarm.port.messages import SyncProgress, TransferReport
+from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunks_of
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -130,7 +131,7 @@ class Transfer:
         self,
         donors: Callable[[], Collection[str]],
         partial: Path | None = None,
-        on_progress: Callable[[SyncProgress], None] = lambda progress: None,
+        on_progress: Callable[[events.SyncProgress], None] = lambda progress: None,
     ) -> TransferReport:
         """Brings this peer's reference up to date with the donors', which are asked for repeatedly.
 

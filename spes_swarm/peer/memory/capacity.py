@@ -87,7 +87,7 @@ class Workload:
             layout=layout,
             device=device,
             foreign_experts=StepSettings.of(peer, device).foreign_experts,
-            foreign_storage=StepSettings.of(peer, device, num_ranks).foreign_storage,
+            foreign_storage=StepSettings.of(peer, device).foreign_storage,
             optimizer_states=peer.optimizer_states,
             matrix_moments=matrix_moments(run.training.optimiser),
             hidden_weights=sum(slot.size for slot in layout.blocks[SHARED_BLOCK].slots if slot.name in hidden),
@@ -108,7 +108,6 @@ class Workload:
             int(stored),
             num_layers,
             on_gpu=self.device.type != "cpu",
-            num_ranks=self.num_ranks,
         )
 
     def moment_bytes(self, form: str, num_experts: int) -> MomentBytes:
@@ -154,7 +153,7 @@ class Workload:
         if self.device.type != "cpu":
             # All ranks assemble their models on the host at once, and move them to the GPUs before the first round.
             # Experts in host memory and files are written in place.
-            moved = weights + (on_device["foreign"] if self.foreign_storage in ("device", "ranks") else 0)
+            moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
             host["round"] = max(in_round, self.num_ranks * moved)
         elif self.num_ranks > 1:
             model = weights + on_device["foreign"]

@@ -61,23 +61,18 @@ _CHOICES = {
 }
 
 
-def choices(device: torch.device, num_ranks: int = 1) -> tuple[Choice, ...]:
+def choices(device: torch.device) -> tuple[Choice, ...]:
     """Returns the settings to try on this type of device, fastest first."""
-    found = _CHOICES[device.type]
-    if num_ranks > 1 and device.type == "cuda":  # on a CPU all ranks are in the same memory
-        place = found.index(_INT8) + 1
-        return (*found[:place], replace(_INT8, foreign_storage="ranks"), *found[place:])
-    return found
+    return _CHOICES[device.type]
 
 
-def step_shape(peer: PeerConfig, device: torch.device, num_held: int, num_ranks: int = 1) -> StepShape:
+def step_shape(peer: PeerConfig, device: torch.device, num_held: int) -> StepShape:
     """Returns the settings that determine the activations of this peer's steps."""
-    settings = StepSettings.of(peer, device, num_ranks)
+    settings = StepSettings.of(peer, device)
     return StepShape(
         num_held=num_held,
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
-        num_ranks=num_ranks,
         precision=settings.precision,
         activation_checkpointing=peer.activation_checkpointing,
         on_gpu=device.type == "cuda",

@@ -57,7 +57,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     if _is_negligible(run, sharing * most, free):
         return PeerPlan(experts=experts, micro_batch_size=most, note=note)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
-    estimate = StepEstimate(run, step_shape(peer, device, experts, num_ranks), work.layout)
+    estimate = StepEstimate(run, step_shape(peer, device, experts), work.layout)
     smallest = experts if peer.experts != "auto" else 1
     while experts > smallest and sharing * estimate.temporary(1) > free - _static(work, experts):
         experts -= 1
@@ -85,7 +85,7 @@ def _what_would_fit(
     run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int, sharing: int
 ) -> Iterator[str]:
     """Yields settings that would fit, best first; the others' experts' form hardly changes the activations."""
-    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts, work.num_ranks)
+    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts)
     temporary = sharing * StepEstimate(run, layers, work.layout).temporary(1)
     flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
     options = [("", work), *((f"{flags} ", smaller) for flags, smaller in smaller_workloads(work))]

@@ -177,7 +177,7 @@ class _Planner:
     def fit(self, experts: int) -> _Fit | _Shortage:
         """Returns the fastest settings with which these experts fit, or those with the smallest shortage."""
         shortages = []
-        for choice in choices(self._machine.device, self._machine.ranks):
+        for choice in choices(self._machine.device):
             for storage in ("memory", "disk"):
                 found = self._try(experts, choice, storage)
                 if isinstance(found, _Fit):
@@ -210,7 +210,7 @@ class _Planner:
             return short(memory="host memory", least=host, size=machine.host_memory)
         if fixed > size:
             return short(memory=f"{name} before the first activation", least=fixed, size=size)
-        estimate = self._estimate(step_shape(peer, machine.device, experts, machine.ranks), work.layout)
+        estimate = self._estimate(step_shape(peer, machine.device, experts), work.layout)
         sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, self._run.training.batch_size)
         if not sequences:
             return short(memory=name, least=fixed + self.sharing * estimate.at_least(1), size=size)

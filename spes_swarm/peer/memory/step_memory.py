@@ -51,7 +51,6 @@ class StepShape:
     num_held: int
     foreign_experts: str  # one of `frozen_stack.FORMS`
     foreign_storage: str = "device"  # where they are; see PeerConfig
-    num_ranks: int = 1
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
@@ -118,9 +117,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
     stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
-    on_device = foreign_bytes(
-        shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu, num_ranks=shape.num_ranks
-    ).on_device
+    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu).on_device
     return StepMemory(
         weights=weights - stored + on_device,
         gradients=trained,

@@ -6,38 +6,30 @@ import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cached_property
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainSerializer,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
-from spes_swarm.protocol.members.round_metrics import RoundFigures
+from spes_swarm.protocol.members.round_metrics import MetricName, Number, PeerMetrics, RoundFigures, read_telemetry
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_EXPERTS = 4096
 MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
+MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
-MAX_FIGURES = 32  # of a round in such a report
+_MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 4096 that a record may have
 _RECENT_S = 60.0
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Share = Annotated[float, Field(ge=0, le=1)]
+_Pairs = list[Annotated[int, Field(ge=0, lt=MAX_PAIRS)]]
 
 
 def _pack_experts(experts: list[int]) -> bytes:
@@ -83,68 +75,33 @@ class FaultNote(SignedModel):
 
 
 class Progress(Record):
-    """A peer's state and progress."""
+    """A peer's state and progress. What it measures, and no decision rests on, is telemetry; see round_metrics.py."""
 
     name: Annotated[str, Field(max_length=40)]  # public nickname, may be empty
     state: State
     reachable: bool
     round: _Count  # last committed round
     digest: Annotated[bytes, Field(min_length=32, max_length=32)]  # of its whole reference
-    step: _Count  # local steps so far
     tokens: _Count  # since the last commit
     tokens_per_step: _Count
     tokens_per_second: _NonNegative
-    loss: _NonNegative | None  # of the last local step
     experts: _Experts
-    round_seconds: _NonNegative  # of the last round
-    bytes_sent: _Count  # payload of the last round whose traffic has ended
-    bytes_received: _Count
-    # Its position in each data set that the peers divide among themselves; newcomers begin beyond it. See
-    # data/streaming/pieces.py. Left out if there is none: older peers refuse a field that they do not know, and their
-    # runs have no such data.
-    data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
-    # For monitoring; no decision of a peer depends on these.
-    in_round: bool = False  # currently in a round
-    total_tokens: _Count = 0  # trained on in this run
     swarm_tokens: _Count = 0  # of all peers, in the commits up to `round`; 0: unknown
-    train_loss: _NonNegative | None = None  # mean over the steps that went into `round`; None: not yet known
-    eval_loss: _NonNegative | None = None  # on held-out text after `round`; None: not evaluated, or not yet
-    eval_loss_stderr: _NonNegative | None = None  # its standard error; None: unknown
+    # Its position in each data set that the peers divide among themselves; newcomers begin beyond it. See
+    # data/streaming/pieces.py.
+    data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
+    # Dead experts, as far as they fit; None: not judged yet. Peers raise the alarm by majority: see routing_report.py.
+    dead: Annotated[_Pairs, Field(max_length=MAX_DEAD), AfterValidator(_check_ascending)] | None = None
+    # For monitoring, like the telemetry.
+    in_round: bool = False  # currently in a round
+    expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""  # see routing_report.py; empty: unknown
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)
-    # The health of the routers; see routing_report.py. Each is left out while it is unknown, as `data` is.
-    load_entropy: _Share | None = None
-    least_load: _NonNegative | None = None
-    router_entropy: _Share | None = None
-    held_share: _Share | None = None
-    dead_experts: Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None = None  # counted in each layer
-    expert_similarity: _Share | None = None
-    expert_similarity_max: _Share | None = None
-    expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""
-    dead: Annotated[
-        list[Annotated[int, Field(ge=0, lt=MAX_PAIRS)]], Field(max_length=MAX_DEAD), AfterValidator(_check_ascending)
-    ] = Field(default_factory=list)
+    telemetry: Annotated[dict[MetricName, Number], Field(max_length=MAX_METRICS)] = Field(default_factory=dict)
 
-    @model_serializer(mode="wrap")
-    def _without_unknown(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        known: dict[str, Any] = serialise(self)
-        return {name: value for name, value in known.items() if name not in _OPTIONAL or value not in (None, b"", [])}
-
-
-# Fields of Progress that older peers do not know.
-_OPTIONAL = frozenset(
-    {
-        "data",
-        "load_entropy",
-        "least_load",
-        "router_entropy",
-        "held_share",
-        "dead_experts",
-        "expert_similarity",
-        "expert_similarity_max",
-        "expert_loads",
-        "dead",
-    }
-)
+    @cached_property
+    def metrics(self) -> PeerMetrics:
+        """The known metrics of the telemetry."""
+        return read_telemetry(PeerMetrics, self.telemetry)
 
 
 class Lease(Record):
@@ -155,16 +112,11 @@ class Lease(Record):
 
 
 class Rounds(Record):
-    """What a peer has measured of its last rounds, for monitors, which may look less often than rounds end.
-
-    A record of its own, because older peers refuse a `progress` with fields that they do not know.
-    """
+    """What a peer has measured of its last rounds, for monitors, which may look less often than rounds end."""
 
     rounds: Annotated[list[_Count], Field(min_length=1, max_length=MAX_ROUNDS), AfterValidator(_check_ascending)]
-    # The fields of RoundFigures, one value per round. Readers skip names that they do not know.
-    figures: Annotated[
-        dict[Annotated[str, Field(max_length=40)], list[_Count | _NonNegative | None]], Field(max_length=MAX_FIGURES)
-    ]
+    # Telemetry, as declared by RoundFigures: one value per round. None: unknown in that round.
+    figures: Annotated[dict[MetricName, list[Number | None]], Field(max_length=MAX_METRICS)]
 
     @classmethod
     def of(cls, expires: float, rounds: Sequence[RoundFigures]) -> Self:
@@ -175,21 +127,20 @@ class Rounds(Record):
 
     def reports(self) -> list[RoundFigures]:
         """The figures of each round, in order."""
-        rows = [dict(zip(self.figures, row, strict=True)) for row in zip(*self.figures.values(), strict=True)]
-        return [_report().validate_python({**row, "round": n}) for n, row in zip(self.rounds, rows, strict=True)]
+        return [
+            read_telemetry(RoundFigures, {name: values[i] for name, values in self.figures.items()} | {"round": number})
+            for i, number in enumerate(self.rounds)
+        ]
 
     @model_validator(mode="after")
-    def _check_reports(self) -> Self:
-        self.reports()
+    def _check_lengths(self) -> Self:
+        if any(len(values) != len(self.rounds) for values in self.figures.values()):
+            raise ValueError("figures must have one value for each round")
         return self
 
 
 _FIGURES = tuple(field.name for field in fields(RoundFigures) if field.name != "round")
-
-
-@cache
-def _report() -> TypeAdapter[RoundFigures]:
-    return TypeAdapter(RoundFigures)
+_NUM_REPORTED = min(MAX_ROUNDS, _MAX_FIGURES // len(_FIGURES))  # rounds at a time: fewer, if there are more metrics
 
 
 class Volunteer(Record):
@@ -225,7 +176,7 @@ class RecentRounds:
     """This peer's last rounds, for the record of its rounds: those of the last minute, and the last evaluated one."""
 
     def __init__(self) -> None:
-        self._rounds: deque[RoundFigures] = deque(maxlen=MAX_ROUNDS - 1)
+        self._rounds: deque[RoundFigures] = deque(maxlen=_NUM_REPORTED - 1)
         self._evaluated: RoundFigures | None = None
         self._sent = (0, 0)  # a round, and the bytes sent in it, which can be known before and after its figures
         self.changed = False  # since the last record

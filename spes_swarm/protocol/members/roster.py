@@ -187,7 +187,7 @@ class Roster:
 
     def dead_votes(self) -> tuple[dict[int, int], int]:
         """Returns how many voices call each expert dead, and how many have judged theirs; see routing_report.py."""
-        claims = [view.progress.dead for view in self.voices() if view.progress.dead_experts is not None]
+        claims = [view.progress.dead for view in self.voices() if view.progress.dead is not None]
         return dict(count_claims(claims)), len(claims)
 
     def largest_step(self, own: int) -> int:

@@ -1,57 +1,74 @@
 """How monitored metrics are declared: as annotated fields of the dataclasses that carry them.
 
-The annotations say all that the views need: the JSON schema, the history file, Prometheus and the trackers are derived
-from them. Only the signed record (records.py) repeats the fields of `RoundMetrics`, since they change the wire format.
+The annotations say all that the others need: the JSON schema, the history file, Prometheus, the trackers and the signed
+records (records.py) are derived from them. In records, metrics are *telemetry*: numbers by name, on which no decision
+of a peer depends. Readers ignore names that they do not know, and known ones with impossible values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import cache
+from math import isfinite
 from statistics import median, median_low
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from spes_swarm.protocol.members.routing_report import MAX_PAIRS
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+MAX_COUNT = (1 << 53) - 1  # the largest exact integer of JavaScript
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 OverPeers = Callable[[Sequence[float]], float | None]
 
 
 @dataclass(frozen=True)
-class Metric:
-    """The annotation that makes a field a metric."""
+class Of:
+    """The annotation of a field of an event (see metrics/events.py): what it is, and its unit."""
 
-    help: str  # one phrase, lower case; in the JSON schema and in Prometheus
+    help: str  # one phrase, lower case; in the reference, the JSON schema and Prometheus
+    unit: str = ""
     _: KW_ONLY
-    gauge: str | None = None  # its name in Prometheus, without prefix; None: not exported
-    # For a metric of a round: how the figures that its peers report are combined, and the reported field if it has
-    # another name. None: computed otherwise.
-    over_peers: OverPeers | None = None
-    reported_as: str | None = None
-    # For a metric that is not measured in every round: the one it is measured with (a loss, for its error), and whether
-    # a peer's last value is shown until it measures again.
-    measured_with: str | None = None
-    kept: bool = False
+    tracked: bool = False  # experiment trackers get it
+    omitted: bool = False  # the event lacks the field while it is None
 
     def __get_pydantic_json_schema__(self, core_schema: Any, handler: Callable[[Any], dict[str, Any]]) -> Any:
         """Adds the description."""
         return {**handler(core_schema), "description": self.help}
 
 
+@dataclass(frozen=True)
+class Metric(Of):
+    """The annotation that makes a field a metric."""
+
+    _: KW_ONLY
+    tracked: bool = True
+    gauge: str | None = None  # its name in Prometheus, without prefix; None: not exported
+    # For a metric of a round: how the figures that its peers report are combined, and the reported field if it has
+    # another name. None: computed otherwise.
+    over_peers: OverPeers | None = None
+    reported_as: str | None = None
+    measured_with: str | None = None  # the metric that it belongs to: a loss, for its error
+
+
 @cache
-def metrics_of(carrier: type) -> dict[str, Metric]:
-    """The metrics of a dataclass by field, inherited ones included."""
+def notes_of(carrier: type) -> dict[str, Of]:
+    """The annotations of a dataclass by field, inherited ones included."""
     return {
         name: note
         for name, hint in get_type_hints(carrier, include_extras=True).items()
         for note in getattr(hint, "__metadata__", ())
-        if isinstance(note, Metric)
+        if isinstance(note, Of)
     }
+
+
+@cache
+def metrics_of(carrier: type) -> dict[str, Metric]:
+    """The metrics of a dataclass by field, inherited ones included."""
+    return {name: note for name, note in notes_of(carrier).items() if isinstance(note, Metric)}
 
 
 def known_median(values: Sequence[float]) -> float | None:
@@ -70,20 +87,30 @@ class RoundMetrics:
 
     train_loss: Annotated[
         NotNegative | None,
-        Metric("training loss, mean over the steps of a round", gauge="train_loss", over_peers=known_median),
+        Metric(
+            "training loss, mean over the steps of a round",
+            "nats per target",
+            gauge="train_loss",
+            over_peers=known_median,
+        ),
     ] = None
     eval_loss: Annotated[
         NotNegative | None,
-        Metric("loss on held-out text; null: not evaluated", gauge="eval_loss", over_peers=known_median, kept=True),
+        Metric(
+            "loss on held-out text; null: not evaluated",
+            "nats per target",
+            gauge="eval_loss",
+            over_peers=known_median,
+        ),
     ] = None
     eval_loss_stderr: Annotated[
         NotNegative | None,
         Metric(
             "standard error of eval_loss, from the sequences evaluated; null: not known",
+            "nats per target",
             gauge="eval_loss_stderr",
             over_peers=known_median,
             measured_with="eval_loss",
-            kept=True,
         ),
     ] = None
     # Routing health, as measured by training/routing_health.py; unknown before the first commit of a session.
@@ -91,6 +118,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "entropy of the experts' load as a fraction of its maximum, mean over layers; 1: all have the same",
+            "fraction",
             gauge="load_entropy_ratio",
             over_peers=known_median,
         ),
@@ -99,6 +127,7 @@ class RoundMetrics:
         NotNegative | None,
         Metric(
             "load of the least used expert of any layer, as a multiple of its fair share",
+            "fair shares",
             gauge="least_expert_load",
             over_peers=known_median,
         ),
@@ -108,6 +137,7 @@ class RoundMetrics:
         Metric(
             "entropy of the router's probabilities for a token as a fraction of its maximum, mean over tokens and "
             "layers; 0: certain",
+            "fraction",
             gauge="router_entropy_ratio",
             over_peers=known_median,
         ),
@@ -116,6 +146,7 @@ class RoundMetrics:
         Share | None,
         Metric(
             "fraction of the routed tokens that went to experts that the peer holds",
+            "fraction",
             gauge="held_experts_token_ratio",
             over_peers=known_median,
         ),
@@ -124,6 +155,7 @@ class RoundMetrics:
         Annotated[int, Field(ge=0, le=MAX_PAIRS)] | None,
         Metric(
             "dead experts, which get less than 1 % of their fair share of tokens, counted in each layer",
+            "dead experts",
             gauge="dead_experts",
             over_peers=known_low_median,
         ),
@@ -132,28 +164,44 @@ class RoundMetrics:
         Share | None,
         Metric(
             "cosine of two experts' gate projections, mean over pairs and layers, at least 0; null: not evaluated",
+            "cosine",
             gauge="expert_similarity",
             over_peers=known_median,
-            kept=True,
         ),
     ] = None
     expert_similarity_max: Annotated[
         Share | None,
         Metric(
             "largest cosine of two experts' gate projections in any layer, at least 0; null: not evaluated",
+            "cosine",
             gauge="expert_similarity_max",
             over_peers=known_median,
             measured_with="expert_similarity",
-            kept=True,
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerMetrics:
+    """What a peer reports of the moment."""
+
+    step: Annotated[Count, Metric("local steps of the peer so far", "steps")] = 0
+    loss: Annotated[
+        NotNegative | None, Metric("loss of the peer's last local step", "nats per target", gauge="loss")
+    ] = None
+    total_tokens: Annotated[Count, Metric("what the peer has trained on in this run", "tokens")] = 0
+    bytes_sent: Annotated[Count, Metric("payload sent in its last round", "bytes", gauge="bytes_sent")] = 0
+    bytes_received: Annotated[Count, Metric("payload received in its last round", "bytes", gauge="bytes_received")] = 0
+    round_seconds: Annotated[
+        NotNegative, Metric("how long the peer's last round took", "seconds", gauge="round_seconds")
+    ] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundFigures(RoundMetrics):
     """What a peer reports of a round that it has committed."""
 
-    round: Count
+    round: int
     time: NotNegative = 0.0  # of the commit, swarm time
     peers: Count = 0  # members of the commit; 0: unknown, as below
     experts_covered: Count = 0
@@ -161,3 +209,31 @@ class RoundFigures(RoundMetrics):
     tokens_per_second: NotNegative = 0.0  # of this peer
     round_seconds: NotNegative = 0.0
     bytes_sent: Count = 0  # payload that this peer sent
+
+
+# Telemetry.
+
+MetricName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,39}$")]
+Number = int | Annotated[float, Field(allow_inf_nan=False)]
+Carrier = TypeVar("Carrier", PeerMetrics, RoundFigures)
+
+
+def telemetry_of(metrics: PeerMetrics) -> dict[str, int | float]:
+    """The known metrics of a dataclass."""
+    return {name: value for name, value in asdict(metrics).items() if value is not None and isfinite(value)}
+
+
+def read_telemetry(carrier: type[Carrier], values: Mapping[str, object]) -> Carrier:
+    """The metrics of a dataclass, as reported; those that are not, or have an impossible value, have their default."""
+    reader = _reader(carrier)  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+    try:
+        metrics: Carrier = reader.validate_python(values)
+    except ValidationError as exc:
+        wrong = {error["loc"][0] for error in exc.errors()}
+        metrics = reader.validate_python({name: value for name, value in values.items() if name not in wrong})
+    return metrics
+
+
+@cache
+def _reader(carrier: type) -> TypeAdapter[Any]:
+    return TypeAdapter(carrier)

@@ -1,7 +1,8 @@
 """Signed messages: everything that one peer writes and others relay or store.
 
-A message is msgpack [payload, public key, signature]; the payload is a msgpack map that must match a strict schema. The
-signature covers the message's kind and the run id, so that a message of one kind or run is never accepted as another.
+A message is msgpack [version, payload, public key, signature]; the payload is a msgpack map that must match a strict
+schema. The signature covers the version, the message's kind and the run id, so that a message of one kind or run is
+never accepted as another. Of another major version, only the version is read. Before version 2 there was none.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from spes_swarm.base.decoding import first_complaint, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.members.identity import Identity, verify
+from spes_swarm.protocol.version import PROTOCOL, Version, check_version
 
 
 class SignedModel(BaseModel):
@@ -25,29 +27,37 @@ class SignedModel(BaseModel):
 Model = TypeVar("Model", bound=SignedModel)
 
 
-def _signed_bytes(kind: str, run_id: str, payload: bytes) -> bytes:
-    return b"\0".join((b"spes_swarm/1", kind.encode(), run_id.encode(), payload))
+def _signed_bytes(version: Version, kind: str, run_id: str, payload: bytes) -> bytes:
+    return b"\0".join((b"spes_swarm", str(version).encode(), kind.encode(), run_id.encode(), payload))
 
 
 def seal(identity: Identity, kind: str, run_id: str, message: SignedModel) -> bytes:
     """Serialises and signs a message."""
     payload = msgpack.packb(message.model_dump(), use_bin_type=True)
-    signature = identity.sign(_signed_bytes(kind, run_id, payload))
-    return bytes(msgpack.packb([payload, identity.public_key_der, signature], use_bin_type=True))
+    signature = identity.sign(_signed_bytes(PROTOCOL, kind, run_id, payload))
+    return bytes(msgpack.packb([PROTOCOL, payload, identity.public_key_der, signature], use_bin_type=True))
 
 
 def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[str, Model]:
     """Verifies a message and returns (peer id of its writer, message).
 
     Raises:
-        ProtocolError: (`oversized`, `malformed`, `signature`, `schema`) the message is invalid.
+        ProtocolError: (`oversized`, `malformed`, `version`, `signature`, `schema`) the message must not be used.
     """
     envelope = unpack(data)
-    if not (isinstance(envelope, list) and len(envelope) == 3 and all(isinstance(x, bytes) for x in envelope)):
-        raise ProtocolError("malformed", f"a signed {kind} is not [payload, public key, signature]")
-    payload, public_key, signature = envelope
-    peer_id = verify(public_key, _signed_bytes(kind, run_id, payload), signature)
+    if not (isinstance(envelope, list) and envelope):
+        raise ProtocolError("malformed", f"a signed {kind} is not a list")
+    if len(envelope) == 3 and isinstance(envelope[0], bytes):
+        envelope = [None, *envelope]  # as before version 2
+    version = check_version(envelope[0], f"the writer of a {kind}")
+    if not (len(envelope) == 4 and all(isinstance(part, bytes) for part in envelope[1:])):
+        raise ProtocolError("malformed", f"a signed {kind} is not [version, payload, public key, signature]")
+    payload, public_key, signature = envelope[1:]
+    peer_id = verify(public_key, _signed_bytes(version, kind, run_id, payload), signature)
+    fields = unpack(payload)
+    if version > PROTOCOL and isinstance(fields, dict):
+        fields = {name: value for name, value in fields.items() if name in schema.model_fields}
     try:
-        return peer_id, schema.model_validate(unpack(payload))
+        return peer_id, schema.model_validate(fields)
     except ValidationError as exc:
         raise ProtocolError("schema", f"{kind} of {peer_id}: {first_complaint(exc)}") from exc

@@ -269,9 +269,13 @@ class RoundState:
             self._complete_if_ready(index)
         return len(awaited)
 
-    def awaited_contributors(self) -> set[int]:
-        """Contributors that still owe parts to this reducer."""
-        return set().union(*(a.outstanding for a in self._accumulators.values())) if self._accumulators else set()
+    def outstanding(self) -> dict[int, list[int]]:
+        """The parts that contributors still owe to this reducer, by member."""
+        owed: dict[int, list[int]] = {}
+        for index, accumulator in self._accumulators.items():
+            for member in accumulator.outstanding:
+                owed.setdefault(member, []).append(index)
+        return owed
 
     def _complete_if_ready(self, index: int) -> None:
         accumulator = self._accumulators[index]

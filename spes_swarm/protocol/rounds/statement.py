@@ -19,8 +19,7 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 
-# The number changes whenever members of two versions would make different plans from the same statements.
-KIND = "statement/2"
+KIND = "statement"
 DIGEST_BYTES = 32
 MAX_ROUND = 1 << 40
 MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow

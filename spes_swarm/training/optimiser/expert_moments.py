@@ -19,6 +19,7 @@ from spes_swarm.protocol.consensus.layout import TensorSlot
 from spes_swarm.protocol.ownership.moment_rules import largest_ratio
 from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
+from spes_swarm.training.profiling import span
 
 
 def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Parameter, int]]:
@@ -92,6 +93,7 @@ class WarmUp:
             self._done.pop(expert, None)
 
     @torch.no_grad()
+    @span("optimiser")
     def step(self, model: SparseModel, take: Callable[[], object]) -> None:
         """Takes an optimiser step, of which experts in warm-up keep a fraction that grows linearly to 1."""
         before: list[tuple[Tensor, Tensor, float]] = []

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 import signal
 import sys
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from spes_swarm.base import log
+from spes_swarm.base.arguments import stop_signals
 from spes_swarm.base.errors import RankError
-from spes_swarm.model.losses import cross_entropy_of_sequences
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients, autocast
 from spes_swarm.training.out_of_memory import is_out_of_memory
 from spes_swarm.training.ranks.group import RankGroup
-from spes_swarm.training.ranks.orders import Evaluation, Matrices, Replica, Step, Stop
-from spes_swarm.training.ranks.outbox import receive_matrices
+from spes_swarm.training.ranks.orders import Replica, Step, Stop
 from spes_swarm.training.ranks.placement import Placement
 from spes_swarm.training.ranks.shared_gradients import compute_share, exchange_weights
 
 
 def follow(placement: Placement) -> int:
     """Follows rank 0 until the peer has left the swarm; returns the exit code. Needs the main thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    handled = stop_signals()
+    for number in handled:
         signal.signal(number, signal.SIG_DFL)  # until the ranks are connected, nobody waits for this one
     try:
         group = RankGroup(placement)
         group.connect(say=lambda text: print(text, file=sys.stderr))
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handled:
             signal.signal(number, signal.SIG_IGN)
         run_orders(group)
     except RankError as exc:
@@ -52,10 +55,18 @@ def run_orders(group: RankGroup) -> None:
         group.close()
         return
     assert isinstance(replica, Replica)
+    with ExitStack() as stack:
+        if replica.log_level is not None:
+            rank = f"rank {group.placement.rank}"
+            stack.enter_context(log.writing(Path(replica.output_dir) / log.NAME, replica.log_level, rank))
+        _serve(group, replica)
+
+
+def _serve(group: RankGroup, replica: Replica) -> None:
     device = group.own_device(torch.device(replica.device_type))
     if replica.num_threads is not None:
         torch.set_num_threads(replica.num_threads)
-    model = replica.build(device, group)
+    model = replica.build(device)
     precision = partial(autocast, device, replica.precision)
     own = Gradients(
         model,
@@ -66,14 +77,8 @@ def run_orders(group: RankGroup) -> None:
         warn=lambda kind, text: print(f"rank {group.placement.rank}: {text}"),
     )
     while not isinstance(order := group.next_order(), Stop):
-        if isinstance(order, Step):
-            run_step(group, model, own, order, device)
-        elif isinstance(order, Matrices):
-            receive_matrices(group, model, order)
-        else:
-            assert isinstance(order, Evaluation)
-            with precision():
-                join_evaluation(group, model, order, device)
+        assert isinstance(order, Step)
+        run_step(group, model, own, order, device)
     group.close()
 
 
@@ -92,19 +97,4 @@ def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, d
     except (MemoryError, RuntimeError) as exc:
         if not is_out_of_memory(exc):
             raise
-        if model.shares_foreign:
-            raise RankError("it ran out of memory; give a smaller --micro-batch-size") from exc
         # Rank 0 knows; it leaves the swarm, and then gives the order to stop.
-
-
-def join_evaluation(group: RankGroup, model: SparseModel, order: Evaluation, device: torch.device) -> None:
-    """Passes two tokens through the model for each batch of rank 0, so that all ranks make the same gathers.
-
-    Raises:
-        RankError: another rank of this peer has ended.
-    """
-    model.hold(order.held)
-    exchange_weights(group, model, order)
-    ids_BS = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    for _ in range(order.num_batches):
-        cross_entropy_of_sequences(model.module, ids_BS)

@@ -11,8 +11,7 @@ import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import compile_layers
-from spes_swarm.model.foreign.shares import Gathering, SharedStorage
-from spes_swarm.model.foreign.storage import ForeignStorage, new_storage
+from spes_swarm.model.foreign.storage import new_storage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 
@@ -26,8 +25,9 @@ class Replica:
     held: tuple[int, ...]  # the experts that the peer trains
     kernel: str
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
-    foreign_storage: str = "device"  # where they are: see `new_storage`, or "ranks"
+    foreign_storage: str = "device"  # where they are: see `new_storage`
     output_dir: str = "."  # of the peer
+    log_level: str | None = None  # of the log in output_dir; None: the rank writes none
     activation_checkpointing: str
     compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
@@ -36,21 +36,15 @@ class Replica:
     losses: LossWeights
     device_type: str  # "cpu" or "cuda"
 
-    def build(self, device: torch.device, ranks: Gathering | None = None) -> SparseModel:
+    def build(self, device: torch.device) -> SparseModel:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
-
-        `ranks` is needed if they share others' experts.
 
         Raises:
             CapacityError: the disk of `output_dir` has too little space.
             ConfigError: as `build_model` and `SparseModel`, or the architecture does not support one of the settings.
         """
         empty = build_empty_model(self.model_type, self.settings)
-        if self.foreign_storage == "ranks":
-            assert ranks is not None
-            storage: ForeignStorage = SharedStorage(ranks)
-        else:
-            storage = new_storage(self.foreign_storage, device, Path(self.output_dir))
+        storage = new_storage(self.foreign_storage, device, Path(self.output_dir))
         sparse = SparseModel(empty, self.held, self.kernel, self.foreign_experts, storage)
         checkpoint_activations(sparse.module, self.activation_checkpointing)
         if self.compile:
@@ -81,34 +75,6 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrices:
-    """Receive matrices of others' experts, rounded, and keep your share of them."""
-
-    held: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]  # for each: number of the stack in the model, and index in the stack
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Reads what JSON has made of the fields."""
-        places = tuple((number, index) for number, index in fields["places"])
-        return cls(held=tuple(fields["held"]), places=places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """Receive weights, and lend your share of others' experts to an evaluation on rank 0."""
-
-    held: tuple[int, ...]
-    all_weights: bool  # as in Step
-    num_batches: int
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Reads what JSON has made of the fields."""
-        return cls(**{**fields, "held": tuple(fields["held"])})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Stop:
     """The peer has left the swarm: end."""
 
@@ -118,8 +84,8 @@ class Stop:
         return cls(**fields)
 
 
-Order = Replica | Step | Matrices | Evaluation | Stop
-_KINDS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Replica, Step, Matrices, Evaluation, Stop)}
+Order = Replica | Step | Stop
+_KINDS: dict[str, type[Order]] = {kind.__name__: kind for kind in (Replica, Step, Stop)}
 
 
 def encode_order(order: Order) -> bytes:

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from spes_swarm.model.foreign.frozen_stack import FrozenStack
-from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.out_of_memory import is_out_of_memory
 from spes_swarm.training.ranks.group import RankGroup
-from spes_swarm.training.ranks.orders import Evaluation, Step
-from spes_swarm.training.ranks.outbox import Outbox
+from spes_swarm.training.ranks.orders import Step
 
 
 class SharedGradients:
@@ -41,10 +37,6 @@ class SharedGradients:
         self._sent_revision: int | None = None  # of the weights that the other ranks have
         shape = len(model.layer_names), model.layout.num_experts
         self._routed_LE: npt.NDArray[np.int64] = np.zeros(shape, dtype=np.int64)
-        self._outbox = Outbox(group, model)
-        if isinstance(model.foreign_storage, SharedStorage):
-            model.foreign_storage.publish = self._outbox.add
-            model.foreign_storage.flush = self._outbox.flush
 
     def compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
         """See Gradients.
@@ -56,13 +48,11 @@ class SharedGradients:
         try:
             return self._compute(batch_BS, progress)
         except BaseException as exc:
-            # Out of memory ends the step for all ranks, unless the others wait for this rank's share of the experts.
-            if not is_out_of_memory(exc) or self._model.shares_foreign:
+            if not is_out_of_memory(exc):  # that ends the step for all ranks
                 self._group.abandon()
             raise
 
     def _compute(self, batch_BS: npt.NDArray[np.int64], progress: float) -> float:
-        self._outbox.flush()
         sequences, tokens = batch_BS.shape
         step = Step(
             held=self._model.held,
@@ -77,27 +67,6 @@ class SharedGradients:
         loss, self._routed_LE = compute_share(self._group, self._model, self._own, batch_BS, progress)
         return loss
 
-    @contextmanager
-    def evaluating(self, num_batches: int) -> Iterator[None]:
-        """See Gradients."""
-        if not self._model.shares_foreign:
-            yield
-            return
-        self._outbox.flush()
-        order = Evaluation(
-            held=self._model.held,
-            all_weights=self._model.revision != self._sent_revision,
-            num_batches=num_batches,
-        )
-        try:
-            self._group.send_order(order)
-            exchange_weights(self._group, self._model, order)
-            self._sent_revision = self._model.revision
-            yield
-        except BaseException:
-            self._group.abandon()  # the others wait for the rest of the evaluation
-            raise
-
     def pop_routed_tokens(self) -> npt.NDArray[np.int64]:
         """See Gradients."""
         routed_LE, self._routed_LE = self._routed_LE, np.zeros_like(self._routed_LE)
@@ -108,10 +77,8 @@ class SharedGradients:
         return self._own.pop_router_entropy()
 
 
-def exchange_weights(group: RankGroup, model: SparseModel, step: Step | Evaluation) -> None:
+def exchange_weights(group: RankGroup, model: SparseModel, step: Step) -> None:
     """Brings the weights of all ranks to those of rank 0: all of them, or only the trained ones.
-
-    Others' experts that the ranks share have been sent already.
 
     Raises:
         RankError: another rank of this peer has ended.
@@ -128,9 +95,8 @@ def _trained_weights(model: SparseModel) -> Iterator[Tensor]:
 def _all_weights(model: SparseModel) -> Iterator[Tensor]:
     yield from _trained_weights(model)
     for module in model.module.modules():
-        if not (model.shares_foreign and isinstance(module, FrozenStack)):
-            # Others' experts in their stored form: all ranks get the same bits.
-            yield from module.buffers(recurse=False)
+        # Others' experts in their stored form: all ranks get the same bits.
+        yield from module.buffers(recurse=False)
 
 
 def compute_share(
@@ -142,7 +108,6 @@ def compute_share(
 
     Raises:
         MemoryError, RuntimeError: not even one sequence fits on one of the ranks; the others have not been waiting.
-            If the ranks share others' experts, it is this rank, and the others do wait.
         RankError: another rank of this peer has ended.
     """
     failure: BaseException | None = None
@@ -152,7 +117,7 @@ def compute_share(
         summary[1] = own.compute(batch_BS, progress, group.placement.share(len(batch_BS)))
         summary[2:] = torch.from_numpy(model.pop_routed_tokens()).flatten()
     except (MemoryError, RuntimeError) as exc:
-        if not is_out_of_memory(exc) or model.shares_foreign:
+        if not is_out_of_memory(exc):
             raise
         failure = exc
         summary[0] = 1

@@ -154,12 +154,10 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
         ("host", False, (1000, 0, 0)),
         ("disk", True, (200, 0, 1000)),
         ("disk", False, (0, 0, 1000)),
-        ("ranks", True, (450, 0, 0)),
-        ("ranks", False, (450, 0, 0)),
     ],
 )
 def test_bytes_of_ten_layers(kind: str, on_gpu: bool, expected: tuple[int, int, int]) -> None:
-    found = foreign_bytes(kind, 1000, 10, on_gpu=on_gpu, num_ranks=4)
+    found = foreign_bytes(kind, 1000, 10, on_gpu=on_gpu)
     assert (found.on_device, found.on_host, found.on_disk) == expected
 
 

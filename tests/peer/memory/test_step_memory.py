@@ -97,14 +97,11 @@ def test_activations_and_logits_are_what_is_left_of_the_peak() -> None:
     assert step.peak == step.weights + step.gradients + step.optimiser + step.temporary
 
 
-@pytest.mark.parametrize(("storage", "layers_left"), [("host", 2), ("ranks", 2 / 4 + 2)])
-def test_others_experts_that_are_elsewhere_do_not_count(storage: str, layers_left: float) -> None:
-    run = eighth_of_2b()  # of two layers
-    here = StepShape(
-        num_held=1, foreign_experts="int8", precision="bf16", activation_checkpointing="none", on_gpu=True, num_ranks=4
-    )
+def test_others_experts_in_host_memory_count_as_copies_of_two_layers() -> None:
+    run = with_layers(eighth_of_2b(), 3)
+    here = StepShape(num_held=1, foreign_experts="int8", precision="bf16", activation_checkpointing="none", on_gpu=True)
     model = SparseModel(build_empty_model(run.model.type, run.model.settings), [0], foreign_form="int8")
-    layer = bytes_per_class(model)["foreign_parameters"] / 2
-    on_device, elsewhere = (step_memory(run, replace(here, foreign_storage=kind), 1) for kind in ("device", storage))
-    assert on_device.weights - elsewhere.weights == pytest.approx((2 - layers_left) * layer)
+    layer = bytes_per_class(model)["foreign_parameters"] / 3
+    on_device, elsewhere = (step_memory(run, replace(here, foreign_storage=kind), 1) for kind in ("device", "host"))
+    assert on_device.weights - elsewhere.weights == pytest.approx(layer)
     assert elsewhere.temporary == on_device.temporary

@@ -22,14 +22,13 @@ from torch import Tensor
 from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.base.errors import ConfigError, RankError
 from spes_swarm.model.experts import SparseExperts
-from spes_swarm.model.foreign.shares import SharedStorage
 from spes_swarm.model.foreign.storage import ForeignStorage, StagedStorage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.training.gradients import Gradients
 from spes_swarm.training.ranks.buckets import buckets, transfer
 from spes_swarm.training.ranks.group import RankGroup
-from spes_swarm.training.ranks.orders import Evaluation, Matrices, Order, Step, Stop, decode_order, encode_order
+from spes_swarm.training.ranks.orders import Order, Step, Stop, decode_order, encode_order
 from spes_swarm.training.ranks.placement import Placement
 from spes_swarm.training.ranks.shared_gradients import SharedGradients, compute_share, exchange_weights
 from tests.helpers.lone_trainer import run_config
@@ -117,9 +116,7 @@ def test_a_batch_that_cannot_be_divided_evenly_is_refused() -> None:
 
 def test_orders_arrive_as_they_were_given() -> None:
     step = Step(held=(1, 5), all_weights=True, batch_shape=(4, 64), progress=0.1 + 0.2)
-    matrices = Matrices(held=(1,), places=((0, 3), (5, 1)))
-    evaluation = Evaluation(held=(1,), all_weights=False, num_batches=3)
-    for order in (replica(run_config(), held=(0, 7)), step, matrices, evaluation, Stop()):
+    for order in (replica(run_config(), held=(0, 7)), step, Stop()):
         assert decode_order(encode_order(order)) == order
         json.loads(encode_order(order))  # not a pickle
 
@@ -258,20 +255,14 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
 @pytest.mark.parametrize(
-    ("error", "shares", "expected"),
-    [
-        (NO_MEMORY, False, False),
-        (NO_MEMORY, True, True),
-        (RuntimeError("a bug"), False, True),
-        (KeyboardInterrupt(), False, True),
-    ],
+    ("error", "expected"), [(NO_MEMORY, False), (RuntimeError("a bug"), True), (KeyboardInterrupt(), True)]
 )
 def test_a_step_that_only_rank_0_gives_up_is_the_last(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, shares: bool, expected: bool
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, expected: bool
 ) -> None:
     """The other rank would wait for the rest of the step, and rank 0 for it to hear the order to stop."""
     group = Meeting(failures=0.0)
-    model, own = own_gradients(2, SharedStorage(group) if shares else None)
+    model, own = own_gradients(2)
     abandoned: list[bool] = []
 
     def fail(*_: Any) -> float:
@@ -284,17 +275,6 @@ def test_a_step_that_only_rank_0_gives_up_is_the_last(
     with pytest.raises(type(error)):
         SharedGradients(group, model, own, torch.device("cpu")).compute(BATCH_BS, 0.0)
     assert bool(abandoned) == expected
-
-
-def test_an_evaluation_interrupted_on_rank_0_ends_the_ranks_that_share_experts() -> None:
-    for shares in (False, True):
-        group = Meeting(failures=0.0)
-        model, own = own_gradients(2, SharedStorage(group) if shares else None)
-        gradients = SharedGradients(group, model, own, torch.device("cpu"))
-        with pytest.raises(KeyboardInterrupt), gradients.evaluating(1):
-            raise KeyboardInterrupt
-        assert group.abandoned == shares
-        assert group.orders == ([Evaluation(held=(1, 4), all_weights=True, num_batches=1)] if shares else [])
 
 
 def test_weights_that_arrive_replace_prefetched_copies() -> None:
@@ -325,30 +305,6 @@ def test_weights_that_arrive_replace_prefetched_copies() -> None:
     exchange_weights(Arriving(failures=0.0), model, step)
     assert not (before == 3).any()
     assert (experts.fetch().matrices("down_proj", torch.float32, slice(None)) == 3).all()
-
-
-def test_a_rank_that_others_wait_for_does_not_try_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    for shares in (False, True):
-        group = Meeting(failures=0.0)
-        model, own = own_gradients(2, SharedStorage(group) if shares else None)
-        add_up, tried = own._add_up, list[int]()
-
-        def fail_at_first(batch: Any, computed: slice, size: int, progress: float, add_up: Any = add_up) -> float:
-            tried.append(size)  # noqa: B023  # called at once
-            if len(tried) == 1:  # noqa: B023
-                raise NO_MEMORY
-            result: float = add_up(batch, computed, size, progress)
-            return result
-
-        monkeypatch.setattr(own, "_add_up", fail_at_first)
-        if shares:
-            with pytest.raises(torch.OutOfMemoryError):
-                compute_share(group, model, own, BATCH_BS, 0.0)
-            assert tried == [2]
-            assert group.added == []
-        else:
-            compute_share(group, model, own, BATCH_BS, 0.0)
-            assert tried == [2, 1]
 
 
 def test_a_group_that_is_not_connected_is_refused_and_closes_quietly() -> None:
@@ -388,6 +344,7 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
         (0, signal.SIGTERM, 1),
         (1, signal.SIGINT, -signal.SIGINT),
         (1, signal.SIGTERM, -signal.SIGTERM),
+        (1, signal.SIGHUP, -signal.SIGHUP),
     ],
 )
 def test_a_rank_that_waits_says_so_and_obeys_signals(tmp_path: Any, rank: int, number: int, code: int) -> None:

@@ -1,0 +1,192 @@
+"""The log of a peer, OUTPUT_DIR/log.txt, to which all of its processes write.
+
+A line says when (UTC), how serious, which process, run, round and peer, which module, and what. Tracebacks follow their
+line. A full file is renamed to log.1.txt, and so on: the log never takes more than `MAX_BYTES` x `NUM_FILES`, and
+standard output is left alone. What looks like a token or a private key is not written.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from logging.handlers import WatchedFileHandler
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from spes_swarm.base.errors import LeftEarlyError, UserError, os_errors_as
+
+NAME: Final = "log.txt"
+MAX_BYTES: Final = 8 << 20
+NUM_FILES: Final = 4
+LEVELS: Final = ("debug", "info", "warning", "error")
+_OWN = ("spes_swarm", "hivemind")  # loggers that have the user's level; those of other libraries start at warnings
+_LIBRARIES = ("hivemind", "huggingface_hub", "transformers", "datasets")  # each prints to standard error by itself
+_SECRETS = re.compile(
+    r"\bhf_\w{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?i:(?<=bearer )|(?<=token=)|(?<=signature=)|(?<=api_key=))[\w.~+/%-]{8,}",
+    re.DOTALL,
+)
+_SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+
+
+@dataclass
+class Context:
+    """What every line names."""
+
+    process: str = ""
+    run: str = "-"
+    peer: str = "-"  # the end of its id
+    round: Callable[[], int] = lambda: 0
+    report: Callable[[], object] = lambda: None  # writes the state of this process; called at SIGUSR1, in a thread
+
+
+context: Final = Context()
+_LOGGER = logging.getLogger(__name__)
+_path: Path | None = None  # of the log that is open, or was last
+
+
+def redacted(text: str) -> str:
+    """Replaces what must not leave this machine: tokens, signatures in addresses, private keys."""
+    for name in _SECRET_VARIABLES:
+        if len(secret := os.environ.get(name, "")) >= 8:
+            text = text.replace(secret, "(secret)")
+    return _SECRETS.sub("(secret)", text)
+
+
+def where_to_read() -> str:
+    """The end of a message about an unexpected error: where its traceback is; empty without a log."""
+    return f"; traceback in {_path}" if _path is not None else ""
+
+
+def divert(*libraries: str) -> None:
+    """Makes libraries, already imported, write to the log, if there is one, instead of standard error."""
+    for logger in map(logging.getLogger, libraries):
+        logger.handlers = [logging.NullHandler()]
+        logger.propagate = True
+        logger.setLevel(logging.NOTSET)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self) -> None:
+        self.converter = time.gmtime
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(where)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.where = f"{context.process} run={context.run} round={context.round()} peer={context.peer}"
+        return redacted(super().format(record))
+
+
+class _SharedFile(WatchedFileHandler):
+    """A file that several processes append to. One that finds it full renames it, and all of them open the new one.
+
+    The stacks that `faulthandler` writes at a crash and at SIGUSR1 go there, too.
+    """
+
+    stream: Any  # a file
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(_Formatter())
+
+    def _open(self) -> Any:
+        stream = super()._open()
+        faulthandler.enable(stream)
+        faulthandler.register(signal.SIGUSR1, stream, chain=callable(signal.getsignal(signal.SIGUSR1)))
+        return stream
+
+    def open_again(self) -> None:
+        """Opens the file anew: a lock of a forked process on the same opened file would be that of its parent."""
+        self.stream.close()
+        self.stream = self._open()
+        self._statstream()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):  # the disk is full, or somebody has removed the directory
+            super().emit(record)
+            if os.fstat(self.stream.fileno()).st_size > MAX_BYTES:
+                self._rotate()
+
+    def _rotate(self) -> None:
+        path = Path(self.baseFilename)
+        fcntl.flock(self.stream, fcntl.LOCK_EX)  # until the stream is closed
+        if os.path.samestat(os.fstat(self.stream.fileno()), path.stat()):
+            files = [path, *(path.with_suffix(f".{number}.txt") for number in range(1, NUM_FILES))]
+            for older, newer in reversed([*zip(files[1:], files[:-1], strict=True)]):
+                if newer.exists():
+                    newer.replace(older)
+        self.reopenIfNeeded()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Drops what a full disk refuses: logging would print a traceback."""
+
+
+_handler: _SharedFile | None = None
+
+
+@contextmanager
+def writing(path: Path, level: str, process: str) -> Iterator[None]:
+    """Writes the log of this process to a file. An error that ends the process is logged with its traceback.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    global _handler, _path
+    at_signal, at_thread = signal.getsignal(signal.SIGUSR1), threading.excepthook
+    if at_signal == signal.SIG_DFL:
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGUSR1, _on_signal)
+    with os_errors_as(UserError, f"{path} cannot be written"):
+        _handler = handler = _SharedFile(path)
+    _path, context.process = path, process
+    handler.setLevel(level.upper())
+    logging.getLogger().addHandler(handler)
+    divert(*_LIBRARIES)
+    for name in _OWN:
+        logging.getLogger(name).setLevel(level.upper())
+    threading.excepthook = _report_thread
+    try:
+        yield
+    except LeftEarlyError:
+        raise
+    except Exception:
+        _LOGGER.exception("this ends the process")
+        raise
+    finally:
+        threading.excepthook = at_thread
+        logging.getLogger().removeHandler(handler)
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        with suppress(ValueError):
+            signal.signal(signal.SIGUSR1, at_signal)
+        handler.close()
+        _handler = None
+
+
+def enter_process(process: str, report: Callable[[], object]) -> None:
+    """Continues the log in a process that was just forked."""
+    context.process, context.report = process, report
+    if _handler is not None:
+        _handler.open_again()
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    # In a thread: this one may be within a call of logging.
+    threading.Thread(target=context.report, name="spes-report", daemon=True).start()
+
+
+def _report_thread(arguments: threading.ExceptHookArgs) -> None:
+    error, thread = arguments.exc_value, arguments.thread.name if arguments.thread is not None else "?"
+    _LOGGER.error("thread %s has ended", thread, exc_info=error)
+    with suppress(OSError):
+        print(f"unexpected error in thread {thread}: {error!r}{where_to_read()}", file=sys.stderr)

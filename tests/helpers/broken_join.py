@@ -1,0 +1,80 @@
+"""Peers in which one part fails as no part should: with an error that nobody expects."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from scripts.testing.forked_peer import ForkServer
+from spes_swarm import join, publish
+from spes_swarm.network import run_services
+from spes_swarm.network.round import exchange
+from spes_swarm.publishing import background, publisher
+from spes_swarm.training import saving
+
+
+class PlantedError(Exception):
+    """What no part of this project raises."""
+
+
+def planted(*arguments: object, **more: object) -> Any:
+    """Fails."""
+    raise PlantedError("planted")
+
+
+async def planted_command(*arguments: object, **more: object) -> Any:
+    """Fails as a coroutine."""
+    raise PlantedError("planted")
+
+
+def _break_publisher() -> None:
+    launch = background.subprocess.Popen  # type: ignore[attr-defined]
+
+    def launch_broken(command: list[str], **more: Any) -> Any:
+        at = command.index("spes_swarm.publish")
+        return launch([*command[:at], __name__, *command[at + 1 :]], **more)
+
+    setattr(background.subprocess, "Popen", launch_broken)  # type: ignore[attr-defined]  # noqa: B010
+
+
+_BREAKERS: dict[str, Callable[[], None]] = {
+    "network": lambda: setattr(run_services.RunServices, "table", planted_command),
+    "checkpoint": lambda: setattr(saving, "save_checkpoint", planted),
+    "publisher": _break_publisher,
+}
+
+
+def launch_broken(part: str) -> ForkServer:
+    """Starts `join` in which that part fails: "network", "checkpoint" or "publisher"."""
+    return ForkServer(main=partial(_broken_main, part))
+
+
+def _broken_main(part: str, arguments: list[str]) -> int:
+    _BREAKERS[part]()
+    return join.main(arguments)
+
+
+def launch_freezing(round_number: int) -> ForkServer:
+    """Starts `join` whose network process stops itself when it should push its first contribution of that round."""
+    return ForkServer(main=partial(_freezing_main, round_number))
+
+
+def _freezing_main(round_number: int, arguments: list[str]) -> int:
+    push = exchange.Exchange._push
+
+    async def freeze(self: exchange.Exchange, state: Any, *more: Any) -> None:
+        if state.group.round == round_number:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        await push(self, state, *more)
+
+    setattr(exchange.Exchange, "_push", freeze)  # noqa: B010 - mypy does not let a method be assigned to
+    return join.main(arguments)
+
+
+if __name__ == "__main__":
+    setattr(publisher, "publish", planted)  # noqa: B010
+    sys.exit(publish.main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""What a network process says about itself when something hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.diagnosis import exchange_lines, roster_lines, stream_lines, task_lines
+from spes_swarm.network.link.wire import open_channel
+from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.gathering import Gathering
+from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.members.roster import Roster
+from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.rounds.plan import make_plan
+from spes_swarm.protocol.rounds.round_state import RoundState
+from tests.helpers import rounds
+from tests.helpers.records import progress
+from tests.helpers.tiny_model import tiny_layout
+
+
+def two_members() -> RoundState:
+    """The first of two members, who has delivered all that it owes itself."""
+    layout = tiny_layout()
+    values_N = np.zeros(layout.num_elements, dtype=np.float32)
+    peers = [rounds.peer(layout, values_N, held) for held in ((0, 1), (1, 2))]
+    group = rounds.form(peers, 1)
+    plan = make_plan(group, layout, 64, clip=0.0, experts=True)
+    return RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, get_codec("fp32"), rounds.UNBOUNDED)
+
+
+def test_whoever_an_exchange_waits_for_is_named_with_the_parts() -> None:
+    state = two_members()
+    other = state.group.members[1].peer_id
+    lines = list(exchange_lines(state, {0: 0.0, 1: 0.0}))
+    assert lines[0].startswith("exchange of round 1 with 2 members, under way: 0 of ")
+    (line,) = (line for line in lines if other in line)
+    owed = state.outstanding()[1]
+    results = [index for index in state.missing() if state.plan.parts[index].reducer == 1]
+    assert owed
+    assert results
+    assert f"contributions to parts {owed[0]}" in line
+    assert f"results of parts {results[0]}" in line
+    assert "last heard" in line
+    assert list(exchange_lines(None, {})) == ["no exchange yet"]
+
+
+def test_an_exchange_that_takes_too_long_is_reported_before_anybody_is_given_up() -> None:
+    state = two_members()
+    reports: list[list[str]] = []
+
+    async def silence(*arguments: Any, **more: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def hold() -> None:
+        p2p: Any = SimpleNamespace(call_binary_stream_handler=silence)
+        rpc: Any = SimpleNamespace(call=silence)
+        exchange = Exchange(p2p, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore)
+        exchange.on_late = lambda: reports.append(list(exchange.describe()))
+        try:
+            await exchange.run(state)
+        except RoundError:
+            reports.append(["failed"])
+
+    asyncio.run(hold())
+    (line,) = (line for line in reports[0] if state.group.members[1].peer_id in line)
+    assert "contributions to parts" in line
+    assert reports[1:] == [["failed"]]
+
+
+def ignore(peer_id: str, error: ProtocolError) -> None:
+    del peer_id, error
+
+
+def test_every_task_is_shown_with_all_calls_that_it_is_in() -> None:
+    async def innermost() -> None:
+        await asyncio.Event().wait()
+
+    async def outer() -> None:
+        await innermost()
+
+    async def look() -> list[str]:
+        task = asyncio.create_task(outer(), name="the stuck one")
+        await asyncio.sleep(0)
+        lines = list(task_lines())
+        task.cancel()
+        return lines
+
+    lines = asyncio.run(look())
+    shown = lines[lines.index("task the stuck one") :]
+    names = [line.rpartition(" ")[2].rpartition(".")[2] for line in shown[1:4]]
+    assert names == ["outer", "innermost", "wait"]
+
+
+def test_peers_are_shown_with_what_their_word_counts() -> None:
+    roster = Roster("me", standing=Standing(()))
+    roster.standing.note_answer("a")
+    roster.update({"a": progress(round=7, name="first"), "b": progress(state="waiting")})
+    first, second = roster_lines(roster)
+    assert first.startswith("peer a 'first': training, round 7, ")
+    assert "has answered" in first
+    assert second.startswith("peer b '': waiting, round 3, ")
+    assert "has answered" not in second
+
+
+def test_open_streams_are_shown_until_they_are_closed() -> None:
+    async def talk() -> tuple[list[str], list[str]]:
+        async def call(peer_id: Any, name: str) -> Any:
+            server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+            return (None, *await asyncio.open_connection(*server.sockets[0].getsockname()))
+
+        p2p: Any = SimpleNamespace(call_binary_stream_handler=call)
+        peer = rounds.identity(0).peer_id
+        async with open_channel(p2p, peer, "run/push", 60.0):
+            during = [line for line in stream_lines() if peer in line]
+        return during, [line for line in stream_lines() if peer in line]
+
+    during, after = asyncio.run(talk())
+    assert len(during) == 1
+    assert during[0].startswith("stream run/push with ")
+    assert after == []
+
+
+def test_a_gathering_says_who_is_here_and_who_is_not() -> None:
+    async def gather() -> str:
+        gathering = Gathering(window_s=10.0)
+        gathering.add("here", b"statement")
+        gathering.lost.add("gone")
+        return gathering.describe()
+
+    said = asyncio.run(gather())
+    assert "here ['here'], lost ['gone']" in said

@@ -1,0 +1,68 @@
+"""What the trainer learns right after the first contact with another peer; records and answers are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_swarm.config.manifest import found_run
+from spes_swarm.network.link import greetings
+from spes_swarm.network.run_services import RunServices
+from spes_swarm.protocol.members.records import Record
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.records import progress
+from tests.helpers.rounds import identity
+from tests.helpers.run_settings import settings_without_trainer
+from tests.helpers.tiny_model import tiny_layout
+
+
+class FirstRecords:
+    """The founder's record has just appeared."""
+
+    async def read(self, kind: str, schema: type[Record]) -> dict[str, Any]:
+        return {"founder": progress()} if kind == "progress" else {}
+
+
+def services_with(call: Any) -> RunServices:
+    layout = tiny_layout()
+    settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, identity(0)), layout)
+    rpc: Any = SimpleNamespace(call=call)
+    daemon: Any = SimpleNamespace(p2p=None, peer_id=identity(0).peer_id, connections=None)
+    listener: Any = SimpleNamespace()
+    services = RunServices(listener, daemon, rpc, identity(0), settings)
+    records: Any = FirstRecords()
+    services._records = records
+    return services
+
+
+def test_a_founder_that_answers_its_first_call_is_seen_at_once() -> None:
+    """A peer that leaves now would otherwise take itself for the only one, and leave its work undone."""
+
+    async def look() -> tuple[int, tuple[str, ...]]:
+        async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
+            for _ in range(10):  # not at once, as from another machine
+                await asyncio.sleep(0)
+            services._state.roster.standing.note_answer(peer_id)
+            return {"maddrs": []}
+
+        services = services_with(answer)
+        view = await services.view()
+        return view.num_training, view.ready
+
+    assert asyncio.run(look()) == (1, ("founder",))
+
+
+def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greetings, "FIRST_ANSWER_S", 0.0)
+
+    async def look() -> tuple[str, ...]:
+        async def silence(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
+            await asyncio.Event().wait()
+            return {}
+
+        return (await services_with(silence).view()).ready
+
+    assert asyncio.run(look()) == ()
