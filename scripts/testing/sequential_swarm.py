@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, flat_from_model, layout_of
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from spes_swarm.base.bitmap import bitmap
+from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.ownership.lease_table import reassign_group

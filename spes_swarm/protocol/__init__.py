@@ -6,6 +6,7 @@ Imports only `base`, and not hivemind, torch or transformers, so all of it can b
 - `members`    peer identities, signed records, and whose claims count
 - `rounds`     one round: members' statements, who reduces which part, what is accepted, what is committed
 - `ownership`  which peer trains which expert
+- `bitmap`     sets of small numbers in messages
 - `version`    the version that every message carries, and what a new one may change
 
 Start with `rounds.plan`: who sends what to whom, as a function of signed statements.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from spes_swarm.base import log
 from spes_swarm.base.arguments import exit_code
 from spes_swarm.base.errors import ConfigError
 
@@ -36,6 +37,7 @@ def test_a_command_without_a_code_has_succeeded(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_error_of_the_program_keeps_its_traceback() -> None:
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_path", None)  # of a test before this one
     with pytest.raises(ZeroDivisionError):
         exit_code("it", failing(ZeroDivisionError()))

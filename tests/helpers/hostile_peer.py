@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.metrics import events
@@ -34,6 +33,7 @@ from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
+from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.round_clock import RoundClock
@@ -33,6 +32,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, serve_channel
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.transfer.donors import table_from_wire
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.lineage import Lineage

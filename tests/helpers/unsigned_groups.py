@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spes_swarm.base.bitmap import num_bitmap_bytes
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 

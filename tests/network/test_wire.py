@@ -332,4 +332,6 @@ def test_errors_in_the_loop_are_one_line_and_what_is_cancelled_is_none(caplog: p
     assert len(reported) == 1
     assert "ValueError('unexpected')" in reported[0]
     assert "\n" not in reported[0]
-    assert not caplog.records
+    (record,) = caplog.records  # "never retrieved" would be another
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import pty
 import subprocess
@@ -21,6 +22,12 @@ from tests.helpers.repository import ROOT
 from tests.helpers.swarm import REASONABLE_S, TINY_RUN
 
 TEXT = "1.246 \N{PLUS-MINUS SIGN} 0.031 \N{LLAMA} \udcff"
+
+
+@pytest.fixture(autouse=True)
+def _no_captured_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist cannot send a captured log with a lone surrogate."""
+    monkeypatch.setattr(logging.getLogger("spes_swarm.peer.panel"), "propagate", False)
 
 
 @contextlib.contextmanager

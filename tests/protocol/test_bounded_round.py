@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

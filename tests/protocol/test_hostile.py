@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.base.bitmap import bitmap
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
 from spes_swarm.protocol.ownership.lease_table import ExpertChange, Leases, reassign_group
 from spes_swarm.protocol.ownership.reassignment import Rules

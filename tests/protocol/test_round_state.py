@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.round.exchange import ExchangeLimits
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan

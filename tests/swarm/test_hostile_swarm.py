@@ -19,13 +19,13 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
-from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES, record_key
 from spes_swarm.network.link.rpc import MAX_REQUEST_BYTES, Rpc
 from spes_swarm.network.link.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, open_channel
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease
 from spes_swarm.protocol.members.signed import seal

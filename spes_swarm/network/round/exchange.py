@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from hivemind.p2p import P2P
 
-from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.wording import plural
@@ -28,6 +27,7 @@ from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
-from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.names import FAULT_KIND
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.round_metrics import MetricName, Number, PeerMetrics, RoundFigures, read_telemetry
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spes_swarm.base.bitmap import bitmap, members_of
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
 from spes_swarm.protocol.ownership.reassignment import (
     Holding,

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
-from spes_swarm.base.bitmap import bitmap, members_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
+from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import Reference

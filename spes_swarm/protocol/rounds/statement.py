@@ -12,8 +12,8 @@ from typing import Annotated
 from blake3 import blake3
 from pydantic import Field, model_validator
 
-from spes_swarm.base.bitmap import num_bitmap_bytes
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
