@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,14 +114,16 @@ def test_peers_are_shown_with_what_their_word_counts() -> None:
 
 def test_open_streams_are_shown_until_they_are_closed() -> None:
     async def talk() -> tuple[list[str], list[str]]:
+        here, there = socket.socketpair()
+
         async def call(peer_id: Any, name: str) -> Any:
-            server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-            return (None, *await asyncio.open_connection(*server.sockets[0].getsockname()))
+            return (None, *await asyncio.open_connection(sock=here))
 
         p2p: Any = SimpleNamespace(call_binary_stream_handler=call)
         peer = rounds.identity(0).peer_id
-        async with open_channel(p2p, peer, "run/push", 60.0):
-            during = [line for line in stream_lines() if peer in line]
+        with there:
+            async with open_channel(p2p, peer, "run/push", 60.0):
+                during = [line for line in stream_lines() if peer in line]
         return during, [line for line in stream_lines() if peer in line]
 
     during, after = asyncio.run(talk())
