@@ -73,7 +73,7 @@ def _freezing_main(round_number: int, arguments: list[str]) -> int:
     async def freeze(self: exchange.Exchange, state: Any, reducer: int, *more: Any) -> None:
         if state.group.round == round_number:
             begun = self._last_heard[reducer]
-            while self._last_heard[reducer] == begun:
+            while self._last_heard[reducer] == begun:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
         await push(self, state, reducer, *more)
