@@ -192,6 +192,17 @@ def test_a_field_that_is_not_known_is_ignored_only_in_a_message_of_a_newer_versi
         assert unseal(data, "note", RUN, Note)[1] == NOTE
 
 
+def test_a_field_that_is_not_known_is_ignored_in_what_a_newer_message_contains_too() -> None:
+    class Notes(SignedModel):
+        notes: list[Note]
+
+    inner = {"notes": [{"text": "hello", "count": 3, "more": 1}]}
+    assert unseal(envelope(inner, (2, 1)), "note", RUN, Notes)[1].notes == [NOTE]
+    refused("schema", lambda: unseal(envelope(inner), "note", RUN, Notes))
+    wrong = {"notes": [{"text": "hello", "count": "3", "more": 1}]}
+    refused("schema", lambda: unseal(envelope(wrong, (2, 1)), "note", RUN, Notes))
+
+
 @pytest.mark.parametrize(
     "payload", [{"text": "hello", "more": 1}, {"text": "hello", "count": "3", "more": 1}, ["hello", 3], None, 7]
 )
