@@ -141,11 +141,7 @@ class Ledger:
         # Its expiration gives its age, at most the time since the last read, which would have found an older one.
         longest_s = at - self._taken_at if known and self._taken_at is not None else self.progress_ttl_s
         age_s = min(max(0.0, now - (record.expires - self.progress_ttl_s)), longest_s)
-        self._peers[peer_id] = _Sighting(
-            progress=record,
-            name=clean_name(record.name),
-            seen_at=at - age_s,
-        )
+        self._peers[peer_id] = _Sighting(progress=record, name=clean_name(record.name), seen_at=at - age_s)
         self._names[peer_id] = self._peers[peer_id].name
         # A peer that went back to a checkpoint reports fewer tokens, but has trained on the others, too.
         self._tokens[peer_id] = max(self._tokens.pop(peer_id, 0), record.metrics.total_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -202,6 +203,13 @@ def test_the_traffic_of_a_round_can_be_known_before_and_after_its_figures() -> N
 def test_a_peer_that_went_back_to_a_checkpoint_reports_no_earlier_rounds() -> None:
     rounds = [RoundFigures(round=n, time=1e9, eval_loss=2.0) for n in (7, 8, 6)]
     assert [one.round for one in published(noted(*rounds))] == [6]
+
+
+def test_a_figure_that_is_not_finite_keeps_no_other_from_being_reported() -> None:
+    """The lease is renewed after this record is written."""
+    first = RoundFigures(round=3, train_loss=math.inf, least_load=math.nan, eval_loss=4.0)
+    record = Rounds.of(1e9, [first, RoundFigures(round=4, train_loss=5.0, least_load=math.nan)])
+    assert record.reports() == [RoundFigures(round=3, eval_loss=4.0), RoundFigures(round=4, train_loss=5.0)]
 
 
 def test_figures_that_a_reader_does_not_know_are_skipped() -> None:

@@ -14,7 +14,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, mo
 
 from spes_swarm.base.names import FAULT_KIND
 from spes_swarm.protocol.bitmap import bitmap, members_of
-from spes_swarm.protocol.members.round_metrics import MetricName, Number, PeerMetrics, RoundFigures, read_telemetry
+from spes_swarm.protocol.members.round_metrics import (
+    MetricName,
+    Number,
+    PeerMetrics,
+    RoundFigures,
+    read_telemetry,
+    telemetry_of,
+)
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel
 
@@ -121,8 +128,8 @@ class Rounds(Record):
     @classmethod
     def of(cls, expires: float, rounds: Sequence[RoundFigures]) -> Self:
         """The record of rounds in ascending order. Figures that are unknown in all of them are left out."""
-        columns = {name: [getattr(one, name) for one in rounds] for name in _FIGURES}
-        figures = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+        known = [telemetry_of(one) for one in rounds]
+        figures = {name: [one.get(name) for one in known] for name in _FIGURES if any(name in one for one in known)}
         return cls(expires=expires, rounds=[one.round for one in rounds], figures=figures)
 
     def reports(self) -> list[RoundFigures]:

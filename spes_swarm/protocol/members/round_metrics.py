@@ -218,8 +218,8 @@ Number = int | Annotated[float, Field(allow_inf_nan=False)]
 Carrier = TypeVar("Carrier", PeerMetrics, RoundFigures)
 
 
-def telemetry_of(metrics: PeerMetrics) -> dict[str, int | float]:
-    """The known metrics of a dataclass."""
+def telemetry_of(metrics: PeerMetrics | RoundFigures) -> dict[str, int | float]:
+    """The metrics of a dataclass that are known and finite."""
     return {name: value for name, value in asdict(metrics).items() if value is not None and isfinite(value)}
 
 
