@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import tracemalloc
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import fields, replace
@@ -31,6 +32,7 @@ from spes_swarm.network.link.dht_records import (
     MAX_RECORD_BYTES,
     Records,
     RunRecordValidator,
+    _num_bytes,
     record_key,
 )
 from spes_swarm.protocol.members.identity import Identity, verify
@@ -43,6 +45,7 @@ from spes_swarm.protocol.members.records import (
     Lease,
     Progress,
     Record,
+    Rounds,
 )
 from spes_swarm.protocol.members.round_metrics import PeerMetrics
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
@@ -114,6 +117,24 @@ def crowded_telemetry() -> dict[str, float]:
     """All metrics that there are, and a dozen that there may be."""
     there = [field.name for field in fields(PeerMetrics)]
     return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(12))], sys.float_info.max)
+
+
+def crowded_rounds(number: int) -> Rounds:
+    """As many figures as fit, in memory of their own."""
+    figures = {f"metric_{number}_{n}": [float(100 * number + 16 * n + m) for m in range(16)] for n in range(24)}
+    record = {"expires": 1e9, "rounds": list(range(16)), "figures": figures}
+    packed = msgpack.packb(record)
+    assert MAX_RECORD_BYTES - 512 < len(packed) < MAX_RECORD_BYTES
+    return Rounds.model_validate(msgpack.unpackb(packed))
+
+
+def test_no_record_takes_more_memory_than_the_cache_counts() -> None:
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    records = [crowded_rounds(number) for number in range(10)]
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert used <= sum(map(_num_bytes, records))
 
 
 def test_nobody_writes_in_the_name_of_another() -> None:

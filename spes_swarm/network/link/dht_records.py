@@ -34,14 +34,14 @@ MAX_RECORD_BYTES = 4096
 # Records must not claim to be valid for longer than this, or a peer could fill other peers' memory permanently.
 MAX_LIFETIME_S = 24 * 3600.0
 
-
-# Enough for the records of 10,000 peers; decoded, an honest record takes 6 KB, one with all experts 150 KB.
+# Enough for the records of 2,500 peers. By the estimate, one of rounds takes 14 KB, others 5 KB (all experts: 170 KB).
 _MAX_REMEMBERED_BYTES = 64 << 20
 
 
 def _num_bytes(record: Record) -> int:
     """A generous estimate of the memory that a decoded record takes."""
-    return 4096 + 40 * len(getattr(record, "experts", ())) + 160 * len(getattr(record, "telemetry", ()))
+    sizes = {"experts": 40, "telemetry": 160, "figures": 600}
+    return 4096 + sum(each * len(getattr(record, name, ())) for name, each in sizes.items())
 
 
 _VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num_bytes)
