@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from hivemind.p2p import PeerID
 
 from spes_swarm.base.address import best_first, peer_id_of, usable_peer_addresses
-from spes_swarm.base.errors import BootstrapError, NetworkProcessError, ProtocolError
+from spes_swarm.base.errors import BootstrapError, ManifestError, NetworkProcessError, ProtocolError
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
@@ -245,6 +245,7 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
         BootstrapError: no peer answers, or none takes part in a run.
         ManifestError: the run's description fails verification, or it is another run.
         NetworkProcessError: the daemon did not start.
+        VersionError: the run's peers speak another major version of the protocol.
     """
     daemon = await Daemon.start(
         options.identity_path, options.host_maddrs, options.announce_maddrs, client_mode=not options.is_entry
@@ -256,9 +257,10 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
         deadline = time.monotonic() + options.timeout_s
         try:
             connected = await bootstrap(daemon, maddrs, options.timeout_s if remembered is None else _CALL_TIMEOUT_S)
-            left_s = deadline - time.monotonic()
-            manifest = remembered or await ask_for_manifest(rpc, connected, options.run_id, left_s)
-        except BootstrapError:
+            left_s = deadline - time.monotonic() if remembered is None else 0.0
+            answer = await ask_for_manifest(rpc, connected, options.run_id, left_s)
+            manifest = remembered or answer
+        except (BootstrapError, ManifestError):
             if remembered is None:
                 raise
             manifest = remembered

@@ -17,7 +17,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils.timed_storage import ValueWithExpiration
 
-from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError
+from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError, VersionError
 from spes_swarm.monitor import watcher as watcher_module
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
@@ -197,6 +197,27 @@ async def coming_back(directory: Path) -> None:
 
 def test_a_monitor_that_is_started_while_nobody_is_there_finds_who_comes_back(tmp_path: Path) -> None:
     run(coming_back(tmp_path))
+
+
+async def coming_back_to_an_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Exception] = [BootstrapError("not yet"), ManifestError("another run"), VersionError("upgrade it")]
+
+    async def refuse(*call: Any) -> None:
+        raise answers.pop(0)
+
+    monkeypatch.setattr(watcher_module, "ask_for_manifest", refuse)
+    async with node(0) as peer:
+        for _ in range(2):  # neither means that the manifest has become useless
+            async with watching(options(peer.maddr), remembered=manifest()):
+                pass
+        with pytest.raises(VersionError, match="upgrade it"):
+            async with watching(options(peer.maddr), remembered=manifest()):
+                pass
+    assert answers == []
+
+
+def test_a_monitor_with_a_history_notices_that_the_swarm_has_upgraded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run(coming_back_to_an_upgrade(monkeypatch))
 
 
 async def second_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
