@@ -17,15 +17,7 @@ from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
 from spes_swarm.config.round_clock import RoundClock
-from spes_swarm.monitor.books import (
-    FORGOTTEN,
-    Known,
-    RoundBook,
-    bounded,
-    clamped,
-    count,
-    superfluous,
-)
+from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, clamped, count, superfluous
 from spes_swarm.monitor.state import (
     Consensus,
     ExpertState,
