@@ -6,7 +6,6 @@ name it is served as well, get an answer that they show.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
@@ -88,8 +87,6 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         try:
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
             response = await stub.rpc_call(request, timeout=timeout_s)
-        except asyncio.CancelledError:
-            raise
         except TimeoutError:
             if timeout_s >= _PATIENT_S:
                 self._note_silence(peer_id)
