@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.diagnosis import exchange_lines, roster_lines, stream_lines, task_lines
+from spes_swarm.network.link.daemon import _Output
 from spes_swarm.network.link.wire import open_channel
+from spes_swarm.network.process import NetworkProcess
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.gathering import Gathering
+from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import Standing
@@ -141,3 +148,54 @@ def test_a_gathering_says_who_is_here_and_who_is_not() -> None:
 
     said = asyncio.run(gather())
     assert "here ['here'], lost ['gone']" in said
+
+
+def test_a_report_that_cannot_be_made_fails_no_round() -> None:
+    async def report() -> list[str]:
+        failures: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(str(context)))
+        nothing: Any = SimpleNamespace()
+        process = NetworkProcess(nothing, nothing)
+        process._run = nothing  # cannot be described
+        process.report("the round has failed")
+        await asyncio.sleep(0)
+        return failures
+
+    (failure,) = asyncio.run(report())
+    assert "describe" in failure
+
+
+def test_an_error_that_comes_again_and_again_is_logged_once_until_another_one_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = ["one", "one", "one", "two", "one"]
+    faults: list[ProtocolError] = []
+
+    async def fail() -> None:
+        if len(faults) == len(reasons):
+            raise asyncio.CancelledError
+        raise ValueError(reasons[len(faults)])
+
+    async def repeat() -> None:
+        services: Any = SimpleNamespace(_tasks=[], _state=SimpleNamespace(identity=SimpleNamespace(peer_id="me")))
+        services._on_fault = lambda peer_id, error: faults.append(error)
+        RunServices.repeat(services, fail, 0.0)
+        await asyncio.gather(*services._tasks, return_exceptions=True)
+
+    asyncio.run(repeat())
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert len(faults) == len(reasons)
+    assert logged == ["one", "two", "one"]
+
+
+def test_each_line_of_the_daemon_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def listen() -> str:
+        program = [sys.executable, "-c", r"print('first\n\nsecond', flush=True); print(end='the reason')"]
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+            output = await _Output.read(process)
+            await output._ended.wait()
+            return await output.last_line()
+
+    with caplog.at_level(logging.INFO, "spes_swarm"):
+        assert asyncio.run(listen()) == "the reason"
+    assert [record.message for record in caplog.records] == ["p2pd: first", "p2pd: second", "p2pd: the reason"]
