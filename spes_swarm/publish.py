@@ -139,12 +139,7 @@ def _parser() -> OneLineParser:
     add("--license", metavar="ID", help="for the card: the model's license, a Hub identifier")
     add("--base-model", metavar="USER/REPO", help="for the card: the base of an upcycled model")
     add("--data", metavar="TEXT", help="for the card: what the run trains on")
-    add(
-        "--join-address",
-        type=_addresses,
-        metavar="MADDR",
-        help="for the card: a peer's public address",
-    )
+    add("--join-address", type=_addresses, metavar="MADDR", help="for the card: a peer's public address")
     add("--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--upload-mbps", type=_positive, metavar="MBIT", help="upload rate limit in Mbit/s")
     add("--background", action="store_true", help="run at the lowest CPU and disk priority")

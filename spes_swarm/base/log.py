@@ -169,10 +169,9 @@ def writing(path: Path, level: str, process: str) -> Iterator[None]:
     threading.excepthook = _report_thread
     try:
         yield
-    except LeftEarlyError:
-        raise
-    except Exception:
-        _LOGGER.exception("this ends the process")
+    except Exception as exc:
+        if not isinstance(exc, LeftEarlyError):
+            _LOGGER.exception("this ends the process")
         raise
     finally:
         threading.excepthook = at_thread

@@ -158,11 +158,7 @@ class RankGroup:
             RankError: a rank has ended.
         """
         with self._exchange():
-            transfer(
-                tensors,
-                lambda x_N: dist.reduce(x_N, dst=0, group=self._data),
-                received=self.placement.rank == 0,
-            )
+            transfer(tensors, lambda x_N: dist.reduce(x_N, dst=0, group=self._data), received=self.placement.rank == 0)
 
     def all_reduce(self, values: Tensor) -> None:
         """Replaces the values, in host memory, by the sums over all ranks, on all ranks.
