@@ -199,3 +199,16 @@ def test_each_line_of_the_daemon_is_logged_once(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, "spes_swarm"):
         assert asyncio.run(listen()) == "the reason"
     assert [record.message for record in caplog.records] == ["p2pd: first", "p2pd: second", "p2pd: the reason"]
+
+
+def test_each_reason_is_logged_although_states_are_not_so_often(caplog: pytest.LogCaptureFixture) -> None:
+    async def report() -> None:
+        nothing: Any = SimpleNamespace()
+        process = NetworkProcess(nothing, nothing)
+        for why in ("the first reason", "the second reason"):
+            process.report(why)
+            await asyncio.sleep(0)
+
+    asyncio.run(report())
+    said = [record.message.partition("\n")[0] for record in caplog.records]
+    assert said == ["the first reason", "the first reason: state of the network process", "the second reason"]
