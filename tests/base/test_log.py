@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import re
@@ -10,11 +11,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spes_swarm import publish
 from spes_swarm.base import log
-from spes_swarm.base.errors import LeftEarlyError, UserError
+from spes_swarm.base.errors import LeftEarlyError, RankError, UserError
+from spes_swarm.publishing.publication import PUBLICATION_FILE
+from spes_swarm.training.ranks.follower import run_orders
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.rank_trainer import replica
 
 _LOGGER = logging.getLogger("spes_swarm.test")
 _LIBRARY = logging.getLogger("some.library")
@@ -41,6 +49,23 @@ def test_a_line_says_when_where_and_what(tmp_path: Path) -> None:
         r"spes_swarm\.test: hello 1",
         line,
     )
+
+
+def test_a_rank_and_a_publisher_name_run_and_peer_too(tmp_path: Path) -> None:
+    order = dataclasses.replace(replica(run_config()), output_dir=str(tmp_path), log=("run-1", "abcdefgh", "info"))
+
+    def no_device(wanted: object) -> None:
+        raise RankError("planted")
+
+    group: Any = SimpleNamespace(next_order=lambda: order, placement=SimpleNamespace(rank=3), own_device=no_device)
+    with pytest.raises(RankError):
+        run_orders(group)
+    (tmp_path / PUBLICATION_FILE).touch()
+    arguments = ["--to", "nowhere", "--due", "8", "--log", "run-1", "abcdefgh", "info"]
+    assert publish.main([str(tmp_path), *arguments]) == 2
+    lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if " ERROR " in line]
+    assert " rank 3 run=run-1 round=0 peer=abcdefgh " in lines[0]
+    assert " publisher run=run-1 round=8 peer=abcdefgh " in lines[1]
 
 
 @pytest.mark.parametrize(
