@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -35,8 +36,8 @@ def _break_publisher() -> None:
     launch = background.subprocess.Popen  # type: ignore[attr-defined]
 
     def launch_broken(command: list[str], **more: Any) -> Any:
-        at = command.index("spes_swarm.publish")
-        return launch([*command[:at], __name__, *command[at + 1 :]], **more)
+        replaced = [__name__ if word == "spes_swarm.publish" else word for word in command]
+        return launch(replaced, **more)
 
     setattr(background.subprocess, "Popen", launch_broken)  # type: ignore[attr-defined]  # noqa: B010
 
@@ -59,17 +60,23 @@ def _broken_main(part: str, arguments: list[str]) -> int:
 
 
 def launch_freezing(round_number: int) -> ForkServer:
-    """Starts `join` whose network process stops itself when it should push its first contribution of that round."""
+    """Starts `join` whose network process stops itself in that round, as soon as another has sent it a contribution.
+
+    It has sent none itself. Before that, the others might still form their group without it.
+    """
     return ForkServer(main=partial(_freezing_main, round_number))
 
 
 def _freezing_main(round_number: int, arguments: list[str]) -> int:
     push = exchange.Exchange._push
 
-    async def freeze(self: exchange.Exchange, state: Any, *more: Any) -> None:
+    async def freeze(self: exchange.Exchange, state: Any, reducer: int, *more: Any) -> None:
         if state.group.round == round_number:
+            begun = self._last_heard[reducer]
+            while self._last_heard[reducer] == begun:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
-        await push(self, state, *more)
+        await push(self, state, reducer, *more)
 
     setattr(exchange.Exchange, "_push", freeze)  # noqa: B010 - mypy does not let a method be assigned to
     return join.main(arguments)

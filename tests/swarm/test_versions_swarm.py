@@ -31,6 +31,7 @@ def look(monitor: list[str], *arguments: str) -> dict[str, Any]:
 
 def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path: Path) -> None:
     with swarm(tmp_path, round=PATIENT) as running:
+        running.has_known_events = False  # its metric
         plain = running.found("--wait-for-peers", 2, "--name", "plain")
         running.launch = launch_version("2.1")
         newer = running.join("--wait-for-peers", 2, "--name", "newer")
@@ -66,6 +67,7 @@ def test_a_peer_of_another_major_version_is_refused_at_once(
     launches: dict[str, Launch] = {"2.0": ForkServer(), "3.0": launch_version("3.0")}
     monitors = {"2.0": MONITOR, "3.0": command("3.0", "monitor.__main__")}
     with swarm(tmp_path) as running:
+        running.has_known_events = False
         running.launch = launches[first]
         founder = running.found()
         founder.wait_for_round(1)
