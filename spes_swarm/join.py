@@ -76,9 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     hub.add_argument("--publish-keep", type=int, metavar="N", help="published rounds that keep a tag (default: all)")
     hub.add_argument(
-        "--from-hub",
-        metavar="USER/REPO[@REVISION]|file:DIR",
-        help="resume a published run, with or without peers",
+        "--from-hub", metavar="USER/REPO[@REVISION]|file:DIR", help="resume a published run, with or without peers"
     )
     return parser.parse_args(arguments)
 

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         # Everything below imports torch and transformers, which takes seconds.
         from spes_swarm.publishing.publisher import publish
 
-        with _background_log(options) if options.background else nullcontext():
+        with _log_of_peer(options) if options.log is not None else nullcontext():
             published, gone = publish(options)
     except UserError as exc:
         # Without options the message quotes only the command line.
@@ -78,9 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _background_log(options: argparse.Namespace) -> AbstractContextManager[None]:
+def _log_of_peer(options: argparse.Namespace) -> AbstractContextManager[None]:
+    log.context.run, log.context.peer, level = options.log
     log.context.round = lambda: options.due or 0
-    return log.writing(options.directory / log.NAME, "info", "publisher")
+    return log.writing(options.directory / log.NAME, level, "publisher")
 
 
 def _check_source(directory: Path) -> None:
@@ -139,15 +140,11 @@ def _parser() -> OneLineParser:
     add("--license", metavar="ID", help="for the card: the model's license, a Hub identifier")
     add("--base-model", metavar="USER/REPO", help="for the card: the base of an upcycled model")
     add("--data", metavar="TEXT", help="for the card: what the run trains on")
-    add(
-        "--join-address",
-        type=_addresses,
-        metavar="MADDR",
-        help="for the card: a peer's public address",
-    )
+    add("--join-address", type=_addresses, metavar="MADDR", help="for the card: a peer's public address")
     add("--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--upload-mbps", type=_positive, metavar="MBIT", help="upload rate limit in Mbit/s")
     add("--background", action="store_true", help="run at the lowest CPU and disk priority")
+    add("--log", nargs=3, metavar=("RUN", "PEER", "LEVEL"), help="write to the log of the peer, with these names")
     add("--json", action="store_true", help="report the result as one line of JSON")
     return parser
 

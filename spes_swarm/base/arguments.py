@@ -28,7 +28,7 @@ def exit_code(program: str, run: Callable[[], int | None], *, interrupted: str =
         # It may quote other peers: it must stay on one line and contain no terminal escapes.
         reason, code = "".join(c if c.isprintable() else " " for c in str(exc)), 2
     except OSError as exc:  # an impossible path, or a limit of the machine
-        reason, code = str(exc), 2
+        reason, code = f"{exc}{log.where_to_read()}", 2
     except KeyboardInterrupt:
         reason, code = interrupted, 130
     except Exception as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import io
 import logging
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any, Final
 from spes_swarm.base.errors import LeftEarlyError, UserError, os_errors_as
 
 NAME: Final = "log.txt"
-MAX_BYTES: Final = 8 << 20
+MAX_BYTES: Final = 6 << 20
 NUM_FILES: Final = 4
 LEVELS: Final = ("debug", "info", "warning", "error")
 _OWN = ("spes_swarm", "hivemind")  # loggers that have the user's level; those of other libraries start at warnings
@@ -37,6 +38,7 @@ _SECRETS = re.compile(
     r"|(?i:(?<=bearer )|(?<=token=)|(?<=signature=)|(?<=api_key=))[\w.~+/%-]{8,}",
     re.DOTALL,
 )
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # in text from others; not a line's end, a tab
 _SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
@@ -84,7 +86,9 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.where = f"{context.process} run={context.run} round={context.round()} peer={context.peer}"
-        return redacted(super().format(record))
+        # Only a new line begins at the margin, whatever a message holds.
+        text = redacted(super().format(record)).replace("\n", "\n    ")
+        return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class _SharedFile(WatchedFileHandler):
@@ -96,11 +100,16 @@ class _SharedFile(WatchedFileHandler):
     stream: Any  # a file
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        super().__init__(path)
         self.setFormatter(_Formatter())
 
     def _open(self) -> Any:
-        stream = super()._open()
+        # What it wrote to is closed: if the file cannot be opened, that descriptor may become another file's.
+        faulthandler.disable()
+        faulthandler.unregister(signal.SIGUSR1)
+        # Unbuffered: what a full disk refuses is dropped, and does not fail again when the file is closed.
+        file: Any = io.FileIO(self.baseFilename, "a")
+        stream = io.TextIOWrapper(file, "utf-8", "backslashreplace", write_through=True)
         faulthandler.enable(stream)
         faulthandler.register(signal.SIGUSR1, stream, chain=callable(signal.getsignal(signal.SIGUSR1)))
         return stream
@@ -119,12 +128,15 @@ class _SharedFile(WatchedFileHandler):
 
     def _rotate(self) -> None:
         path = Path(self.baseFilename)
-        fcntl.flock(self.stream, fcntl.LOCK_EX)  # until the stream is closed
-        if os.path.samestat(os.fstat(self.stream.fileno()), path.stat()):
-            files = [path, *(path.with_suffix(f".{number}.txt") for number in range(1, NUM_FILES))]
-            for older, newer in reversed([*zip(files[1:], files[:-1], strict=True)]):
-                if newer.exists():
-                    newer.replace(older)
+        fcntl.flock(self.stream, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(self.stream.fileno()), path.stat()):
+                files = [path, *(path.with_suffix(f".{number}.txt") for number in range(1, NUM_FILES))]
+                for older, newer in reversed([*zip(files[1:], files[:-1], strict=True)]):
+                    if newer.exists():
+                        newer.replace(older)
+        finally:
+            fcntl.flock(self.stream, fcntl.LOCK_UN)  # if it could not be renamed, the others would wait forever
         self.reopenIfNeeded()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
@@ -143,7 +155,7 @@ def writing(path: Path, level: str, process: str) -> Iterator[None]:
     """
     global _handler, _path
     at_signal, at_thread = signal.getsignal(signal.SIGUSR1), threading.excepthook
-    if at_signal == signal.SIG_DFL:
+    if not callable(at_signal):
         with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGUSR1, _on_signal)
     with os_errors_as(UserError, f"{path} cannot be written"):
@@ -157,10 +169,9 @@ def writing(path: Path, level: str, process: str) -> Iterator[None]:
     threading.excepthook = _report_thread
     try:
         yield
-    except LeftEarlyError:
-        raise
-    except Exception:
-        _LOGGER.exception("this ends the process")
+    except Exception as exc:
+        if not isinstance(exc, LeftEarlyError):
+            _LOGGER.exception("this ends the process")
         raise
     finally:
         threading.excepthook = at_thread

@@ -43,7 +43,7 @@ class Event:
 class Reach(Event):
     """Written when the peer joins, and when a later check of whether others can connect to it gives another result."""
 
-    reachable: Annotated[bool | None, Of("whether others can open connections to it; null: not known", "truth value")]
+    reachable: Annotated[bool | None, Of("whether others can open connections to it; null: not known", "boolean")]
     address: Annotated[str | None, Of("the address that was tried; null: none", "multiaddr")] = None
     via: Annotated[Sequence[str], Of("the peers that tried it", "peer ids")] = ()
 
@@ -83,7 +83,7 @@ class Data(Event):
     sources: Annotated[Sequence[Mapping[str, Any]], Of("of a mixture: weight and the fields above", "sources")]
     shards: Annotated[int, Of("token files that this peer has", "shards")]
     shards_total: Annotated[int, Of("token files of the whole data", "shards")]
-    differs: Annotated[bool, Of("whether these are not the run's data", "truth value")]
+    differs: Annotated[bool, Of("whether these are not the run's data", "boolean")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ class Link(Event):
     """Written when a connection to another peer was made."""
 
     peer: Annotated[str, Of("the other peer", "peer id")]
-    relayed: Annotated[bool, Of("whether it leads through a third peer", "truth value")]
+    relayed: Annotated[bool, Of("whether it leads through a third peer", "boolean")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import os
 import queue
@@ -84,7 +85,9 @@ class NetworkClient(Port):
                     future.set_result(message.result)
                 else:
                     future.set_exception(message.error)
-        except Exception:  # the end of the pipe or an unreadable message: no further message can be read
+        except (EOFError, OSError):
+            pass  # the end of the pipe
+        finally:  # also at an unexpected error, which the thread reports: no further message is read
             with self._lock:
                 self._dead = True
                 pending, self._pending = self._pending, {}
@@ -183,4 +186,8 @@ def no_answer(command: str) -> NetworkProcessError:
 
 def _child(trainers_end: Connection, pipe: Connection, identity_path: Path, trainer_pid: int) -> None:
     trainers_end.close()  # otherwise, this process would never notice that the trainer has exited
-    run_network_process(pipe, identity_path, trainer_pid)
+    try:
+        run_network_process(pipe, identity_path, trainer_pid)
+    except Exception:
+        logging.getLogger(__name__).exception("this ends the network process")
+        raise SystemExit(1) from None  # multiprocessing would print the traceback

@@ -138,9 +138,10 @@ class NetworkProcess(ProcessCommands):
 
     def report(self, why: str) -> None:
         """See port.commands.Listener; these are long, so one in a while is enough."""
+        _LOGGER.warning("%s", why)
         if time.monotonic() - self._reported_at > _REPORT_S:
             self._reported_at = time.monotonic()
-            self._write_report(why)
+            asyncio.get_running_loop().call_soon(self._write_report, why)  # its own errors are not the caller's
 
     def _write_report(self, why: str) -> None:
         lines = [*(self._run.describe() if self._run is not None else ()), *stream_lines(), *task_lines()]

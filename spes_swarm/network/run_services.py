@@ -192,12 +192,15 @@ class RunServices(RunCommands):
         """Repeats an action while the run is open. An unexpected error is reported and does not end the loop."""
 
         async def run() -> None:
+            logged = ""
             while True:
                 try:
                     await action()
                 except Exception as exc:  # any error: a peer that stops publishing or reading would split the swarm
-                    _LOGGER.exception("%s failed", action.__qualname__)
                     detail = f"{exc!r}{where_to_read()}"
+                    if detail != logged:  # the same one every second would drive all else out of the log
+                        _LOGGER.exception("%s failed", action.__qualname__)
+                        logged = detail
                     self._on_fault(self._state.identity.peer_id, ProtocolError("internal", detail))
                 await asyncio.sleep(pause_s)
 

@@ -21,14 +21,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.model_settings import check_mixture, config_from_settings
 from spes_swarm.config.model_size import NUM_EXPERTS, first_of
 from spes_swarm.config.run import ModelConfig, RunConfig
-from spes_swarm.data.tokenizer import (
-    BYTES,
-    TOKENIZER_FILES,
-    ByteTokenizer,
-    FastTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from spes_swarm.data.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, FastTokenizer, Tokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import (
     CONFIG_FILE,
     GENERATION_FILE,

@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 
+from spes_swarm.base import log
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
@@ -75,7 +76,7 @@ def replica_of(
         foreign_experts=settings.foreign_experts,
         foreign_storage=settings.foreign_storage,
         output_dir=peer.output_dir,
-        log_level=peer.log_level,
+        log=(log.context.run, log.context.peer, peer.log_level),
         activation_checkpointing=peer.activation_checkpointing,
         compile=peer.compile,
         precision=settings.precision,

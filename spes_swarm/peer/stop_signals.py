@@ -55,6 +55,7 @@ class StopSignals:
         thread of a process that does nothing else.
         """
         self._set_handlers()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a log, in which it asks for a report
         received, self._sent = socket.socketpair()
         self._sent.setblocking(False)
         signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)

@@ -23,8 +23,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
 
+from spes_swarm.base import log
 from spes_swarm.base.lifetime import die_with_parent
-from spes_swarm.base.log import where_to_read
 from spes_swarm.base.rate_limit import ASSUMED_MBPS, DURING_ROUNDS_SHARE
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.metrics import events
@@ -57,6 +57,7 @@ class Publishing:
     keep: int | None
     upload_mbps: float
     say: Callable[[str], None]
+    log_level: str = "info"
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _saving: tuple[int, Future[Written]] | None = field(default=None, init=False)  # the round due, its checkpoint
     _output: IO[bytes] | None = field(default=None, init=False)
@@ -77,6 +78,7 @@ class Publishing:
             target=peer.publish_to,
             every=peer.publish_every,
             keep=peer.publish_keep,
+            log_level=peer.log_level,
             upload_mbps=peer.publish_mbps or DURING_ROUNDS_SHARE * (peer.upload_mbps or ASSUMED_MBPS),
             **others,
         )
@@ -122,6 +124,7 @@ class Publishing:
     def _launch(self, due: int) -> None:
         command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self.target]
         command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self.upload_mbps)]
+        command += ["--log", log.context.run, log.context.peer, self.log_level]
         if self.keep is not None:
             command += ["--keep", str(self.keep)]
         parent = os.getpid()
@@ -155,7 +158,7 @@ class Publishing:
         if summary is None:
             reasons = [line.removeprefix("publish: ") for line in lines if line.startswith("publish: ")]
             ended = f"publishing {_ending(process.returncode)}"
-            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]) + where_to_read())
+            self._fail(reasons[-1] if reasons else ": ".join([ended, *lines[-1:]]) + log.where_to_read())
             self._volunteer()
             return
         self._has_failed = False

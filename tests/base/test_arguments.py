@@ -26,7 +26,10 @@ def failing(error: BaseException) -> Callable[[], None]:
         (KeyboardInterrupt(), 130, "it: interrupted\n"),
     ],
 )
-def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str) -> None:
+def test_a_failure_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
+) -> None:
+    monkeypatch.setattr(log, "_path", None)  # of a test before this one
     assert exit_code("it", failing(error)) == code
     assert capsys.readouterr() == ("", line)
 
@@ -41,3 +44,11 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(log, "_path", None)  # of a test before this one
     with pytest.raises(ZeroDivisionError):
         exit_code("it", failing(ZeroDivisionError()))
+
+
+def test_an_error_of_the_system_names_the_log_that_has_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log, "_path", "log.txt")
+    assert exit_code("it", failing(OSError(24, "Too many open files"))) == 2
+    assert capsys.readouterr().err == "it: [Errno 24] Too many open files; traceback in log.txt\n"

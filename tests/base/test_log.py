@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spes_swarm import publish
 from spes_swarm.base import log
-from spes_swarm.base.errors import LeftEarlyError, UserError
+from spes_swarm.base.errors import LeftEarlyError, RankError, UserError
+from spes_swarm.publishing.publication import PUBLICATION_FILE
+from spes_swarm.training.ranks.follower import run_orders
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.rank_trainer import replica
 
 _LOGGER = logging.getLogger("spes_swarm.test")
 _LIBRARY = logging.getLogger("some.library")
@@ -40,6 +49,23 @@ def test_a_line_says_when_where_and_what(tmp_path: Path) -> None:
         r"spes_swarm\.test: hello 1",
         line,
     )
+
+
+def test_a_rank_and_a_publisher_name_run_and_peer_too(tmp_path: Path) -> None:
+    order = dataclasses.replace(replica(run_config()), output_dir=str(tmp_path), log=("run-1", "abcdefgh", "info"))
+
+    def no_device(wanted: object) -> None:
+        raise RankError("planted")
+
+    group: Any = SimpleNamespace(next_order=lambda: order, placement=SimpleNamespace(rank=3), own_device=no_device)
+    with pytest.raises(RankError):
+        run_orders(group)
+    (tmp_path / PUBLICATION_FILE).touch()
+    arguments = ["--to", "nowhere", "--due", "8", "--log", "run-1", "abcdefgh", "info"]
+    assert publish.main([str(tmp_path), *arguments]) == 2
+    lines = [line for line in (tmp_path / "log.txt").read_text().splitlines() if " ERROR " in line]
+    assert " rank 3 run=run-1 round=0 peer=abcdefgh " in lines[0]
+    assert " publisher run=run-1 round=8 peer=abcdefgh " in lines[1]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +127,7 @@ def test_a_thread_that_fails_is_logged_and_named_on_standard_error(
         ("token hf_abcdefghijklmnop failed", "token (secret) failed"),
         ("Authorization: Bearer abc.def-ghi_jkl", "Authorization: Bearer (secret)"),
         ("GET https://host/x?X-Amz-Signature=0123456789abcdef&y=1", "GET https://host/x?X-Amz-Signature=(secret)&y=1"),
-        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter", "(secret)\nafter"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter", "(secret)\n    after"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE, and no end", "(secret)"),
         ("the variable's value is s3cr3t-v4lue", "the variable's value is (secret)"),
         ("half_of_it is no token", "half_of_it is no token"),
@@ -113,6 +139,13 @@ def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with log.writing(tmp_path / "log.txt", "info", "trainer"):
         _LOGGER.info("%s", text)
     assert (tmp_path / "log.txt").read_text().partition("spes_swarm.test: ")[2] == shown + "\n"
+
+
+def test_text_from_others_cannot_pass_for_a_line_of_the_log(tmp_path: Path) -> None:
+    with log.writing(tmp_path / "log.txt", "info", "trainer"):
+        _LOGGER.info("fault: %s", "x\n2026-01-01T00:00:00.000Z INFO trainer\r\x1b[2J\x85\u2028\ttab")
+    said = (tmp_path / "log.txt").read_bytes().decode().partition("fault: ")[2]
+    assert said == "x\n    2026-01-01T00:00:00.000Z INFO trainer\\r\\x1b[2J\\x85\\u2028\ttab\n"
 
 
 def _write_many(number: int, lines: int) -> None:
@@ -155,6 +188,42 @@ def test_a_log_that_cannot_be_written_any_more_ends_nothing(tmp_path: Path, caps
         _LOGGER.info("there again")
     assert "there again" in (directory / "log.txt").read_text()
     assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_renamed_keeps_no_process_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MAX_BYTES", 100)
+    (tmp_path / "log.2.txt").touch()
+    (tmp_path / "log.3.txt").mkdir()
+    with log.writing(tmp_path / "log.txt", "info", "trainer"):
+        _LOGGER.info("%s", 100 * "x")
+        child = multiprocessing.get_context("fork").Process(target=_write_many, args=(1, 2))
+        child.start()
+        child.join(60)
+        ended = child.exitcode
+        child.kill()
+    assert ended == 0
+    assert "line 1 of 1" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_full_disk_ends_no_session_not_even_when_the_log_is_closed() -> None:
+    with log.writing(Path("/dev/full"), "info", "trainer"):
+        _LOGGER.info("lost")
+
+
+def test_stacks_never_go_to_another_file(tmp_path: Path) -> None:
+    directory, other = tmp_path / "peer", tmp_path / "other"
+    directory.mkdir()
+    reported = threading.Event()
+    with log.writing(directory / "log.txt", "info", "trainer"):
+        log.context.report = reported.set
+        shutil.rmtree(directory)
+        _LOGGER.info("lost")
+        with other.open("w"):  # has the descriptor that the log had
+            signal.raise_signal(signal.SIGUSR1)
+            assert reported.wait(60)
+    assert other.read_bytes() == b""
 
 
 def test_a_log_that_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:

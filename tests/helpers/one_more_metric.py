@@ -10,7 +10,8 @@ _MODULE = "spes_swarm.protocol.members.round_metrics"
 _BEFORE = "    train_loss: Annotated["
 _DECLARATION = """
     grad_norm: Annotated[
-        NotNegative | None, Metric("norm of the pseudo-gradient", gauge="grad_norm", over_peers=known_median)
+        NotNegative | None,
+        Metric("norm of the pseudo-gradient", "dimensionless", gauge="grad_norm", over_peers=known_median),
     ] = None
 """
 

@@ -15,7 +15,7 @@ from scripts.events_reference import PAGE, SCHEMA, all_events, build_page, build
 from spes_swarm.config.data import DataConfig
 from spes_swarm.metrics import events
 from spes_swarm.port.messages import CaughtUp, RoundLosses, RoundReport
-from spes_swarm.protocol.members.round_metrics import Of
+from spes_swarm.protocol.members.round_metrics import Of, PeerMetrics, RoundMetrics, metrics_of
 from spes_swarm.storage.metrics_file import Metrics
 from tests.helpers.events import check_events, round_event, step_event
 from tests.helpers.lone_trainer import LoneTrainer, StubNetwork, run_config
@@ -88,6 +88,12 @@ def test_an_incomplete_declaration_is_noticed(kind: type[Any], complaint: str) -
     check(Complete)
     with pytest.raises(ValueError, match=complaint):
         check(kind)
+
+
+@pytest.mark.parametrize("carrier", [PeerMetrics, RoundMetrics], ids=lambda carrier: str(carrier.__name__))
+def test_a_metric_that_peers_report_has_a_meaning_and_a_unit(carrier: type) -> None:
+    complete = [name for name, note in metrics_of(carrier).items() if note.help and note.unit]
+    assert complete == [field.name for field in fields(carrier)]
 
 
 def test_what_the_trainer_and_the_data_fill_in_by_name_is_declared() -> None:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import numpy as np
+import pytest
 
+from spes_swarm.base import log
 from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network import client
+from spes_swarm.network.client import NetworkClient
 from spes_swarm.network.diagnosis import exchange_lines, roster_lines, stream_lines, task_lines
+from spes_swarm.network.link.daemon import _Output
+from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import open_channel
+from spes_swarm.network.process import NetworkProcess
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.gathering import Gathering
+from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
+from spes_swarm.protocol.version import with_version
 from tests.helpers import rounds
 from tests.helpers.records import progress
 from tests.helpers.tiny_model import tiny_layout
@@ -141,3 +155,121 @@ def test_a_gathering_says_who_is_here_and_who_is_not() -> None:
 
     said = asyncio.run(gather())
     assert "here ['here'], lost ['gone']" in said
+
+
+def test_a_report_that_cannot_be_made_fails_no_round() -> None:
+    async def report() -> list[str]:
+        failures: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(str(context)))
+        nothing: Any = SimpleNamespace()
+        process = NetworkProcess(nothing, nothing)
+        process._run = nothing  # cannot be described
+        process.report("the round has failed")
+        await asyncio.sleep(0)
+        return failures
+
+    (failure,) = asyncio.run(report())
+    assert "describe" in failure
+
+
+def test_an_error_that_comes_again_and_again_is_logged_once_until_another_one_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reasons = ["one", "one", "one", "two", "one"]
+    faults: list[ProtocolError] = []
+
+    async def fail() -> None:
+        if len(faults) == len(reasons):
+            raise asyncio.CancelledError
+        raise ValueError(reasons[len(faults)])
+
+    async def repeat() -> None:
+        services: Any = SimpleNamespace(_tasks=[], _state=SimpleNamespace(identity=SimpleNamespace(peer_id="me")))
+        services._on_fault = lambda peer_id, error: faults.append(error)
+        RunServices.repeat(services, fail, 0.0)
+        await asyncio.gather(*services._tasks, return_exceptions=True)
+
+    asyncio.run(repeat())
+    logged = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
+    assert len(faults) == len(reasons)
+    assert logged == ["one", "two", "one"]
+
+
+def test_each_line_of_the_daemon_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def listen() -> str:
+        program = [sys.executable, "-c", r"print('first\n\nsecond', flush=True); print(end='the reason')"]
+        with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+            output = await _Output.read(process)
+            await output._ended.wait()
+            return await output.last_line()
+
+    with caplog.at_level(logging.INFO, "spes_swarm"):
+        assert asyncio.run(listen()) == "the reason"
+    assert [record.message for record in caplog.records] == ["p2pd: first", "p2pd: second", "p2pd: the reason"]
+
+
+def test_each_reason_is_logged_although_states_are_not_so_often(caplog: pytest.LogCaptureFixture) -> None:
+    async def report() -> None:
+        nothing: Any = SimpleNamespace()
+        process = NetworkProcess(nothing, nothing)
+        for why in ("the first reason", "the second reason"):
+            process.report(why)
+            await asyncio.sleep(0)
+
+    asyncio.run(report())
+    said = [record.message.partition("\n")[0] for record in caplog.records]
+    assert said == ["the first reason", "the first reason: state of the network process", "the second reason"]
+
+
+def test_a_call_that_fails_here_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    async def planted(caller: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("planted")
+
+    async def serve() -> None:
+        p2p: Any = SimpleNamespace()
+        rpc = Rpc(p2p, ignore)
+        await rpc.serve("fail", planted)
+        request = SimpleNamespace(metadata=msgpack.packb(with_version({"method": "fail", "arguments": {}})))
+        context: Any = SimpleNamespace(remote_id="caller")
+        await rpc.rpc_call(request, context)
+
+    with pytest.raises(ValueError, match="planted"):
+        asyncio.run(serve())
+    (record,) = caplog.records
+    assert record.message == "a call of caller failed"
+    assert record.exc_info is not None
+
+
+def test_an_error_that_ends_the_network_process_is_logged_and_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def planted(*arguments: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(log, "_path", None)
+    monkeypatch.setattr(client, "run_network_process", planted)
+    with log.writing(tmp_path / "log.txt", "info", "trainer"):
+        network = NetworkClient(tmp_path / "identity.key", lambda event: None)
+        network._reader.join()
+        network._process.join()
+        network.stop(timeout_s=0.1)
+    assert network._process.exitcode == 1
+    assert "in planted" in (tmp_path / "log.txt").read_text()
+    assert capfd.readouterr().err == ""
+
+
+def test_an_event_that_cannot_be_handled_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def planted(event: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(log, "_path", None)
+    monkeypatch.setattr(client, "run_network_process", lambda pipe, *others: (pipe.send("an event"), pipe.poll(None)))
+    with log.writing(tmp_path / "log.txt", "info", "trainer"):
+        network = NetworkClient(tmp_path / "identity.key", planted)
+        network._reader.join()
+        network.stop(timeout_s=0.1)
+    assert "in planted" in (tmp_path / "log.txt").read_text()
+    said = "unexpected error in thread spes-network-reader: ValueError('planted'); traceback in "
+    assert capfd.readouterr().err.startswith(said)

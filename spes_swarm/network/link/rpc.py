@@ -6,7 +6,7 @@ name it is served as well, get an answer that they show.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import math
 import time
 from collections import Counter
@@ -22,6 +22,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.protocol.version import with_version, without_version
 
+_LOGGER = logging.getLogger(__name__)
 _NAMESPACE, _NAMESPACE_1 = "spes_swarm", "spes_swarm/1"
 _NOT_SERVED = "protocols not supported"  # libp2p's words
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
@@ -88,8 +89,6 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         try:
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
             response = await stub.rpc_call(request, timeout=timeout_s)
-        except asyncio.CancelledError:
-            raise
         except TimeoutError:
             if timeout_s >= _PATIENT_S:
                 self._note_silence(peer_id)
@@ -141,6 +140,9 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
             answer = {"error": str(exc)}
+        except Exception:
+            _LOGGER.exception("a call of %s failed", peer_id)
+            raise  # hivemind answers
         finally:
             self._num_calls[peer_id] -= 1
             if not self._num_calls[peer_id]:

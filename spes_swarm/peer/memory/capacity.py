@@ -103,12 +103,7 @@ class Workload:
         expert = self.layout.expert_block(0)
         stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
         num_layers = len(expert.slots) // len(PROJECTIONS)
-        return foreign_bytes(
-            self.foreign_storage,
-            int(stored),
-            num_layers,
-            on_gpu=self.device.type != "cpu",
-        )
+        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
 
     def moment_bytes(self, form: str, num_experts: int) -> MomentBytes:
         """Returns what the moments of all trained weights take in one of `moment_storage.FORMS`."""
@@ -272,11 +267,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def plan_experts(
-    run: RunConfig,
-    peer: PeerConfig,
-    device: torch.device,
-    num_ranks: int = 1,
-    free_on_device: float | None = None,
+    run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1, free_on_device: float | None = None
 ) -> tuple[Workload, int]:
     """Returns how many experts this peer will train, activations aside, before anything large is opened or built.
 

@@ -56,9 +56,10 @@ def run_orders(group: RankGroup) -> None:
         return
     assert isinstance(replica, Replica)
     with ExitStack() as stack:
-        if replica.log_level is not None:
+        if replica.log is not None:
+            log.context.run, log.context.peer, level = replica.log
             rank = f"rank {group.placement.rank}"
-            stack.enter_context(log.writing(Path(replica.output_dir) / log.NAME, replica.log_level, rank))
+            stack.enter_context(log.writing(Path(replica.output_dir) / log.NAME, level, rank))
         _serve(group, replica)
 
 

@@ -64,9 +64,7 @@ class RankGroup:
         waiting = f"rank {rank} of this peer is waiting for {plural(world_size - 1, 'other rank')}"
         text = f"{waiting}; if torchrun is not running, stop and {left_over(os.environ)}"
         with said_if_slow(text, say), _as_rank_error("the ranks of this peer cannot connect to each other"):
-            attempt = os.environ.get(
-                "TORCHELASTIC_RESTART_COUNT", "0"
-            )  # some versions keep the store of an earlier one
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # some versions keep an earlier store
             store = PrefixStore(f"spes_swarm/{attempt}", _open_store(self.placement, stop))
             started = [f"started/{other}" for other in range(world_size)]
             if store.add(started[rank], 1) > 1:
@@ -158,11 +156,7 @@ class RankGroup:
             RankError: a rank has ended.
         """
         with self._exchange():
-            transfer(
-                tensors,
-                lambda x_N: dist.reduce(x_N, dst=0, group=self._data),
-                received=self.placement.rank == 0,
-            )
+            transfer(tensors, lambda x_N: dist.reduce(x_N, dst=0, group=self._data), received=self.placement.rank == 0)
 
     def all_reduce(self, values: Tensor) -> None:
         """Replaces the values, in host memory, by the sums over all ranks, on all ranks.

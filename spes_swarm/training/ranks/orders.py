@@ -27,7 +27,7 @@ class Replica:
     foreign_experts: str  # form of the others: one of `frozen_stack.FORMS`
     foreign_storage: str = "device"  # where they are: see `new_storage`
     output_dir: str = "."  # of the peer
-    log_level: str | None = None  # of the log in output_dir; None: the rank writes none
+    log: tuple[str, str, str] | None = None  # run, peer and level of the log in output_dir; None: the rank writes none
     activation_checkpointing: str
     compile: bool  # the layers
     precision: str  # of matrix products: "fp32", or "bf16" by autocast
