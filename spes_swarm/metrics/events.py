@@ -206,7 +206,7 @@ class Step(Event):
 class Group(Event):
     """Written when the group of a round has formed, and the exchange begins."""
 
-    round: Annotated[int, Of("the round that is held", "round")]
+    round: Annotated[int, Of("the round in progress", "round")]
     peers: Annotated[int, Of("members of the group, this one included", "peers")]
 
 
