@@ -80,10 +80,13 @@ def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> 
 
 def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
     layout, me = tiny_layout(), identity(0)
-    settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    run_state = RunState.of(me, settings)
+    for vector in vectors:
+        vector.close()
 
     async def announce(routing: RoutingReport) -> Progress:
-        announcer = Announcer(RunState.of(me, settings), RecentFaults(time.time), time.time, lambda: True, unexpected)
+        announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
         dht: Any = SlowDht()
         announcer.open(dht)
         announcer.round_seconds = 1.5
