@@ -54,10 +54,7 @@ def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[st
         raise ProtocolError("malformed", f"a signed {kind} is not [version, payload, public key, signature]")
     payload, public_key, signature = envelope[1:]
     peer_id = verify(public_key, _signed_bytes(version, kind, run_id, payload), signature)
-    fields = unpack(payload)
-    if version > PROTOCOL and isinstance(fields, dict):
-        fields = {name: value for name, value in fields.items() if name in schema.model_fields}
     try:
-        return peer_id, schema.model_validate(fields)
+        return peer_id, schema.model_validate(unpack(payload), extra="ignore" if version > PROTOCOL else "forbid")
     except ValidationError as exc:
         raise ProtocolError("schema", f"{kind} of {peer_id}: {first_complaint(exc)}") from exc
