@@ -66,6 +66,7 @@ class ProcessCommands(Protocol):
 
         Raises:
             BootstrapError: none of them takes part in a run yet.
+            VersionError: one of them speaks another major version of the protocol, and no other has a manifest.
             ManifestError: what they sent fails verification.
         """
 

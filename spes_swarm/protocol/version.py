@@ -3,10 +3,10 @@
 Peers of one major version train together, whatever their minor versions. Peers of two major versions refuse each other,
 and say which side has to upgrade.
 
-A *minor* version adds what older peers can ignore: metrics, fields of records and statements on which no plan depends,
-fields of answers, methods. A new field has a default, for messages of older peers. A message of a newer minor version
-may have fields that its reader does not know, which it ignores; in any other message they are an error. All else is a
-*major* version, above all what changes the plan that members derive from the same statements.
+A *minor* version adds what older peers can ignore: fields of records and statements on which no plan depends, fields
+of answers, methods. A new field has a default, for messages of older peers. A message of a newer minor version may have
+fields that its reader does not know, which it ignores; in any other message they are an error. A new metric needs no
+new version. All else is a *major* version, above all what changes the plan that members derive from statements.
 
 To be recognised by every later version, a sealed message begins with its version (members/signed.py), and a call, an
 answer and the opening message of a stream are maps with a `version`.
