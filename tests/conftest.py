@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -16,6 +18,11 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 # CI runs the same examples each time; elsewhere each run explores new ones.
 settings.register_profile("reproducible", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("explore")
+
+# After `nohup`, SIGHUP is ignored, and children inherit that: no peer of these tests would stop at one. With a handler,
+# it has no effect here, and its default effect in programs that are started; pytest-xdist's workers are such programs.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in os.environ:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
