@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from spes_swarm.base import log
+
 # The time that an example takes depends more on the load of the machine than on the code.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # CI runs the same examples each time; elsewhere each run explores new ones.
@@ -26,7 +28,11 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or "PYTEST_XDIST_WORKER" in
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what needs a CUDA device on machines without one; torch is loaded only if something does."""
+    """Skips what needs a CUDA device on machines without one; torch is loaded only if something does.
+
+    No test's errors name the log of an earlier test, as they would in one process.
+    """
+    setattr(log, "_path", None)  # noqa: B010 - it is private
     if item.get_closest_marker("cuda") is not None and not importlib.import_module("torch").cuda.is_available():
         pytest.skip("needs a CUDA device")
 

@@ -40,8 +40,7 @@ def test_a_command_without_a_code_has_succeeded(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
-def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "_path", None)  # of a test before this one
+def test_an_error_of_the_program_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         exit_code("it", failing(ZeroDivisionError()))
 
