@@ -144,7 +144,7 @@ def _parser() -> OneLineParser:
     add("--max-shard-size", default=MAX_SHARD_SIZE, metavar="SIZE", help="largest weight file (default: %(default)s)")
     add("--upload-mbps", type=_positive, metavar="MBIT", help="upload rate limit in Mbit/s")
     add("--background", action="store_true", help="run at the lowest CPU and disk priority")
-    add("--log", nargs=3, metavar=("RUN", "PEER", "LEVEL"), help="write to the log of the peer, with these names")
+    add("--log", nargs=3, help=argparse.SUPPRESS)  # run, peer and level: by a peer, to whose log this process writes
     add("--json", action="store_true", help="report the result as one line of JSON")
     return parser
 

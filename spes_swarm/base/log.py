@@ -115,7 +115,7 @@ class _SharedFile(WatchedFileHandler):
         return stream
 
     def open_again(self) -> None:
-        """Opens the file anew: a lock of a forked process on the same opened file would be that of its parent."""
+        """Reopens the file after a fork: on an inherited descriptor, a lock would be that of the parent."""
         self.stream.close()
         self.stream = self._open()
         self._statstream()

@@ -374,7 +374,7 @@ class Joining:
                 kernel=self._peer.kernel,
             )
         )
-        self._console.say(f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C leaves")
+        self._console.say(f"training experts {experts_text(held)} from round {self._table.round}; Ctrl-C to leave")
 
     # What the steps share.
 

@@ -2,7 +2,7 @@
 
 SIGHUP comes when the terminal is closed; a peer that was started with `nohup` ignores it.
 
-A peer that trains leaves in order, between two steps. A peer that is still joining has nothing to lose. It may be
+A peer that trains leaves gracefully, between two steps. A peer that is still joining has nothing to lose. It may be
 importing torch, tokenising a corpus or building a model, each of which takes minutes on a machine without a free CPU,
 so the first signal interrupts it immediately.
 

@@ -26,10 +26,7 @@ def failing(error: BaseException) -> Callable[[], None]:
         (KeyboardInterrupt(), 130, "it: interrupted\n"),
     ],
 )
-def test_a_failure_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str
-) -> None:
-    monkeypatch.setattr(log, "_path", None)  # of a test before this one
+def test_a_failure_is_one_line(capsys: pytest.CaptureFixture[str], error: BaseException, code: int, line: str) -> None:
     assert exit_code("it", failing(error)) == code
     assert capsys.readouterr() == ("", line)
 

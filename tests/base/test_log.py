@@ -32,7 +32,6 @@ _LIBRARY = logging.getLogger("some.library")
 def own_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The log of a process is global; tests leave it as it was."""
     monkeypatch.setattr(log, "context", log.Context())
-    monkeypatch.setattr(log, "_path", None)
     levels = {name: logging.getLogger(name).level for name in ("spes_swarm", "hivemind")}
     yield
     for name, level in levels.items():

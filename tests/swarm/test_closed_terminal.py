@@ -1,4 +1,4 @@
-"""SIGHUP is a stop like SIGTERM: a peer whose terminal is closed leaves in order, although nobody hears it."""
+"""SIGHUP stops a peer as SIGTERM does: one whose terminal is closed leaves gracefully and writes a checkpoint."""
 
 from __future__ import annotations
 
