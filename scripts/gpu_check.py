@@ -9,8 +9,8 @@
   with those on the device.
 - losses: the output layer with its loss and gradients: time and memory.
 - bf16: the loss and the gradients of a small model under bf16 autocast against fp32.
-- steps: a peer's step at 300 M weights and of the paper's 2B with one expert: time, tokens/s, TFLOP/s, MFU, and the
-  peak of memory against the planned one.
+- steps: a peer's step at 300 M weights and of the paper's 2B with one expert, with few sequences at a time and with
+  many: time, tokens/s, TFLOP/s, MFU, and the peak of memory against the planned one.
 
 A check that fails is reported and the others go on; the exit code is 1 then. Prints a table and writes JSON.
 """
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -67,6 +67,7 @@ class StepCase:
     micro_batch: int
     micro_batches: int = 2  # of a step
     storage: str = "device"  # of others' experts
+    kernel: str = "torch"
 
 
 def step_cases(quick: bool) -> Iterator[StepCase]:
@@ -79,11 +80,15 @@ def step_cases(quick: bool) -> Iterator[StepCase]:
         yield replace(int8, name="small, int8, disk", storage="disk")
         return
     middle = quickstart_run(*SIZES["300M"], 1024)
-    yield StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
+    first = StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
+    yield first
+    yield replace(first, micro_batch=64)
+    yield replace(first, micro_batch=64, kernel="megablocks")
     large = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert large is not None
     int8 = StepCase(name="2B", run=large, held=1, foreign="int8", checkpointing="layers", micro_batch=2)
     yield int8
+    yield replace(int8, micro_batch=16)
     yield replace(int8, name="2B, host", storage="host")
 
 
@@ -112,6 +117,7 @@ def run_tests(device: torch.device, quick: bool) -> list[Row]:
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-m", "cuda", "tests/model"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
     if done.returncode != 0:
+        print(done.stdout, done.stderr, sep="\n")
         raise RuntimeError(" / ".join(done.stdout.splitlines()[-3:]) or done.stderr[-200:])
     return [{"tests": done.stdout.splitlines()[-1].strip("= ")}]
 
@@ -125,35 +131,31 @@ def peak_bytes_of(action: Callable[[], object], device: torch.device) -> int | N
     return torch.cuda.max_memory_allocated(device)
 
 
-def measure_kernels(device: torch.device, quick: bool) -> list[Row]:
+def measure_kernels(device: torch.device, quick: bool) -> Iterator[Row]:
     """Measures one layer of experts with each kernel, forward and backward."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     shape = LayerShape(tokens=8192, top_k=8, dim=2048, ffn=1024, experts=64, held=8)
     if quick:
         shape = LayerShape(tokens=64, top_k=2, dim=32, ffn=16, experts=4, held=2)
     layer = Layer(shape, device, precision)
-    found: list[Row] = []
     for name in KERNELS:
         try:
             kernel = try_kernel(name, device, precision)
         except ConfigError as exc:
-            found.append({"kernel": name, "missing": str(exc)})
+            yield {"kernel": name, "missing": str(exc)}
             continue
         error = layer.distance(kernel, LoopKernel())
         if not error < 5e-2:
             raise RuntimeError(f"kernel {name} is off by {error:.2%}")
         seconds = seconds_of(partial(layer.compute, kernel), device)
-        found.append(
-            {
-                "kernel": name,
-                "source": kernel.source,
-                "ms": 1e3 * seconds,
-                "tokens_per_second": shape.tokens / seconds,
-                "peak_bytes": peak_bytes_of(partial(layer.compute, kernel), device),
-                "relative_error": error,
-            }
-        )
-    return found
+        yield {
+            "kernel": name,
+            "source": kernel.source,
+            "ms": 1e3 * seconds,
+            "tokens_per_second": shape.tokens / seconds,
+            "peak_bytes": peak_bytes_of(partial(layer.compute, kernel), device),
+            "relative_error": error,
+        }
 
 
 def measure_losses(device: torch.device, quick: bool) -> list[Row]:
@@ -179,14 +181,17 @@ def new_model(case: StepCase, device: torch.device) -> SparseModel:
     model = SparseModel(
         build_empty_model(case.run.model.type, case.run.model.settings),
         range(case.held),
-        foreign_form=case.foreign,
+        case.kernel,
+        case.foreign,
         foreign_storage=new_storage(case.storage, device, Path(tempfile.gettempdir())),
     )
     checkpoint_activations(model.module, case.checkpointing)
     model.module.to(device)
-    rng = np.random.default_rng(0)
+    largest = max(block.size for block in model.layout.blocks)
+    drawn_N = np.random.default_rng(0).standard_normal(largest, dtype=np.float32) * np.float32(0.02)
     for block in model.layout.blocks:
-        model.write_block(block.index, rng.standard_normal(block.size, dtype=np.float32) * np.float32(0.02))
+        # All experts differ; drawing each of them takes a minute at 2B.
+        model.write_block(block.index, np.roll(drawn_N[: block.size], block.index))
     return model
 
 
@@ -225,10 +230,9 @@ def compare_precisions(device: torch.device, quick: bool) -> list[Row]:
     return [{"loss": losses["fp32"], "change_of_loss": of_loss, "change_of_gradients": of_gradients}]
 
 
-def compare_storage(device: torch.device, quick: bool) -> list[Row]:
+def compare_storage(device: torch.device, quick: bool) -> Iterator[Row]:
     """Compares steps with other peers' experts elsewhere with a step with them on the device."""
     case = replace(next(step_cases(quick)), held=1)
-    found: list[Row] = []
     expected, peak = torch.empty(0), 0
     for storage in ("device", "host", "disk") if device.type == "cuda" else ("device", "disk"):
         model = new_model(replace(case, storage=storage), device)
@@ -249,14 +253,12 @@ def compare_storage(device: torch.device, quick: bool) -> list[Row]:
                 raise RuntimeError(f"gradients with {storage} are off by {row['relative_error']:.2%}")
             if device.type == "cuda" and not row["peak_bytes"] < peak:
                 raise RuntimeError(f"{storage} takes {row['peak_bytes']:,} bytes, and device {peak:,}")
-        found.append(row)
+        yield row
         del model, gradients
-    return found
 
 
-def measure_step(case: StepCase, device: torch.device) -> Row:
-    """Measures a peer's step."""
-    precision = "bf16" if device.type == "cuda" else "fp32"
+def plan_step(case: StepCase, device: torch.device, precision: str) -> tuple[StepCase, int]:
+    """Returns the step with as many sequences at a time as fit, at most its own, and the planned bytes."""
     shape = StepShape(
         num_held=case.held,
         foreign_experts=case.foreign,
@@ -265,10 +267,20 @@ def measure_step(case: StepCase, device: torch.device) -> Row:
         activation_checkpointing=case.checkpointing,
         on_gpu=device.type == "cuda",
     )
+    room = 0.9 * torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")
+    while True:
+        training = replace(case.run.training, batch_size=case.micro_batch * case.micro_batches)
+        planned = step_memory(replace(case.run, training=training), shape, case.micro_batch).peak
+        if planned < room or case.micro_batch == 1:
+            return case, planned
+        case = replace(case, micro_batch=case.micro_batch // 2)
+
+
+def measure_step(case: StepCase, device: torch.device) -> Row:
+    """Measures a peer's step."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    case, planned = plan_step(case, device, precision)
     batch_BS = batch_of(case)
-    planned = step_memory(
-        replace(case.run, training=replace(case.run.training, batch_size=len(batch_BS))), shape, case.micro_batch
-    ).peak
     model = new_model(case, device)
     gradients = gradients_of(case, model, device, precision)
     optimiser = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
@@ -293,6 +305,8 @@ def measure_step(case: StepCase, device: torch.device) -> Row:
         "foreign": case.foreign,
         "storage": case.storage,
         "checkpointing": case.checkpointing,
+        "kernel": case.kernel,
+        "micro_batch": case.micro_batch,
         "tokens": batch_BS.size,
         "ms": 1e3 * seconds,
         "tokens_per_second": batch_BS.size / seconds,
@@ -304,12 +318,16 @@ def measure_step(case: StepCase, device: torch.device) -> Row:
     }
 
 
-def measure_steps(device: torch.device, quick: bool) -> list[Row]:
+def measure_steps(device: torch.device, quick: bool) -> Iterator[Row]:
     """Measures the steps, one model at a time."""
-    return [measure_step(case, device) for case in step_cases(quick)]
+    for case in step_cases(quick):
+        try:
+            yield measure_step(case, device)
+        except ConfigError as exc:  # the kernel is not there
+            yield {"step": case.name, "kernel": case.kernel, "missing": str(exc)}
 
 
-CHECKS: dict[str, Callable[[torch.device, bool], list[Row]]] = {
+CHECKS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
     "kernels": measure_kernels,
     "storage": compare_storage,
     "losses": measure_losses,
@@ -323,18 +341,38 @@ def carry_out(device: torch.device, options: argparse.Namespace) -> dict[str, Ro
     """Runs the checks and prints their rows as they come."""
     started, results = time.monotonic(), dict[str, Row]()
     for name in options.checks:
-        begun = time.monotonic()
+        begun, rows, error = time.monotonic(), list[Row](), None
+        print(f"{name}:")
         try:
             if begun - started > LAST_START_S:
                 raise RuntimeError("left out: no time is left")
-            result: Row = {"rows": CHECKS[name](device, options.quick)}
+            for row in CHECKS[name](device, options.quick):
+                rows.append(row)
+                print("  " + ", ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
         except Exception as exc:  # a check may fail in any way; the others still count
-            result = {"rows": [], "error": f"{type(exc).__name__}: {' '.join(str(exc).split())}"}
-        results[name] = result | {"seconds": time.monotonic() - begun}
-        print(f"{name}: {result.get('error', 'passed')} ({results[name]['seconds']:.1f} s)")
-        for row in result["rows"]:
-            print("  " + ", ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)
+            error = f"{type(exc).__name__}: {' '.join(str(exc).split())}"
+        seconds = time.monotonic() - begun
+        results[name] = {"rows": rows, "seconds": seconds} | ({} if error is None else {"error": error})
+        print(f"  {error or 'passed'} ({seconds:.1f} s)", flush=True)
+        save(device, options, results)
     return results
+
+
+def save(device: torch.device, options: argparse.Namespace, results: dict[str, Row]) -> None:
+    """Writes what is known so far: a lent machine may be gone before the last check."""
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "quick": options.quick,
+        "checks": results,
+    }
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def device_name(device: torch.device) -> str:
+    """Returns what the driver calls a GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def shown(value: object) -> str:
@@ -358,12 +396,8 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}")
+    print(f"{device_name(device)}, torch {torch.__version__}")
     results = carry_out(device, options)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    content = {"device": name, "torch": torch.__version__, "quick": options.quick, "checks": results}
-    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return 1 if any("error" in result for result in results.values()) else 0
 
 
