@@ -164,6 +164,7 @@ def writing(path: Path, level: str, process: str) -> Iterator[None]:
     handler.setLevel(level.upper())
     logging.getLogger().addHandler(handler)
     divert(*_LIBRARIES)
+    logging.captureWarnings(True)
     for name in _OWN:
         logging.getLogger(name).setLevel(level.upper())
     threading.excepthook = _report_thread
@@ -175,6 +176,7 @@ def writing(path: Path, level: str, process: str) -> Iterator[None]:
         raise
     finally:
         threading.excepthook = at_thread
+        logging.captureWarnings(False)
         logging.getLogger().removeHandler(handler)
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()

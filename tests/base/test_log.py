@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,6 +107,15 @@ def test_leaving_early_is_no_error(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == ""
 
 
+def test_warnings_of_libraries_are_logged_and_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with log.writing(tmp_path / "log.txt", "info", "trainer"), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("tensor cores are not enabled", UserWarning, stacklevel=1)
+    assert "WARNING trainer run=- round=0 peer=- py.warnings: " in (tmp_path / "log.txt").read_text()
+    assert "UserWarning: tensor cores are not enabled" in (tmp_path / "log.txt").read_text()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_thread_that_fails_is_logged_and_named_on_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,9 +158,11 @@ def test_text_from_others_cannot_pass_for_a_line_of_the_log(tmp_path: Path) -> N
     assert said == "x\n    2026-01-01T00:00:00.000Z INFO trainer\\r\\x1b[2J\\x85\\u2028\ttab\n"
 
 
-def _write_many(number: int, lines: int) -> None:
+def _write_many(number: int, lines: int, together: Barrier | None = None) -> None:
     log.enter_process(f"process{number}", lambda: None)
     for line in range(lines):
+        if together is not None and line % 50 == 0:
+            together.wait()
         _LOGGER.info("line %d of %d", line, number)
 
 
@@ -158,7 +171,10 @@ def test_processes_share_a_file_that_is_rotated_and_bounded(tmp_path: Path, monk
     num_lines, num_processes = 500, 3
     with log.writing(tmp_path / "log.txt", "info", "trainer"):
         fork = multiprocessing.get_context("fork")
-        children = [fork.Process(target=_write_many, args=(number, num_lines)) for number in range(num_processes)]
+        together = fork.Barrier(num_processes)  # or else the first may be done, and its lines gone, before the last
+        children = [
+            fork.Process(target=_write_many, args=(number, num_lines, together)) for number in range(num_processes)
+        ]
         for child in children:
             child.start()
         for child in children:
