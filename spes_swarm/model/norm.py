@@ -67,9 +67,10 @@ class _RmsNorm(torch.autograd.Function):
 
 def _fused(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Returns the output (T, D); torch fuses it where input and weight have one dtype."""
-    if x_TD.dtype == weight_D.dtype:
-        return functional.rms_norm(x_TD, weight_D.shape, weight_D, epsilon)
-    return weight_D * functional.rms_norm(x_TD, weight_D.shape, None, epsilon)
+    with torch.autocast(x_TD.device.type, enabled=False):  # which may choose other dtypes
+        if x_TD.dtype == weight_D.dtype:
+            return functional.rms_norm(x_TD, weight_D.shape, weight_D, epsilon)
+        return weight_D * functional.rms_norm(x_TD, weight_D.shape, None, epsilon)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -88,7 +89,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
         leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
-        with torch.enable_grad(), torch.autocast(grad_TD.device.type, enabled=False):
+        with torch.enable_grad():
             output_TD = _fused(leaves[0], leaves[1], ctx.epsilon)
         grad_x_TD, grad_weight_D = torch.autograd.grad(output_TD, leaves, grad_TD)
         return grad_x_TD, grad_weight_D, None

@@ -49,6 +49,11 @@ def assume_output_head(model: nn.Module) -> None:
     _heads[model] = head if isinstance(head, nn.Linear) else None
 
 
+def aligned(vocabulary: int) -> int:
+    """Returns the columns of logits with their padding, which they have in the products of 16-bit numbers."""
+    return vocabulary + -vocabulary % _ALIGNED_COLUMNS
+
+
 @contextmanager
 def chunks_of(device_type: str) -> Iterator[None]:
     """Makes chunks as large as on this type of device, for plans for a GPU on a CPU. Not thread-safe."""
@@ -142,7 +147,7 @@ class _Head:
         self._dtype = compute_dtype(rows_NX)
         self._rows_NX = rows_NX.to(self._dtype)
         self._vocabulary = len(rows_NX.T if weight_VD is None else weight_VD)
-        self._padding = -self._vocabulary % _ALIGNED_COLUMNS if self._dtype.itemsize == 2 else 0
+        self._padding = aligned(self._vocabulary) - self._vocabulary if self._dtype.itemsize == 2 else 0
         self._weight_PD = None if weight_VD is None else self._padded(weight_VD, 0)
 
     def _padded(self, values: Tensor, dim: int) -> Tensor:

@@ -34,7 +34,7 @@ from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.storage import foreign_bytes
 from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
-from spes_swarm.model.output_head import assume_output_head, chunks_of
+from spes_swarm.model.output_head import aligned, assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
@@ -243,7 +243,7 @@ class Allocations(TorchDispatchMode):
     def __init__(self, vocabulary: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.live = self.peak = self.logits_at_peak = 0
-        self._vocabulary = vocabulary
+        self._columns = () if vocabulary is None else (vocabulary, aligned(vocabulary))
         self._logits = 0
         self._seen: set[int] = set()
 
@@ -255,7 +255,7 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage(), leaf.dim() > 1 and leaf.shape[-1] == self._vocabulary)
+                self._count(leaf.untyped_storage(), leaf.dim() > 1 and leaf.shape[-1] in self._columns)
         return result
 
     def _count(self, storage: torch.UntypedStorage, is_logits: bool) -> None:

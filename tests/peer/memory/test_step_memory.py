@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.output_head import aligned
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory, with_layers
 from spes_swarm.training.gradients import Gradients, loss_weights
@@ -80,10 +81,10 @@ def test_logits_are_one_chunk() -> None:
     assert step_memory(run, cpu, 2).logits == 4 * tokens * vocabulary
     long = replace(run, training=replace(run.training, sequence_length=8 * run.training.sequence_length))
     assert step_memory(long, cpu, 2).logits == 4 * (2**24 // vocabulary) * vocabulary
-    # A GPU has larger chunks; under bf16, their gradient is cast for the products.
+    # A GPU has larger chunks; under bf16, their gradient is cast for the products, and padded.
     gpu = replace(cpu, precision="bf16", on_gpu=True)
-    assert step_memory(long, gpu, 2).logits == (4 + 2) * 8 * tokens * vocabulary
-    assert step_memory(long, gpu, 4).logits == (4 + 2) * (2**26 // vocabulary) * vocabulary
+    assert step_memory(long, gpu, 2).logits == (4 * vocabulary + 2 * aligned(vocabulary)) * 8 * tokens
+    assert step_memory(long, gpu, 4).logits == (4 * vocabulary + 2 * aligned(vocabulary)) * (2**26 // vocabulary)
 
 
 def test_activations_and_logits_are_what_is_left_of_the_peak() -> None:
