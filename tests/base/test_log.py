@@ -111,8 +111,8 @@ def test_warnings_of_libraries_are_logged_and_not_printed(tmp_path: Path, capsys
     with log.writing(tmp_path / "log.txt", "info", "trainer"), warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("tensor cores are not enabled", UserWarning, stacklevel=1)
-    assert "WARNING trainer run=- round=0 peer=- py.warnings: " in (tmp_path / "log.txt").read_text()
-    assert "UserWarning: tensor cores are not enabled" in (tmp_path / "log.txt").read_text()
+    said = (tmp_path / "log.txt").read_text()  # hivemind, once imported, calls the level WARN
+    assert re.search(r" WARN(ING)? trainer run=- .* py\.warnings: .*UserWarning: tensor cores are not enabled", said)
     assert capsys.readouterr().err == ""
 
 
