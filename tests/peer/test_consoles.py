@@ -26,7 +26,7 @@ TEXT = "1.246 \N{PLUS-MINUS SIGN} 0.031 \N{LLAMA} \udcff"
 
 @pytest.fixture(autouse=True)
 def _no_captured_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest-xdist cannot send a captured log with a lone surrogate, and pytest also captures what does not propagate."""
+    """pytest also captures what does not propagate, and pytest-xdist cannot send a lone surrogate."""
     monkeypatch.setattr(logging.getLogger("spes_swarm.peer.panel"), "disabled", True)
 
 
