@@ -159,8 +159,7 @@ def router_entropy(router_logits: Sequence[Tensor]) -> Tensor:
     logits_LTE = torch.stack([logits_TE[::stride] for logits_TE in router_logits])
     # Not torch.special.entr: CUDA compiles it when it is first called, and warns if it may not cache the result.
     logs_LTE = torch.log_softmax(logits_LTE, dim=-1, dtype=torch.float32)
-    entropy_LT: Tensor = (logs_LTE.exp() * logs_LTE).sum(dim=-1).neg()
-    return entropy_LT.mean(dim=-1)
+    return -(logs_LTE.exp() * logs_LTE).sum(dim=-1).mean(dim=-1)
 
 
 def language_model_loss(

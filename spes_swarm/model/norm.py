@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 _EPSILON_NAMES = ("variance_epsilon", "eps")
@@ -34,8 +33,7 @@ class RmsNorm(nn.Module):
         """Returns the normalised input (T, D)."""
         if torch.compiler.is_compiling():  # the compiler itself decides what is kept
             return _normalised(x_TD, self.weight, self.variance_epsilon)[0]
-        function = _FusedRmsNorm if x_TD.is_cuda else _RmsNorm
-        output: Tensor = function.apply(x_TD, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+        output: Tensor = _RmsNorm.apply(x_TD, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
         return output
 
 
@@ -63,36 +61,6 @@ class _RmsNorm(torch.autograd.Function):
         mean_T1 = (grad_normed_TD * normed_TD).mean(-1, keepdim=True)
         grad_x_TD = grad_normed_TD.addcmul_(normed_TD, mean_T1, value=-1).mul_(inverse_T1)
         return grad_x_TD.to(x_TD.dtype), grad_weight_D, None
-
-
-def _fused(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Returns the output (T, D); torch fuses it where input and weight have one dtype."""
-    with torch.autocast(x_TD.device.type, enabled=False):  # which may choose other dtypes
-        if x_TD.dtype == weight_D.dtype:
-            return functional.rms_norm(x_TD, weight_D.shape, weight_D, epsilon)
-        return weight_D * functional.rms_norm(x_TD, weight_D.shape, None, epsilon)
-
-
-class _FusedRmsNorm(torch.autograd.Function):
-    """With torch's fused kernels: on a GPU a norm costs launches, and composed it takes eight, and twelve backward.
-
-    A second forward pass in backward takes one more launch, and nothing is kept but the input.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        ctx.save_for_backward(x_TD, weight_D)
-        ctx.epsilon = epsilon
-        return _fused(x_TD, weight_D, epsilon)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor, None]:
-        leaves = [saved.detach().requires_grad_() for saved in ctx.saved_tensors]
-        with torch.enable_grad():
-            output_TD = _fused(leaves[0], leaves[1], ctx.epsilon)
-        grad_x_TD, grad_weight_D = torch.autograd.grad(output_TD, leaves, grad_TD)
-        return grad_x_TD, grad_weight_D, None
 
 
 def replace_norms(model: nn.Module) -> None:

@@ -147,15 +147,15 @@ class _Head:
         self._dtype = compute_dtype(rows_NX)
         self._rows_NX = rows_NX.to(self._dtype)
         self._vocabulary = len(rows_NX.T if weight_VD is None else weight_VD)
-        self._padding = aligned(self._vocabulary) - self._vocabulary if self._dtype.itemsize == 2 else 0
+        is_padded = weight_VD is not None and self._dtype.itemsize == 2
+        self._padding = aligned(self._vocabulary) - self._vocabulary if is_padded else 0
         self._weight_PD = None if weight_VD is None else self._padded(weight_VD, 0)
 
     def _padded(self, values: Tensor, dim: int) -> Tensor:
         """Returns values in the dtype of the products, with padding at the end of the vocabulary, a dimension."""
         if not self._padding:
             return values.to(self._dtype)
-        shape = list(values.shape)
-        shape[dim] += self._padding
+        shape = [size + self._padding * (index == dim) for index, size in enumerate(values.shape)]
         padded = values.new_zeros(shape, dtype=self._dtype)
         padded.narrow(dim, 0, self._vocabulary).copy_(values)
         return padded
@@ -175,13 +175,9 @@ class _Head:
 
     def differentiate(self, rows: slice, grad_CV: Tensor, grad_NX: Tensor | None, grad_VD: Tensor | None) -> None:
         """Writes the gradient of these rows, and adds their share of the weight's."""
-        if self._weight_PD is None:
-            if grad_NX is not None:
-                grad_NX[rows] = grad_CV
-            return
         cast_CP = self._padded(grad_CV, 1)
         if grad_NX is not None:
-            grad_NX[rows] = cast_CP @ self._weight_PD
+            grad_NX[rows] = cast_CP if self._weight_PD is None else cast_CP @ self._weight_PD
         if grad_VD is None:
             return
         if grad_VD.dtype == cast_CP.dtype and not self._padding:

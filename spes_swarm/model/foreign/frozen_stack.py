@@ -120,6 +120,5 @@ def _expanded(values: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> 
     if form == "int4":
         halves = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)
         values = halves.view(torch.int8) - 8
-    # A product of integers and floats has the floats' dtype; converting first would be one more pass on a GPU.
-    groups = values.view(*scales.shape, _GROUP_WEIGHTS) * scales.to(dtype).unsqueeze(-1)
-    return groups.flatten(-2)
+    groups = values.view(*scales.shape, _GROUP_WEIGHTS).to(dtype)
+    return groups.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)
