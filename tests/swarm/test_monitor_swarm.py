@@ -207,4 +207,5 @@ def test_two_monitors_see_every_short_round_with_the_same_figures_and_who_leaves
         told = {peer: peer.rounds() for peer in (founder, second)}
         for number in both:
             losses = [rounds[number]["train_loss"] for rounds in told.values() if number in rounds]
+            losses = [loss for loss in losses if loss is not None]  # None: of a peer that made no step in this round
             assert first[number].train_loss == pytest.approx(median(losses))
