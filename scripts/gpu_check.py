@@ -39,6 +39,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
+from spes_swarm.model.compilation import compile_layers
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.foreign.storage import new_storage
 from spes_swarm.model.kernel_trial import Layer, LayerShape, try_kernel
@@ -68,6 +69,7 @@ class StepCase:
     micro_batches: int = 2  # of a step
     storage: str = "device"  # of others' experts
     kernel: str = "torch"
+    compiled: bool = False
 
 
 def step_cases(quick: bool) -> Iterator[StepCase]:
@@ -82,6 +84,7 @@ def step_cases(quick: bool) -> Iterator[StepCase]:
     middle = quickstart_run(*SIZES["300M"], 1024)
     first = StepCase(name="300M", run=middle, held=2, foreign="bf16", checkpointing="none", micro_batch=8)
     yield first
+    yield replace(first, name="300M, compiled", compiled=True)
     yield replace(first, micro_batch=64)
     yield replace(first, micro_batch=64, kernel="megablocks")
     large = load_config(ROOT / "configs" / "spes-2b.yaml").run
@@ -192,6 +195,8 @@ def new_model(case: StepCase, device: torch.device) -> SparseModel:
     for block in model.layout.blocks:
         # All experts differ; drawing each of them takes a minute at 2B.
         model.write_block(block.index, np.roll(drawn_N[: block.size], block.index))
+    if case.compiled:
+        compile_layers(model.module)
     return model
 
 

@@ -24,8 +24,8 @@ IGNORED_TARGET = -100
 # Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**26}
 
-# In bf16, rows of logits start at multiples of 128 bytes. For others, cuBLAS has no kernels for current tensor cores:
-# products with the 151,665 tokens of Qwen were a quarter of a step's time on an H200.
+# In bf16, rows of logits start at multiples of 128 bytes. Without that, cuBLAS multiplies by Qwen's 151,665 tokens with
+# kernels for older tensor cores.
 _ALIGNED_COLUMNS = 64
 
 _heads: WeakKeyDictionary[nn.Module, nn.Linear | None] = WeakKeyDictionary()

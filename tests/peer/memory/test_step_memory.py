@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
-from spes_swarm.model.output_head import aligned
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
 from spes_swarm.peer.memory.step_memory import Allocations, StepShape, step_memory, with_layers
 from spes_swarm.training.gradients import Gradients, loss_weights
@@ -83,8 +82,10 @@ def test_logits_are_one_chunk() -> None:
     assert step_memory(long, cpu, 2).logits == 4 * (2**24 // vocabulary) * vocabulary
     # A GPU has larger chunks; under bf16, their gradient is cast for the products, and padded.
     gpu = replace(cpu, precision="bf16", on_gpu=True)
-    assert step_memory(long, gpu, 2).logits == (4 * vocabulary + 2 * aligned(vocabulary)) * 8 * tokens
-    assert step_memory(long, gpu, 4).logits == (4 * vocabulary + 2 * aligned(vocabulary)) * (2**26 // vocabulary)
+    assert vocabulary % 64 == 8
+    row_bytes = 4 * vocabulary + 2 * (vocabulary + 56)
+    assert step_memory(long, gpu, 2).logits == row_bytes * 8 * tokens
+    assert step_memory(long, gpu, 4).logits == row_bytes * (2**26 // vocabulary)
 
 
 def test_activations_and_logits_are_what_is_left_of_the_peak() -> None:
