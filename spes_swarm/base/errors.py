@@ -6,6 +6,7 @@ SwarmError
 │   ├── AddressError      an address that cannot be parsed or announced
 │   ├── BootstrapError    no initial peer could be reached, or none takes part in the run
 │   ├── VersionError      the peers of the run speak another major version of the protocol
+│   ├── InvitationError   an invitation to a private run is missing, damaged, of another run, or not accepted
 │   ├── ManifestError     the run's manifest fails verification, or describes another run
 │   ├── DataError         a token file, corpus, data set or tokenizer that cannot be used
 │   │   └── DataStoppedError  waiting for data ended because the peer was told to leave
@@ -51,6 +52,10 @@ class BootstrapError(UserError):
 
 class VersionError(UserError):
     """The peers of the run speak another major version of the protocol."""
+
+
+class InvitationError(UserError):
+    """An invitation to a private run is missing, damaged, of another run, or not accepted."""
 
 
 class ManifestError(UserError):

@@ -36,6 +36,7 @@ class Manifest:
     run: RunConfig
     layout_digest: str  # hex digest of the parameter layout; reveals another version of a model at once
     founder: str  # peer id
+    founder_key: bytes  # public, in DER
     data: bytes  # the signed bytes
     signature: bytes
 
@@ -52,6 +53,7 @@ class RawManifest:
     run: Mapping[str, Any]  # keys and values are those of a RunConfig
     layout_digest: str
     founder: str
+    founder_key: bytes
     data: bytes
     signature: bytes
     source: str  # where it came from, for messages
@@ -69,7 +71,7 @@ class RawManifest:
         # transformers accepts many wrong settings, which then fail in other ways.
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as exc:
             raise _malformed(self.source) from exc
-        return Manifest(self.run_id, run, self.layout_digest, self.founder, self.data, self.signature)
+        return Manifest(self.run_id, run, self.layout_digest, self.founder, self.founder_key, self.data, self.signature)
 
 
 def found_run(run: RunConfig, layout_digest: str, founder: Identity) -> Manifest:
@@ -134,7 +136,7 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
             f"the manifest from {source} describes run {run_id}, not {expected_run_id}: "
             "it fails verification, or the address belongs to another run"
         )
-    return RawManifest(run_id, run, layout_digest, founder, data, signature, source)
+    return RawManifest(run_id, run, layout_digest, founder, public_key, data, signature, source)
 
 
 def _unusable(source: str, reason: object) -> ManifestError:

@@ -197,9 +197,12 @@ class NetworkProcess(ProcessCommands):
         assert self._daemon is not None
         return await bootstrap(self._daemon, maddrs, timeout_s)
 
-    async def fetch_manifest(self, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
+    async def fetch_manifest(
+        self, peers: list[str], run_id: str | None, timeout_s: float, admission: bytes = b""
+    ) -> Manifest:
         """See port.commands.ProcessCommands."""
         assert self._rpc is not None
+        self._rpc.admission = admission
         return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
 
     async def fetch_tokenizer(self, peers: list[str], digest: str) -> bytes | None:

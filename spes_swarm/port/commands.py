@@ -61,11 +61,14 @@ class ProcessCommands(Protocol):
             BootstrapError: none of them could be reached.
         """
 
-    async def fetch_manifest(self, *, peers: list[str], run_id: str | None, timeout_s: float) -> Manifest:
-        """Asks peers for the manifest of the run they take part in.
+    async def fetch_manifest(
+        self, *, peers: list[str], run_id: str | None, timeout_s: float, admission: bytes = b""
+    ) -> Manifest:
+        """Asks peers for the manifest of the run they take part in, and shows them an admission to it.
 
         Raises:
             BootstrapError: none of them takes part in a run yet.
+            InvitationError: the run is private, and they do not admit this peer.
             VersionError: one of them speaks another major version of the protocol, and no other has a manifest.
             ManifestError: what they sent fails verification.
         """

@@ -121,6 +121,8 @@ class RunSettings:
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
     upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
+    admission: bytes = b""  # of this peer; see protocol/admission/grants.py
+    acts: Path | None = None  # the file of acts; see storage/acts_file.py
     tokenizer: Path | None = None  # packed files that other peers can ask for (data/run_tokenizer.py)
 
 

@@ -57,6 +57,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     def __init__(self, p2p: P2P, on_fault: FaultSink) -> None:
         self._p2p = p2p
+        self.admission = b""  # of this peer to a private run
         self.on_fault = on_fault
         self.on_contact: Callable[[str], None] = lambda peer_id: None
         self.on_silence: Callable[[str], None] = lambda peer_id: None
