@@ -352,6 +352,9 @@ class RunConfig(Section):
     check_is_slow = True  # it compares with the model
     # First part of run ids.
     name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = "quickstart"
+    # Who may take part: everybody, those with an invitation, or peers that the founder names.
+    admission: Annotated[str, Pattern("open|invite|allow-list", "open, invite or allow-list")] = "open"
+    visible: Annotated[str, Pattern("all|members", "all or members")] = "all"  # who may watch a private run
     model: ModelConfig  # what is trained
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)  # how text becomes token ids
     data: DataConfig = field(default_factory=DataConfig)  # what it trains on

@@ -161,6 +161,7 @@ class Announcer:
             swarm_tokens=self.run_state.swarm_tokens.published_count,
             data=list(presence.data),
             dead=list(routing.dead) if routing.num_dead is not None else None,
+            admission=self.run_state.settings.admission,
             in_round=self.in_round,
             expert_loads=routing.loads,
             faults=self.faults.notes(),

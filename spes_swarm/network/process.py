@@ -30,6 +30,7 @@ from spes_swarm.metrics import events
 from spes_swarm.network.diagnosis import stream_lines, task_lines
 from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
+from spes_swarm.network.link.door import check_admission
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors
@@ -203,7 +204,9 @@ class NetworkProcess(ProcessCommands):
         """See port.commands.ProcessCommands."""
         assert self._rpc is not None
         self._rpc.admission = admission
-        return await ask_for_manifest(self._rpc, peers, run_id, timeout_s)
+        manifest = await ask_for_manifest(self._rpc, peers, run_id, timeout_s, joins=True)
+        check_admission(manifest, self._identity.peer_id, admission, time.time())
+        return manifest
 
     async def fetch_tokenizer(self, peers: list[str], digest: str) -> bytes | None:
         """See port.commands.ProcessCommands."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
@@ -26,6 +25,7 @@ from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from spes_swarm.network.round.company import Company
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.round.sync_round import SyncRounds
@@ -51,14 +51,13 @@ from spes_swarm.protocol.members.election import periods_to_wait
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.members.twin import TWIN
+from spes_swarm.protocol.members.twin import twin_fault
 from spes_swarm.protocol.ownership.moment_rules import num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _FRESH_S = 0.5  # it does not wait for records if some were read so recently
 _SHORT_ROUND_S = 1.0  # rounds that take longer are announced while they are under way
 _REFRESH_S = 1.0  # how often other peers' records are read
-_BEGIN_S = 10.0  # how long a peer's first round waits for peers that are about to train
 _MAX_CHANGES = 8  # of a claim; 32 peers that start together need at most 5
 _LOGGER = logging.getLogger(__name__)
 _Record = TypeVar("_Record", bound=Record)
@@ -73,13 +72,15 @@ class RunServices(RunCommands):
         context.run, context.round = state.run_id, lambda: state.reference.round
         self._listener = listener
         self._daemon = daemon
-        rpc.on_contact = state.roster.standing.note_answer
-        self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer)
+        rpc.admission = settings.admission
+        self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer, settings.acts)
+        door = self._door = self._dht.door
+        door.tell = lambda: [view.peer_id for view in state.roster.present()]
+        state.roster.admits = door.admits
+        rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
-        self._refreshed_at = -math.inf  # by the steady clock, when records were read last
-        self._look_until = -math.inf  # until when a round waits for others; see `_find_others_again`
-        self._has_begun = False  # whether a round of this peer has begun
+        self._company = Company(state.roster, run.round.progress_ttl_s, self._refresh_quietly)
         self._volunteers: dict[str, Volunteer] = {}
         self._known_peers = KnownPeers(settings.initial_peers)
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,8 +112,9 @@ class RunServices(RunCommands):
             target_round=self._target_round,
             on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
-            leaves_out=state.roster.standing.leaves_out,
-            find_others=self._find_others_again,
+            leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
+            vet=door.vet_statement,
+            find_others=self._company.find_again,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
@@ -127,14 +129,14 @@ class RunServices(RunCommands):
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
         settings, run_id, initial_peers = self._state.settings, self._state.run_id, self._state.initial_peers
-        validator = RunRecordValidator(run_id, self._dht.now)
+        validator = RunRecordValidator(run_id, self._dht.now, self._door.vet_record)
         await self._dht.join(
             settings.initial_peers,
             validator,
             lambda connected: initial_peers or connected,
             client_mode=settings.client_mode,
         )
-        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now)
+        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now, self._door.vet_record)
         self._announcer.open(self._records)
         await self._dht.serve()
         await self._greetings.start()
@@ -253,6 +255,7 @@ class RunServices(RunCommands):
         self._announcer.beat()
 
     async def _look_around(self) -> None:
+        self._door.read_file()
         await self.refresh()
         self._listener.notify(self._view())
 
@@ -284,23 +287,14 @@ class RunServices(RunCommands):
         if me in progress and self._announcer.twins.read(progress[me].expires, now):
             self._tasks.append(asyncio.create_task(self._report_twin(me)))
         self._state.leases.update(self._heard_of(leases))
-        before, self._refreshed_at = self._refreshed_at, steady_clock()
-        ttl_s = self._state.run.round.progress_ttl_s
-        if ttl_s / 2 < self._refreshed_at - before < math.inf:  # records are renewed each fifth of their lifetime
-            self._look_until = self._refreshed_at + ttl_s
+        self._company.note_read()
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
             self._volunteers = self._heard_of(await self._records.read("publishers", Volunteer))
         self._greetings.greet_soon(new)
 
     async def _report_twin(self, me: str) -> None:
-        seen = ", ".join(await self._greetings.own_endpoints()) or "unknown"
-        detail = (
-            f"two processes use the identity of this peer, {me}, and rounds lose parts; this one has "
-            f"{', '.join(self._own_maddrs()) or 'no address'}, and other peers are connected to {seen}: "
-            "stop one of them; to run both, give it another --output-dir, without --identity"
-        )
-        self._on_fault(me, ProtocolError(TWIN, detail))
+        self._on_fault(me, twin_fault(me, self._own_maddrs(), await self._greetings.own_endpoints()))
 
     def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
         """Returns the records of peers that have answered a call.
@@ -357,6 +351,9 @@ class RunServices(RunCommands):
     async def claim(self, experts: tuple[int, ...] | int, room: int, fixed: bool) -> tuple[int, ...]:
         """See RunCommands."""
         assert self._records is not None
+        most = self._door.terms(self._state.identity.peer_id).experts
+        if most is not None:
+            room, experts = min(room, most), experts[:most] if isinstance(experts, tuple) else min(experts, most)
         self._state.leases.room, self._state.leases.fixed = room, fixed
         await self.refresh()
         if isinstance(experts, tuple):
@@ -409,12 +406,14 @@ class RunServices(RunCommands):
 
     async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         """See RunCommands."""
+        self._door.check_self(self._state.identity.peer_id)
         self._round_task = asyncio.current_task()
         self._announcer.in_round = True
         # Writing a record slows a short round, which is over before others could read it.
         announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
             outcome = await self._hold_round(tokens, routed, leaving)
+            self._door.members.settle(filter(self._state.roster.standing.is_member, self._state.roster.peers))
             self._listener.notify(self._view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError) as exc:
@@ -443,10 +442,10 @@ class RunServices(RunCommands):
     async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
         # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway. All
         # peers begin a round at the same time, so a search by each delays short rounds.
-        if steady_clock() - self._refreshed_at > _FRESH_S:
+        if steady_clock() - self._company.read_at > _FRESH_S:
             await asyncio.wait({asyncio.create_task(self._refresh_quietly())}, timeout=_ROUND_REFRESH_S)
-        await self._find_others_again()
-        await self._await_beginners()
+        await self._company.find_again()
+        await self._company.await_beginners()
         caught_up = await self._catching_up.resync_if_diverged()
         if caught_up is not None:
             if caught_up.complete:
@@ -456,34 +455,6 @@ class RunServices(RunCommands):
             self._rendezvous.reset()
             return caught_up
         return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
-
-    async def _find_others_again(self) -> None:
-        """Waits for another peer's record, if this process slept for so long that all that it knew have expired.
-
-        Without this it would hold rounds alone, and fork the reference, until its node has found the others.
-        """
-        ttl_s = self._state.run.round.progress_ttl_s
-        until, now = self._look_until, steady_clock()
-        if now - self._refreshed_at > ttl_s / 2:  # nothing has been read since
-            until = now + ttl_s
-        while not self._state.roster.present() and steady_clock() < max(until, self._look_until):
-            await self._refresh_quietly()
-            await asyncio.sleep(_FRESH_S)
-
-    async def _await_beginners(self) -> None:
-        """Waits, before this peer's first round, for others that wait for company, if none of them trains yet.
-
-        They begin when this peer has appeared; until then it would commit rounds without them.
-        """
-        if self._has_begun:
-            return
-        deadline, roster = time.monotonic() + _BEGIN_S, self._state.roster
-        while not roster.training() and time.monotonic() < deadline:
-            if all(view.progress.state != "waiting" for view in roster.answering()):
-                break
-            await asyncio.sleep(_FRESH_S)
-            await self._refresh_quietly()
-        self._has_begun = True
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""

@@ -29,7 +29,7 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-PROTOCOL: Final = Version(2, 0)
+PROTOCOL: Final = Version(2, 1)
 
 
 def check_version(value: object, writer: str) -> Version:

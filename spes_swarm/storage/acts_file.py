@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,11 +40,9 @@ class ActsFile:
         complete = data[: data.rfind(b"\n") + 1]
         self._position += len(complete)
         acts = []
-        for line in complete.splitlines():
-            try:
+        for line in filter(None, complete.split(b"\n")):
+            with suppress(binascii.Error):
                 acts.append(base64.b64decode(line, validate=True))
-            except binascii.Error:
-                continue
         return acts
 
     def append(self, act: bytes) -> None:

@@ -30,7 +30,7 @@ from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import SCHEMAS, Record
 from spes_swarm.protocol.members.signed import Model, seal, unseal
 
-MAX_RECORD_BYTES = 4096
+MAX_RECORD_BYTES = 6144
 # Records must not claim to be valid for longer than this, or a peer could fill other peers' memory permanently.
 MAX_LIFETIME_S = 24 * 3600.0
 
@@ -63,12 +63,21 @@ def record_key(run_id: str, kind: str) -> str:
     return f"{run_id}.{kind}"
 
 
+Vet = Callable[[str, Record], None]
+"""Raises ProtocolError if the writer of a record may not take part in the run."""
+
+
+def _accept(writer: str, record: Record) -> None:
+    del writer, record
+
+
 class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
     """Accepts the records of one run and nothing else; `now` returns the swarm's time in Unix seconds."""
 
-    def __init__(self, run_id: str, now: Callable[[], float]) -> None:
+    def __init__(self, run_id: str, now: Callable[[], float], vet: Vet = _accept) -> None:
         self._run_id = run_id
         self._now = now
+        self._vet = vet
         self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
 
     def validate(self, record: DHTRecord) -> bool:
@@ -84,7 +93,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
 
         Raises:
             ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `version`, `signature`, `schema`,
-                `owner`, `expiration`) the record must not be stored or used.
+                `owner`, `expiration`, `stranger`, `terms`) the record must not be stored or used.
         """
         kind = self._kinds.get(record.key)
         if kind is None:
@@ -101,6 +110,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
             raise ProtocolError("owner", f"{writer} wrote a record in the name of {owner}")
         if message.expires != record.expiration_time:
             raise ProtocolError("expiration", "the record's expiration is not the signed one")
+        self._vet(writer, message)
         return writer, message
 
 
@@ -119,8 +129,11 @@ async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
 class Records:
     """Reads and writes the records of one run; `now` is the swarm's time in Unix seconds."""
 
-    def __init__(self, node: DHTNode, identity: Identity, run_id: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, node: DHTNode, identity: Identity, run_id: str, now: Callable[[], float], vet: Vet = _accept
+    ) -> None:
         self._node = node
+        self._vet = vet
         self._identity = identity
         self._run_id = run_id
         self._now = now
@@ -141,6 +154,7 @@ class Records:
         for owner, entry in (await search(self._node, record_key(self._run_id, kind))).items():
             try:
                 writer, message = open_sealed(entry.value, kind, self._run_id)
+                self._vet(writer, message)
             except ProtocolError:
                 continue  # the validator has refused it already; a hostile node may still return it to us
             if writer == owner and isinstance(message, schema) and entry.expiration_time > self._now():

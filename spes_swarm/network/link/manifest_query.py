@@ -10,20 +10,25 @@ from contextlib import suppress
 from blake3 import blake3
 
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
-from spes_swarm.base.errors import BootstrapError, ProtocolError, VersionError
+from spes_swarm.base.errors import BootstrapError, InvitationError, ProtocolError, VersionError
 from spes_swarm.config.manifest import Manifest, open_manifest
-from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.rpc import RefusedError, Rpc
 
 _CALL_TIMEOUT_S, _LEAST_TIMEOUT_S = 10.0, 2.0
 _PAUSE_S = 1.0
 _TOKENIZER_TIMEOUT_S = 60.0  # for all of it, from one peer
 
 
-async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None, timeout_s: float) -> Manifest:
+async def ask_for_manifest(
+    rpc: Rpc, peers: Collection[str], run_id: str | None, timeout_s: float, *, joins: bool = False
+) -> Manifest:
     """Asks peers for the manifest of the run they take part in, until one of them sends it.
+
+    `joins`: this peer is going to take part, not only to watch.
 
     Raises:
         BootstrapError: none of them takes part in a run yet.
+        InvitationError: one of them refuses this peer, and no other has a manifest.
         VersionError: one of them speaks another major version of the protocol, and no other has a manifest.
         ManifestError: the manifest fails verification, or is not of `run_id`.
     """
@@ -31,10 +36,14 @@ async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None,
     reasons: dict[str, str] = {}
     while True:
         other_version: ProtocolError | None = None
+        refusal: RefusedError | None = None
         for peer in peers:
             left_s = max(deadline - time.monotonic(), _LEAST_TIMEOUT_S)
             try:
-                answer = await rpc.call(peer, "manifest", {}, min(_CALL_TIMEOUT_S, left_s))
+                answer = await rpc.call(peer, "manifest", {"joins": joins}, min(_CALL_TIMEOUT_S, left_s))
+            except RefusedError as exc:
+                reasons[peer], refusal = str(exc), exc
+                continue
             except (OSError, ProtocolError) as exc:
                 reasons[peer] = str(exc) or type(exc).__name__
                 if isinstance(exc, ProtocolError) and exc.kind == "version":
@@ -43,6 +52,8 @@ async def ask_for_manifest(rpc: Rpc, peers: Collection[str], run_id: str | None,
             return open_manifest(answer, source=peer, expected_run_id=run_id)
         if other_version is not None:  # waiting does not change that
             raise VersionError(other_version.detail) from other_version
+        if refusal is not None:
+            raise InvitationError(str(refusal)) from refusal
         if time.monotonic() + _PAUSE_S > deadline:
             details = "; ".join(f"{peer}: {reason}" for peer, reason in reasons.items())
             raise BootstrapError(f"the initial peers answer, but none of them takes part in a run: {details}")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Protocol
 
 import msgpack
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
@@ -44,6 +45,27 @@ class RemoteError(ConnectionError):
     """The other peer answered that it refuses the request or cannot serve it."""
 
 
+class RefusedError(RemoteError):
+    """The other peer does not answer this one, which may not take part in its run."""
+
+
+class Doorkeeper(Protocol):
+    """Decides which calls are served; see door.py."""
+
+    @property
+    def digest(self) -> bytes:
+        """Of the acts that this peer knows; empty without any."""
+
+    async def receive(self, peer_id: str, message: dict[str, Any]) -> str | None:
+        """Takes in what a call shows; returns why it is refused, None if it is served."""
+
+    def receive_answer(self, peer_id: str, answer: dict[str, Any]) -> None:
+        """Takes in what an answer shows."""
+
+    def note_refusal(self, peer_id: str, reason: str) -> None:
+        """Notes that another peer does not answer this one."""
+
+
 class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     """Dispatches calls by method name. A method is served once `serve` has registered it.
 
@@ -58,6 +80,8 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     def __init__(self, p2p: P2P, on_fault: FaultSink) -> None:
         self._p2p = p2p
         self.admission = b""  # of this peer to a private run
+        self.door: Doorkeeper | None = None  # of the run, once it is open
+        self._shown: OrderedDict[str, None] = OrderedDict()  # peers that have seen the admission
         self.on_fault = on_fault
         self.on_contact: Callable[[str], None] = lambda peer_id: None
         self.on_silence: Callable[[str], None] = lambda peer_id: None
@@ -75,18 +99,56 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         """Answers `method` with `handler(peer_id of the caller, arguments)`."""
         self._handlers[method] = handler
 
-    async def call(
-        self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float, *, namespace: str = _NAMESPACE
-    ) -> dict[str, Any]:
+    async def call(self, peer_id: str, method: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Calls a method of another peer and returns its answer.
 
         Raises:
-            OSError: it cannot be reached in time (TimeoutError, ConnectionError), or refused (RemoteError).
+            OSError: it cannot be reached in time (TimeoutError, ConnectionError), refused (RemoteError), or does not
+                answer this peer at all (RefusedError).
             ProtocolError: (`malformed`, `oversized`) its answer is invalid; (`version`) it has another major version.
         """
-        request = averaging_pb2.DownloadData(
-            metadata=msgpack.packb(with_version({"method": method, "arguments": arguments}), use_bin_type=True)
-        )
+        shows = bool(self.admission) and peer_id not in self._shown
+        answer = await self._send(peer_id, method, arguments, timeout_s, shows=shows)
+        if answer.get("refused") and self.admission and not shows:  # it has started again since it saw the admission
+            answer = await self._send(peer_id, method, arguments, timeout_s, shows=True)
+        if answer.get("refused"):
+            self._shown.pop(peer_id, None)
+            reason = str(answer.get("error"))[:_MAX_REASON_CHARS]
+            if self.door is not None:
+                self.door.note_refusal(peer_id, reason)
+            raise RefusedError(reason)
+        self._shown[peer_id] = None
+        if len(self._shown) > _MAX_HEARD:
+            self._shown.popitem(last=False)
+        self._note_sign_of_life(peer_id)
+        if self.door is not None:
+            self.door.receive_answer(peer_id, answer)
+        if "error" in answer:
+            raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
+        return answer
+
+    async def introduce(self, peer_id: str, timeout_s: float) -> None:
+        """Shows this peer's admission to another one, unless that has seen it; whether it answers does not matter."""
+        if self.admission and peer_id not in self._shown:
+            with suppress(OSError, ProtocolError):
+                await self.call(peer_id, "ping", {}, timeout_s)
+
+    async def _send(
+        self,
+        peer_id: str,
+        method: str,
+        arguments: dict[str, Any],
+        timeout_s: float,
+        *,
+        shows: bool,
+        namespace: str = _NAMESPACE,
+    ) -> dict[str, Any]:
+        message = with_version({"method": method, "arguments": arguments})
+        if shows:
+            message["admission"] = self.admission
+        if self.door is not None and self.door.digest:
+            message["acts"] = self.door.digest
+        request = averaging_pb2.DownloadData(metadata=msgpack.packb(message, use_bin_type=True))
         try:
             stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
             response = await stub.rpc_call(request, timeout=timeout_s)
@@ -98,13 +160,9 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             raise
         except Exception as exc:  # for failed calls, the daemon's client raises types derived from Exception directly
             if _NOT_SERVED in str(exc) and namespace == _NAMESPACE:  # an answer shows that it has version 1
-                return await self.call(peer_id, method, arguments, timeout_s, namespace=_NAMESPACE_1)
+                return await self._send(peer_id, method, arguments, timeout_s, shows=shows, namespace=_NAMESPACE_1)
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
-        self._note_sign_of_life(peer_id)
-        answer = without_version(unpack(response.metadata, MAX_RPC_BYTES), f"peer {peer_id}")
-        if "error" in answer:
-            raise RemoteError(f"{method} at {peer_id}: {str(answer['error'])[:_MAX_REASON_CHARS]}")
-        return answer
+        return without_version(unpack(response.metadata, MAX_RPC_BYTES), f"peer {peer_id}")
 
     def _note_sign_of_life(self, peer_id: str) -> None:
         self._unanswered.pop(peer_id, None)
@@ -125,7 +183,6 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
         """Serves one call."""
         peer_id = str(context.remote_id)
-        self._note_sign_of_life(peer_id)
         self._num_calls[peer_id] += 1
         try:
             if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
@@ -133,11 +190,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
             if not isinstance(message.get("arguments"), dict):
                 raise ProtocolError("malformed", "a call is a map of method and arguments")
-            handler = self._handlers.get(str(message.get("method")))
-            if handler is None:
-                answer: dict[str, Any] = {"error": "unknown method, or not served yet"}
-            else:
-                answer = await handler(peer_id, message["arguments"])
+            answer = await self._answer(peer_id, message)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
             answer = {"error": str(exc)}
@@ -149,3 +202,16 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             if not self._num_calls[peer_id]:
                 del self._num_calls[peer_id]
         return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))
+
+    async def _answer(self, peer_id: str, message: dict[str, Any]) -> dict[str, Any]:
+        refusal = await self.door.receive(peer_id, message) if self.door is not None else None
+        if refusal is not None:
+            return {"error": refusal, "refused": True}
+        self._note_sign_of_life(peer_id)
+        handler = self._handlers.get(str(message.get("method")))
+        if handler is None:
+            return {"error": "unknown method, or not served yet"}
+        answer = await handler(peer_id, message["arguments"])
+        if self.door is not None and self.door.digest:
+            answer = {**answer, "acts_digest": self.door.digest}
+        return {**answer, "admission": self.admission} if self.admission and "admission" in message else answer

@@ -12,10 +12,14 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import hivemind.dht.node
 import msgpack
 from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.proto import dht_pb2
 from hivemind.utils.serializer import MSGPackSerializer
 
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES, check_msgpack
@@ -23,8 +27,10 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
 from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.link.door import Door
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.storage.acts_file import ActsFile
 
 _PIECE_BYTES = 1 << 20  # of a tokenizer, in one answer
 
@@ -46,6 +52,45 @@ def bound_dht_decoding() -> None:
     MSGPackSerializer.loads = staticmethod(_loads)
 
 
+def _guarded(door: Door, rpc: Rpc) -> type[DHTProtocol]:
+    """Hivemind's protocol between DHT nodes, for those who may see the run.
+
+    hivemind's own authorisation passes no peer id to the check, so an admission could be used by anybody who saw it.
+    """
+
+    def check(context: P2PContext) -> None:
+        if not door.sees(str(context.remote_id)):
+            raise PermissionError("the records of this run are for its members")
+
+    class Guarded(DHTProtocol):  # type: ignore[misc]  # hivemind ships no types
+        async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+            check(context)
+            return await super().rpc_ping(request, context)
+
+        async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
+            check(context)
+            return await super().rpc_store(request, context)
+
+        async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
+            check(context)
+            return await super().rpc_find(request, context)
+
+        async def call_ping(self, peer: PeerID, *args: Any, **kwargs: Any) -> Any:
+            await rpc.introduce(str(peer), self.wait_timeout)
+            return await super().call_ping(peer, *args, **kwargs)
+
+        async def call_store(self, peer: PeerID, *args: Any, **kwargs: Any) -> Any:
+            await rpc.introduce(str(peer), self.wait_timeout)
+            return await super().call_store(peer, *args, **kwargs)
+
+        async def call_find(self, peer: PeerID, *args: Any, **kwargs: Any) -> Any:
+            await rpc.introduce(str(peer), self.wait_timeout)
+            return await super().call_find(peer, *args, **kwargs)
+
+    Guarded.__name__ = DHTProtocol.__name__  # part of the names of its handlers
+    return Guarded
+
+
 Trust = Callable[[set[str]], Collection[str]]
 """Returns those of the connected peers whose clocks count."""
 
@@ -54,9 +99,15 @@ class RunDht:
     """Joins and leaves the DHT, and keeps the swarm's time. `on_fault` gets invalid answers, and wrong clocks."""
 
     def __init__(
-        self, daemon: Daemon, rpc: Rpc, manifest: Manifest, on_fault: FaultSink, tokenizer: Path | None = None
+        self,
+        daemon: Daemon,
+        rpc: Rpc,
+        manifest: Manifest,
+        on_fault: FaultSink,
+        tokenizer: Path | None = None,
+        acts: Path | None = None,
     ) -> None:
-        """`tokenizer` is a file for peers that ask for it."""
+        """`tokenizer` is a file for peers that ask for it, `acts` the file of a private run's acts."""
         self._daemon = daemon
         self._rpc = rpc
         self._manifest = manifest
@@ -64,6 +115,7 @@ class RunDht:
         self._timekeeper = Timekeeper(rpc, manifest.run_id, daemon.peer_id, on_fault)
         self._node: DHTNode | None = None
         self.now = self._timekeeper.clock.now  # returns the swarm's time in Unix seconds
+        self.door = Door(rpc, manifest, self.now, ActsFile(acts) if acts is not None else None)
         self.own_maddrs: list[str] = []  # addresses at which other peers may reach this process, once it has joined
 
     @property
@@ -84,7 +136,9 @@ class RunDht:
         """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         give_to_hivemind(self.now)
         bound_dht_decoding()
-        trusted = set(trust(await self.connected()))
+        await self.door.open(self._daemon.peer_id)
+        hivemind.dht.node.DHTProtocol = DHTProtocol if self.door.is_visible else _guarded(self.door, self._rpc)
+        trusted = await self._trusted(trust)
         await self._timekeeper.settle(trusted)
         # `daemon.bootstrap` has run before, and reports better which initial peers do not answer.
         self._node = await DHTNode.create(
@@ -98,7 +152,7 @@ class RunDht:
             **options,
         )
         self.own_maddrs = await self._daemon.maddrs()
-        more = set(trust(await self.connected()))
+        more = await self._trusted(trust)
         if more != trusted:  # the DHT has found them
             await self._timekeeper.settle(more)
 
@@ -130,10 +184,13 @@ class RunDht:
     async def check_time(self, trust: Trust) -> float:
         """Waits until the next clock check, then corrects the clock; returns the step in seconds."""
         await asyncio.sleep(self._timekeeper.until_check_s())
-        step_s = await self._timekeeper.check(trust(await self.connected()))
+        step_s = await self._timekeeper.check(await self._trusted(trust))
         if step_s < 0 and self._node is not None:
             self._node.blacklist.clear()  # it would exclude peers until a time that is now far away
         return step_s
+
+    async def _trusted(self, trust: Trust) -> set[str]:
+        return set(filter(self.door.admits, trust(await self.connected())))
 
     async def connected(self) -> set[str]:
         """Ids of the peers that this process is connected to."""

@@ -37,7 +37,7 @@ from spes_swarm.network.round.patience import Patience
 from spes_swarm.network.round.voices import Voices, requested_round
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement, seal_statement
+from spes_swarm.protocol.rounds.statement import Group, Statement, Vet, form_group, open_statement, seal_statement
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_REDIRECTS, _MAX_ROUND_GATHERINGS = 3, 4
@@ -60,7 +60,8 @@ class Rendezvous:
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
-    leaves_out: Callable[[str], bool]  # a peer that only owes: a group that is closed here does not include it
+    leaves_out: Callable[[str], bool]  # a group that is closed here does not include this peer: it only owes, or is out
+    vet: Vet  # checks that a peer may take part
     find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
     _voices: Voices = field(init=False)
     _patience: Patience = field(init=False)
@@ -236,7 +237,7 @@ class Rendezvous:
                         await self.find_others()
                         continue
                     sealed = [present[peer_id] for peer_id in present if not self.leaves_out(peer_id)]
-                    self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks), me)
+                    self._set_closed(form_group(self.run_id, round_number, sealed, self.num_blocks, self.vet), me)
                     return
                 await gathering.changed.wait(POLL_S / 4)
         finally:
@@ -377,7 +378,7 @@ class Rendezvous:
             return
         if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
             raise ProtocolError("malformed", "a group is a list of signed statements")
-        group = form_group(self.run_id, round_number, sealed, self.num_blocks)
+        group = form_group(self.run_id, round_number, sealed, self.num_blocks, self.vet)
         if closed is not None and group.index_of(me) is None:
             return
         with_me, from_leader = (closed or group).index_of(me) is not None, self._following == (round_number, giver)
@@ -444,7 +445,7 @@ class Rendezvous:
         target = self.target_round()
         if round_number > target + 1:
             raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
-        member = open_statement(sealed, self.run_id, round_number, self.num_blocks)
+        member = open_statement(sealed, self.run_id, round_number, self.num_blocks, self.vet)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "the statement is another peer's")
         has_voice = peer_id in self._voices.others()

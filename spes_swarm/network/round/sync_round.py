@@ -109,6 +109,7 @@ class SyncRounds:
             run.tracks,
             bandwidth_mbps=run.settings.bandwidth_mbps,
             reachable=self.rendezvous.reachable,
+            admission=run.settings.admission,
         )
 
     async def _all_reduce(self, group: Group, plan: Plan) -> CommitReport:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-import msgpack
 from blake3 import blake3
 from pydantic import Field, ValidationError, model_validator
 
@@ -25,6 +24,7 @@ from spes_swarm.protocol.admission.grants import (
     check_signature,
     open_admission,
     open_chain,
+    pack,
     sign,
     signed_bytes,
 )
@@ -77,7 +77,7 @@ Act = Allow | Revoke | Use
 
 
 def _pack(*content: object) -> bytes:
-    return bytes(msgpack.packb(content, use_bin_type=True))
+    return pack(content)
 
 
 def allow(chain: Chain) -> bytes:
@@ -92,7 +92,7 @@ def use(peer_id: str, admission: bytes) -> bytes:
 
 def revoke(signer: Identity | bytes, chain: Chain | None, run_id: str, target: Target) -> bytes:
     """A revocation, by the founder's identity (without a chain) or by the private key of a chain's last grant."""
-    payload = _pack(target.model_dump(exclude_defaults=True))
+    payload = pack(target.model_dump(exclude_defaults=True))
     grant_id, wire = (ROOT, ()) if chain is None else (chain.ids[-1], chain.wire)
     return _pack("revoke", payload, wire, sign(signer, signed_bytes(_REVOKE, run_id, grant_id, payload)))
 
@@ -113,7 +113,10 @@ def open_act(data: bytes, run_id: str, founder_key: bytes) -> Act:
     Raises:
         ProtocolError: (`malformed`, `oversized`, `signature`, `schema`, `admission`) it has no effect.
     """
-    match unpack(data, MAX_ACT_BYTES):
+    content = unpack(data, MAX_ACT_BYTES)
+    if pack(content) != data:  # other encodings would be other acts, made of one by anybody
+        raise ProtocolError("malformed", "an act in another encoding")
+    match content:
         case ["allow", wire]:
             chain = open_chain(wire, run_id, founder_key)
             if not chain.grants[-1].peer:

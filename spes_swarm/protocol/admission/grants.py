@@ -89,6 +89,11 @@ class Chain:
         )
 
 
+def pack(content: object) -> bytes:
+    """Encodes what is signed or sent."""
+    return bytes(msgpack.packb(content, use_bin_type=True))
+
+
 def signed_bytes(kind: bytes, run_id: str, grant_id: bytes, payload: bytes) -> bytes:
     """What a grant's key signs: a payload of one kind. `grant_id` is that of the grant, zeros for the founder."""
     return b"\0".join((b"spes_swarm", kind, run_id.encode(), grant_id, payload))
@@ -142,7 +147,7 @@ def extend(chain: Chain | None, signer: Identity | bytes, run_id: str, grant: Gr
     if grants and not grants[-1].may_invite:
         raise ValueError("the invitation does not include the right to invite others")
     parent_id = ids[-1] if ids else ROOT
-    payload = bytes(msgpack.packb(grant.model_dump(exclude_defaults=True), use_bin_type=True))
+    payload = pack(grant.model_dump(exclude_defaults=True))
     signature = sign(signer, signed_bytes(b"grant", run_id, parent_id, payload))
     return Chain((*grants, grant), (*ids, _grant_id(run_id, parent_id, payload)), (*wire, (payload, signature)))
 
@@ -166,7 +171,7 @@ def open_chain(wire: object, run_id: str, founder_key: bytes) -> Chain:
     for link in wire:
         if not (isinstance(link, list | tuple) and [type(part) for part in link] == [bytes, bytes]):
             raise ProtocolError("malformed", "a grant is a payload and a signature")
-        if grants and not grants[-1].may_invite:
+        if grants and not (grants[-1].may_invite and key):
             raise ProtocolError("admission", "an invitation was made by somebody who may not invite")
         payload, signature = link
         check_signature(key, signed_bytes(b"grant", run_id, parent_id, payload), signature)
@@ -178,8 +183,6 @@ def open_chain(wire: object, run_id: str, founder_key: bytes) -> Chain:
         grants.append(grant)
         ids.append(parent_id)
         key = grant.key
-        if not key and link is not wire[-1]:
-            raise ProtocolError("admission", "a grant follows one that names a peer")
     return Chain(tuple(grants), tuple(ids), tuple((bytes(payload), bytes(signature)) for payload, signature in wire))
 
 
@@ -190,7 +193,8 @@ def open_admission(data: bytes, peer_id: str, run_id: str, founder_key: bytes) -
         ProtocolError: (`malformed`, `oversized`, `signature`, `schema`, `admission`) it does not admit this peer.
     """
     content = unpack(data, MAX_ADMISSION_BYTES)
-    if not (isinstance(content, list) and len(content) == 2 and isinstance(content[1], bytes)):
+    is_pair = isinstance(content, list) and len(content) == 2 and isinstance(content[1], bytes)
+    if not is_pair or pack(content) != data:  # with other encodings, one admission would be many
         raise ProtocolError("malformed", "an admission is a chain and a signature")
     chain = open_chain(content[0], run_id, founder_key)
     if not chain.grants[-1].key:
@@ -216,7 +220,7 @@ class Invitation:
 
     def to_text(self) -> str:
         """The word that a newcomer pastes."""
-        packed = msgpack.packb([self.run_id, self.wire, self.secret], use_bin_type=True)
+        packed = pack([self.run_id, self.wire, self.secret])
         return "spes1." + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
     def admit(self, peer_id: str) -> bytes:
@@ -225,7 +229,7 @@ class Invitation:
         for payload, _ in self.wire:
             last_id = _grant_id(self.run_id, last_id, payload)
         signature = sign(self.secret, signed_bytes(b"admission", self.run_id, last_id, peer_id.encode()))
-        return bytes(msgpack.packb([self.wire, signature], use_bin_type=True))
+        return pack([self.wire, signature])
 
 
 def read_invitation(text: str) -> Invitation:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable
-from typing import Literal
 
 from blake3 import blake3
 
@@ -15,7 +14,6 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.admission.acts import Act, Allow, Revoke, Use, act_id, open_act, use
 from spes_swarm.protocol.admission.grants import ROOT, Chain, Terms, open_admission
 
-Policy = Literal["open", "invite", "allow-list"]
 MAX_ACTS = 4096
 _MAX_ACTS_PER_GRANT = 256  # by the key of one grant; the founder has the rest
 _MAX_ADMISSIONS = 4096
@@ -31,8 +29,8 @@ class Membership:
     hashes. So peers agree once they know the same uses, and a late copy displaces nobody.
     """
 
-    def __init__(self, run_id: str, founder: str, founder_key: bytes, policy: Policy) -> None:
-        """`founder` is the founder's peer id, `founder_key` its public key in DER."""
+    def __init__(self, run_id: str, founder: str, founder_key: bytes, policy: str) -> None:
+        """`founder` is the founder's peer id, `founder_key` its public key in DER, `policy` the run's `admission`."""
         self.policy = policy
         self._run_id, self._founder, self._founder_key = run_id, founder, founder_key
         self._chains: OrderedDict[str, dict[bytes, Chain]] = (
@@ -52,11 +50,16 @@ class Membership:
         """Returns True if a peer may take part."""
         return self.terms(peer_id, now) is not None
 
-    def terms(self, peer_id: str, now: float) -> Terms | None:
-        """What a peer may do; None if it may not take part."""
+    def terms(self, peer_id: str, now: float, *, shown: bytes = b"") -> Terms | None:
+        """What a peer may do; None if it may not take part.
+
+        `shown`: the admission that counts, so that all who see it come to the same terms. Without it, any does.
+        """
         if self.policy == "open" or peer_id == self._founder:
             return _ANYTHING
-        chains = [*self._allowed.get(peer_id, []), *self._chains.get(peer_id, {}).values()]
+        known = self._chains.get(peer_id, {})
+        chains = [known[act_id(shown)]] if act_id(shown) in known else [*known.values()]
+        chains += sorted(self._allowed.get(peer_id, []), key=lambda chain: chain.ids[-1])
         return next((chain.terms for chain in chains if self._is_valid(chain, peer_id, now)), None)
 
     def why_not(self, peer_id: str, now: float) -> str:
@@ -138,6 +141,11 @@ class Membership:
     def acts(self) -> list[bytes]:
         """All acts, in the order in which they arrived."""
         return list(self._acts.values())
+
+    @property
+    def act_ids(self) -> list[bytes]:
+        """The ids of all acts, in the same order."""
+        return list(self._acts)
 
     def add(self, data: bytes, *, settled: bool = False) -> bool:
         """Takes in an act; returns True if it was not known and has an effect.

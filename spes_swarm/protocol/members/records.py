@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from spes_swarm.base.names import FAULT_KIND
+from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.round_metrics import (
     MetricName,
@@ -99,6 +100,8 @@ class Progress(Record):
     data: Annotated[list[_Count], Field(max_length=MAX_SOURCES)] = Field(default_factory=list)
     # Dead experts, as far as they fit; None: not judged yet. Peers raise the alarm by majority: see routing_report.py.
     dead: Annotated[_Pairs, Field(max_length=MAX_DEAD), AfterValidator(_check_ascending)] | None = None
+    # To a private run; see protocol/admission/grants.py.
+    admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
     # For monitoring, like the telemetry.
     in_round: bool = False  # currently in a round
     expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""  # see routing_report.py; empty: unknown

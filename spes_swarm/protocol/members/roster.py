@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
@@ -44,6 +44,7 @@ class Roster:
     progress_ttl_s: float = math.inf  # lifetime of an honest progress record
     standing: Standing = field(default_factory=Standing)  # which of the others have taken part in rounds
     peers: dict[str, PeerView] = field(default_factory=dict)  # all peers with an unexpired record
+    admits: Callable[[str], bool] = lambda peer_id: True  # whether a peer may take part; others are not present
     committed_at: float = field(default_factory=time.monotonic)  # monotonic time of this peer's last commit
     # Peer -> expiration of its record when it was lost.
     _lost: dict[str, float] = field(default_factory=dict, init=False)
@@ -115,6 +116,7 @@ class Roster:
             view
             for peer, view in self.peers.items()
             if self._lost.get(peer, -1.0) < view.progress.expires
+            and self.admits(peer)
             and (now - view.seen_at <= 2 * self.progress_ttl_s or peer in self._vouched)
         ]
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from spes_swarm.base.errors import ProtocolError
 
 TWIN: Final = "identity"  # the kind of the fault
 _MAX_WRITTEN = 256
@@ -45,3 +48,13 @@ class TwinWatch:
             return False
         self._silent_until = now + _REPEAT_S
         return True
+
+
+def twin_fault(me: str, own: Sequence[str], seen: Sequence[str]) -> ProtocolError:
+    """The fault to report: this process has the addresses `own`, and other peers are connected to those `seen`."""
+    return ProtocolError(
+        TWIN,
+        f"two processes use the identity of this peer, {me}, and rounds lose parts; this one has "
+        f"{', '.join(own) or 'no address'}, and other peers are connected to {', '.join(seen) or 'unknown'}: "
+        "stop one of them; to run both, give it another --output-dir, without --identity",
+    )

@@ -42,6 +42,7 @@ def make_statement(
     *,
     bandwidth_mbps: float,
     reachable: bool,
+    admission: bytes = b"",
 ) -> Statement:
     """Builds the statement, not yet signed."""
     commits, marks = lineage.to_lists()
@@ -63,6 +64,7 @@ def make_statement(
         fixed=leases.fixed,
         leaving=work.leaving,
         leased=leases.leased_bitmap,
+        admission=admission,
     )
 
 

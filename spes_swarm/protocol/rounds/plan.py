@@ -304,7 +304,7 @@ def _plan_block(
 
     version, digest = max(holders_of_base, key=preference)
     in_base = frozenset(holders_of_base[version, digest])
-    weights = _weights(members, block, bounds)
+    weights = _within_terms(_weights(members, block, bounds), members)
     if deferred is not None and all(i in in_base and not members[i].statement.leaving for i, _ in weights):
         deferred.add(block - 1)
         weights = []
@@ -332,6 +332,17 @@ def _plan_block(
     lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
     median = median_low(lengths) if lengths else 0.0
     return BlockPlan(block, version, digest, in_base, contributions, median, bounds.usual_rms(block))
+
+
+def _within_terms(weights: list[tuple[int, float]], members: Sequence[Member]) -> list[tuple[int, float]]:
+    """Lowers the weights of members that may have at most some share of an average, unless they are alone."""
+    total = sum(weight for _, weight in weights)
+    return [
+        (i, min(weight, (total - weight) * share / (1 - share)) or weight)
+        if (share := members[i].most_weight) < 1
+        else (i, weight)
+        for i, weight in weights
+    ]
 
 
 def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@ The plan of a round is a pure function of its members' statements, so they carry
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from blake3 import blake3
 from pydantic import Field, model_validator
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 from spes_swarm.protocol.members.identity import Identity
@@ -59,6 +60,8 @@ class Statement(SignedModel):
     fixed: bool  # its user has named its experts: it adopts no others
     leaving: bool  # this is its last round
     leased: bytes  # bitmap of the experts on which it sees others' unexpired leases
+    # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
+    admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 
     @model_validator(mode="after")
     def _consistent(self) -> Statement:
@@ -96,6 +99,7 @@ class Member:
 
     peer_id: str
     statement: Statement
+    most_weight: float = 1.0  # the largest share of a block's average that it may have
 
 
 @dataclass(frozen=True)
@@ -125,28 +129,40 @@ def seal_statement(identity: Identity, run_id: str, statement: Statement) -> byt
     return seal(identity, KIND, run_id, statement)
 
 
-def open_statement(data: bytes, run_id: str, round_number: int, num_blocks: int) -> Member:
+Vet = Callable[[str, Statement], float]
+"""Returns `Member.most_weight`; raises ProtocolError if a peer may not be a member of a group."""
+
+
+def _admit_all(peer_id: str, statement: Statement) -> float:
+    del peer_id, statement
+    return 1.0
+
+
+def open_statement(data: bytes, run_id: str, round_number: int, num_blocks: int, vet: Vet = _admit_all) -> Member:
     """Verifies a signed statement for a given round.
 
     Raises:
-        ProtocolError: the signature or schema is invalid; (`round`) another round; (`shape`) another number of blocks.
+        ProtocolError: the signature or schema is invalid; (`round`) another round; (`shape`) another number of blocks;
+            (`stranger`, `terms`) the run is private, and the peer may not take part with such a statement.
     """
     peer_id, statement = unseal(data, KIND, run_id, Statement)
     if statement.round != round_number:
         raise ProtocolError("round", f"statement of {peer_id} is for round {statement.round}, not {round_number}")
     if len(statement.digests) != num_blocks:
         raise ProtocolError("shape", f"statement of {peer_id} has {len(statement.digests)} blocks, not {num_blocks}")
-    return Member(peer_id, statement)
+    return Member(peer_id, statement, vet(peer_id, statement))
 
 
-def form_group(run_id: str, round_number: int, sealed: Iterable[bytes], num_blocks: int) -> Group:
+def form_group(
+    run_id: str, round_number: int, sealed: Iterable[bytes], num_blocks: int, vet: Vet = _admit_all
+) -> Group:
     """Verifies the statements that a leader gathered and puts them in the canonical order.
 
     Raises:
         ProtocolError: a statement fails verification, or (`duplicate`) a peer appears twice.
     """
     entries: Sequence[tuple[Member, bytes]] = sorted(
-        ((open_statement(data, run_id, round_number, num_blocks), data) for data in sealed),
+        ((open_statement(data, run_id, round_number, num_blocks, vet), data) for data in sealed),
         key=lambda entry: entry[0].peer_id,
     )
     members = tuple(member for member, _ in entries)

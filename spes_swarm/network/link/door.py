@@ -1,0 +1,300 @@
+"""The door of a private run: whom this peer answers, and how it learns and passes on who may take part.
+
+libp2p authenticates peer ids, so the id of a caller is all that has to be checked. A peer shows its admission in its
+calls to another one until that has answered, in its records, and in its statements. Every call and answer carries a
+digest of the acts that its sender knows. Where the two differ, each side asks the other for those that it lacks, so a
+revocation reaches all members at once, and one that was away with its first call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from spes_swarm.base.errors import InvitationError, ProtocolError
+from spes_swarm.config.manifest import Manifest
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.protocol.admission.grants import Terms
+from spes_swarm.protocol.admission.membership import Membership
+from spes_swarm.protocol.members.records import Lease, Progress, Record, Volunteer
+from spes_swarm.protocol.rounds.statement import Statement
+from spes_swarm.storage.acts_file import ActsFile
+
+_LOGGER = logging.getLogger(__name__)
+# What a monitor needs; open to everybody if the run is visible to all.
+VISIBLE: Final = frozenset({"manifest", "ping", "clock", "acts"})
+ADVICE: Final = "ask one of its members for an invitation, and give it with --invitation"
+_TIMEOUT_S = 10.0
+_WAIT_S = 1.0  # for the acts of a caller whose call depends on them
+_PAUSE_S, _LONG_PAUSE_S = 0.5, 10.0  # between two requests to one peer for its acts, if they had any effect or not
+_PREFIX_BYTES = 8
+_MAX_ANSWER_BYTES = 1 << 20
+_MAX_REMEMBERED = 1024
+
+
+def membership_of(manifest: Manifest) -> Membership:
+    """What the manifest of a run alone says about who may take part."""
+    return Membership(manifest.run_id, manifest.founder, manifest.founder_key, manifest.run.admission)
+
+
+def check_admission(manifest: Manifest, peer_id: str, admission: bytes, now: float) -> None:
+    """Checks this peer's own admission, before anything is asked of other peers.
+
+    Raises:
+        InvitationError: the run is private and does not admit this peer; one that admits peers by name may do so.
+    """
+    members = membership_of(manifest)
+    if members.policy == "allow-list" or members.admits(peer_id, now):
+        return
+    try:
+        if not admission:
+            raise InvitationError(f"run {manifest.run_id} is private: {ADVICE}")
+        members.learn(peer_id, admission)
+    except ProtocolError as exc:
+        raise InvitationError(f"the invitation is not valid for run {manifest.run_id} ({exc.detail})") from exc
+    if not members.admits(peer_id, now):
+        raise InvitationError(f"{members.why_not(peer_id, now)}: {ADVICE}")
+
+
+@dataclass
+class _Asked:
+    """When a peer was asked for its acts last, and whether it may be asked again soon."""
+
+    at: float  # monotonic time
+    pause_s: float = _PAUSE_S
+    task: asyncio.Task[None] | None = None
+
+
+def _check_experts(peer_id: str, num_experts: int, terms: Terms) -> None:
+    if terms.experts is not None and num_experts > terms.experts:
+        raise ProtocolError("terms", f"{peer_id} has {num_experts} experts and may have {terms.experts}")
+
+
+class Door:
+    """Checks callers, and keeps this peer's knowledge of the members up to date. Of no effect in an open run."""
+
+    def __init__(self, rpc: Rpc, manifest: Manifest, now: Callable[[], float], file: ActsFile | None = None) -> None:
+        """`now` returns the swarm's time in Unix seconds; `file` is where acts are kept."""
+        self.members = membership_of(manifest)
+        self.is_private = manifest.run.admission != "open"
+        self.is_visible = not self.is_private or manifest.run.visible == "all"
+        self._rpc = rpc
+        self._now = now
+        self._file = file
+        self._asked: OrderedDict[str, _Asked] = OrderedDict()
+        self._has_met = False  # other peers that know the acts of the run
+        self._refused_by: dict[str, str] = {}  # members -> the reason they gave
+        self.tell: Callable[[], Collection[str]] = tuple  # whom to tell of new acts
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def open(self, me: str) -> None:
+        """Reads the file of acts, and checks all calls from now on. `me` is this peer's id."""
+        rpc = self._rpc
+        if self.is_private:
+            self.read_file()
+            self._learn(me, rpc.admission)
+            await rpc.serve("acts", self._serve_acts)
+        rpc.door = self
+
+    @property
+    def digest(self) -> bytes:
+        """See rpc.Doorkeeper."""
+        return self.members.digest
+
+    # Decisions.
+
+    def admits(self, peer_id: str) -> bool:
+        """Returns True if a peer may take part."""
+        return not self.is_private or self.members.admits(peer_id, self._now())
+
+    def sees(self, peer_id: str) -> bool:
+        """Returns True if a peer may read the records of the run."""
+        return self.is_visible or self.admits(peer_id)
+
+    def terms(self, peer_id: str) -> Terms:
+        """What an admitted peer may do.
+
+        Raises:
+            ProtocolError: (`stranger`) it may not take part.
+        """
+        terms = self.members.terms(peer_id, self._now())
+        if terms is None:
+            raise ProtocolError("stranger", f"{peer_id} may not take part in this run")
+        return terms
+
+    def vet_record(self, peer_id: str, record: Record) -> None:
+        """Checks that the writer of a record may take part, and that the record keeps to its terms.
+
+        Raises:
+            ProtocolError: (`stranger`, `terms`) the record does not count.
+        """
+        if not self.is_private:
+            return
+        if isinstance(record, Progress):
+            self._learn(peer_id, record.admission)
+        terms = self.terms(peer_id)
+        if isinstance(record, Lease):
+            _check_experts(peer_id, len(record.experts), terms)
+        if isinstance(record, Volunteer) and not terms.may_publish:
+            raise ProtocolError("terms", f"{peer_id} may not publish")
+
+    def vet_statement(self, peer_id: str, statement: Statement) -> float:
+        """Checks that a member may take part on its terms; returns the largest share of an average that it may have.
+
+        Raises:
+            ProtocolError: (`stranger`, `terms`) no group includes it.
+        """
+        if not self.is_private:
+            return 1.0
+        self._learn(peer_id, statement.admission)
+        terms = self.members.terms(peer_id, self._now(), shown=statement.admission)
+        if terms is None:
+            raise ProtocolError("stranger", f"{peer_id} may not take part in this run")
+        _check_experts(peer_id, max(len(statement.held), statement.room), terms)
+        return terms.weight or 1.0
+
+    def _learn(self, peer_id: str, admission: object) -> None:
+        if self.is_private and isinstance(admission, bytes) and admission:
+            with suppress(ProtocolError):  # then it does not admit the peer
+                before = self.members.digest
+                self.members.learn(peer_id, admission)
+                if self.members.digest != before:  # the use of a limited invitation
+                    self._keep(self.members.acts[-1:])
+
+    # Calls.
+
+    async def receive(self, peer_id: str, message: dict[str, Any]) -> str | None:
+        """Takes in what a call shows; returns why it is refused, None if it is served."""
+        if not self.is_private:
+            return None
+        self._learn(peer_id, message.get("admission"))
+        if self.admits(peer_id):
+            task = self._compare(peer_id, message.get("acts"))
+            if task is not None and message.get("method") == "gather":  # the group must not include a revoked peer
+                await asyncio.wait({task}, timeout=_WAIT_S)
+        if self.admits(peer_id):
+            return None
+        joins = isinstance(message.get("arguments"), dict) and message["arguments"].get("joins")
+        if self.is_visible and message.get("method") in VISIBLE and not joins:
+            return None
+        if self.members.policy == "allow-list":
+            return f"this run is private: ask its founder to allow {peer_id}"
+        return f"{self.members.why_not(peer_id, self._now())}: {ADVICE}"
+
+    def receive_answer(self, peer_id: str, answer: dict[str, Any]) -> None:
+        """Takes in what an answer shows."""
+        admission, digest = answer.pop("admission", None), answer.pop("acts_digest", None)
+        if self.is_private:
+            self._learn(peer_id, admission)
+            if self.admits(peer_id):
+                self._compare(peer_id, digest)
+
+        self._refused_by.pop(peer_id, None)
+
+    def note_refusal(self, peer_id: str, reason: str) -> None:
+        """See rpc.Doorkeeper."""
+        if self.is_private and self.admits(peer_id):
+            self._refused_by[peer_id] = reason
+
+    def check_self(self, me: str) -> None:
+        """Checks that this peer may still take part.
+
+        Raises:
+            InvitationError: it may not, as far as it knows itself, or as most of the other members say.
+        """
+        if not self.admits(me):
+            raise InvitationError(f"this peer can take part no longer: {self.members.why_not(me, self._now())}")
+        others = self.tell()
+        reasons = [self._refused_by[peer] for peer in others if peer in self._refused_by]
+        if 2 * len(reasons) > len(others):
+            raise InvitationError(f"most members refuse this peer: {reasons[0]}")
+
+    # Acts.
+
+    def read_file(self) -> None:
+        """Takes in what was appended to the file of acts, which the `invite` command does as well."""
+        if self._file is None or not self.is_private:
+            return
+        try:
+            acts = self._file.read_new()
+        except OSError as exc:
+            _LOGGER.warning("the file of acts cannot be read: %s", exc)
+            return
+        if self._take(acts, settled=True):
+            self._tell_others()
+
+    def _take(self, acts: Collection[object], *, settled: bool) -> list[bytes]:
+        """Takes in acts; returns those that are new and valid."""
+        new = []
+        for act in acts:
+            with suppress(ProtocolError):  # whoever sent it may have it from others
+                if isinstance(act, bytes) and self.members.add(act, settled=settled):
+                    new.append(act)
+        return new
+
+    def _keep(self, acts: Collection[bytes]) -> None:
+        """Writes new acts to the file, and passes them on."""
+        if not acts:
+            return
+        try:
+            for act in acts if self._file is not None else ():
+                self._file.append(act)  # type: ignore[union-attr]
+        except OSError as exc:
+            _LOGGER.warning("acts of the run cannot be kept: %s", exc)
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        """Calls the others, which then see that this peer knows more than they do."""
+
+        async def call(peer_id: str) -> None:
+            with suppress(OSError, ProtocolError):
+                await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
+
+        for peer_id in self.tell():
+            task = asyncio.create_task(call(peer_id))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+
+    def _compare(self, peer_id: str, digest: object) -> asyncio.Task[None] | None:
+        """Asks an admitted peer for its acts if they differ from this peer's; returns the request under way, if any."""
+        if not isinstance(digest, bytes) or digest == self.members.digest or not digest:
+            return None
+        asked = self._asked.get(peer_id)
+        if asked is not None and time.monotonic() - asked.at < asked.pause_s:
+            return asked.task
+        asked = self._asked[peer_id] = _Asked(time.monotonic())
+        self._asked.move_to_end(peer_id)
+        while len(self._asked) > _MAX_REMEMBERED:
+            self._asked.popitem(last=False)
+        asked.task = asyncio.create_task(self._fetch_acts(peer_id, asked))
+        return asked.task
+
+    async def _fetch_acts(self, peer_id: str, asked: _Asked) -> None:
+        known = b"".join(identifier[:_PREFIX_BYTES] for identifier in self.members.act_ids)
+        with suppress(OSError, ProtocolError):
+            answer = await self._rpc.call(peer_id, "acts", {"known": known}, _TIMEOUT_S)
+            acts = answer.get("acts")
+            # What a newcomer learns first is how things were before it came.
+            new = self._take(acts if isinstance(acts, list) else [], settled=not self._has_met)
+            self._has_met = True
+            asked.pause_s = _PAUSE_S if new else _LONG_PAUSE_S
+            self._keep(new)
+
+    async def _serve_acts(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id
+        known = request.get("known")
+        if not isinstance(known, bytes):
+            raise ProtocolError("malformed", "`acts` without the known ones")
+        prefixes = {known[i : i + _PREFIX_BYTES] for i in range(0, len(known), _PREFIX_BYTES)}
+        answer, size = [], 0
+        for identifier, act in zip(self.members.act_ids, self.members.acts, strict=True):
+            if identifier[:_PREFIX_BYTES] not in prefixes and size + len(act) <= _MAX_ANSWER_BYTES:
+                answer.append(act)
+                size += len(act)
+        return {"acts": answer}

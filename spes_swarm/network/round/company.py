@@ -1,0 +1,60 @@
+"""Waits for other peers before a round, where a round without them would fork the reference or train alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from spes_swarm.network.link.clock import steady_clock
+from spes_swarm.protocol.members.roster import Roster
+
+_PAUSE_S = 0.5
+_BEGIN_S = 10.0  # how long a peer's first round waits for peers that are about to train
+
+
+@dataclass(eq=False)
+class Company:
+    """Knows when records were read last, and waits for others."""
+
+    roster: Roster
+    progress_ttl_s: float  # lifetime of a progress record
+    refresh: Callable[[], Awaitable[None]]  # reads records again
+    read_at: float = field(default=-math.inf, init=False)  # by the steady clock, when records were read last
+    _look_until: float = field(default=-math.inf, init=False)  # until when a round waits for others
+    _has_begun: bool = field(default=False, init=False)  # whether a round of this peer has begun
+
+    def note_read(self) -> None:
+        """Notes that records have been read."""
+        before, self.read_at = self.read_at, steady_clock()
+        if self.progress_ttl_s / 2 < self.read_at - before < math.inf:  # renewed each fifth of their lifetime
+            self._look_until = self.read_at + self.progress_ttl_s
+
+    async def find_again(self) -> None:
+        """Waits for another peer's record, if this process slept for so long that all that it knew have expired.
+
+        Without this it would hold rounds alone, and fork the reference, until its node has found the others.
+        """
+        until, now = self._look_until, steady_clock()
+        if now - self.read_at > self.progress_ttl_s / 2:  # nothing has been read since
+            until = now + self.progress_ttl_s
+        while not self.roster.present() and steady_clock() < max(until, self._look_until):
+            await self.refresh()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def await_beginners(self) -> None:
+        """Waits, before this peer's first round, for others that wait for company, if none of them trains yet.
+
+        They begin when this peer has appeared; until then it would commit rounds without them.
+        """
+        if self._has_begun:
+            return
+        deadline = time.monotonic() + _BEGIN_S
+        while not self.roster.training() and time.monotonic() < deadline:
+            if all(view.progress.state != "waiting" for view in self.roster.answering()):
+                break
+            await asyncio.sleep(_PAUSE_S)
+            await self.refresh()
+        self._has_begun = True

@@ -1,0 +1,277 @@
+"""The door of a private run between real daemons: who is answered, and how the members learn of acts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from spes_swarm.base.errors import InvitationError, ProtocolError
+from spes_swarm.config.manifest import Manifest, found_run
+from spes_swarm.network.link.door import VISIBLE, Door, check_admission
+from spes_swarm.network.link.rpc import RefusedError
+from spes_swarm.protocol.admission import acts
+from spes_swarm.protocol.admission.grants import Chain, Grant, Invitation, extend, new_key
+from spes_swarm.storage.acts_file import ActsFile
+from tests.helpers.hosts import Host, hosts, run
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.records import lease, progress
+from tests.helpers.rounds import identity
+
+REASONABLE_S = 60.0
+FOUNDER = identity(0)
+
+
+def manifest(admission: str = "invite", visible: str = "all") -> Manifest:
+    return found_run(dataclasses.replace(run_config(), admission=admission, visible=visible), "ab" * 32, FOUNDER)
+
+
+def invitation(run_id: str, **terms: Any) -> tuple[Chain, Invitation]:
+    secret, public = new_key()
+    chain = extend(None, FOUNDER, run_id, Grant(key=public, **terms))
+    return chain, Invitation(run_id, chain.wire, secret)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(REASONABLE_S):
+        while not holds():
+            await asyncio.sleep(0.05)
+
+
+async def echo(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+    return {"echo": request.get("word"), "caller": peer_id}
+
+
+class Party:
+    """Connected hosts with doors; the first is the founder."""
+
+    def __init__(self, manifest: Manifest, started: list[Host], directory: Path) -> None:
+        self.manifest = manifest
+        self.hosts = started
+        self.doors: list[Door] = []
+        for number, host in enumerate(started):
+            self.doors.append(Door(host.rpc, manifest, time.time, ActsFile(directory / f"acts{number}.txt")))
+
+    async def open(self, number: int, admission: bytes = b"") -> None:
+        host, door = self.hosts[number], self.doors[number]
+        host.rpc.admission = admission
+        await door.open(host.peer_id)
+        door.tell = lambda: [other.peer_id for other in self.hosts if other is not host]
+        for method in ("table", "ping", "manifest"):
+            await host.rpc.serve(method, echo)
+
+    async def call(self, caller: int, called: int, method: str = "table", **arguments: Any) -> dict[str, Any]:
+        return await self.hosts[caller].rpc.call(self.hosts[called].peer_id, method, arguments, REASONABLE_S)
+
+    def revoke(self, **target: Any) -> bytes:
+        return acts.revoke(FOUNDER, None, self.manifest.run_id, acts.Target(at=time.time(), **target))
+
+
+@asynccontextmanager
+async def party(count: int, directory: Path, **settings: str) -> AsyncIterator[Party]:
+    async with hosts(count) as started:
+        for host in started[1:]:
+            await host.connect(started[0])
+        if count > 2:
+            await started[2].connect(started[1])
+        yield Party(manifest(**settings), started, directory)
+
+
+def test_a_stranger_is_refused_and_a_member_is_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            await here.open(0)
+            with pytest.raises(RefusedError, match="this run is private: ask one of its members for an invitation"):
+                await here.call(1, 0)
+            _, sent = invitation(here.manifest.run_id)
+            here.hosts[1].rpc.admission = sent.admit(here.hosts[1].peer_id)
+            assert (await here.call(1, 0, word="hello"))["echo"] == "hello"
+            # Somebody else's admission is worth nothing.
+            here.doors[0].members._chains.clear()
+            here.hosts[1].rpc.admission = sent.admit(identity(5).peer_id)
+            with pytest.raises(RefusedError):
+                await here.call(1, 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("visible", ["all", "members"])
+def test_who_only_watches_gets_what_is_visible(tmp_path: Path, visible: str) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path, visible=visible) as here:
+            await here.open(0)
+            for method in ("ping", "manifest", "acts"):
+                arguments = {"known": b""} if method == "acts" else {}
+                if visible == "all":
+                    await here.call(1, 0, method, **arguments)
+                else:
+                    with pytest.raises(RefusedError):
+                        await here.call(1, 0, method, **arguments)
+            with pytest.raises(RefusedError):  # it says that it is going to take part
+                await here.call(1, 0, "manifest", joins=True)
+
+    run(scenario)
+
+
+def test_a_member_that_has_started_again_is_shown_the_admission_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            await here.open(0)
+            _, sent = invitation(here.manifest.run_id)
+            await here.open(1, sent.admit(here.hosts[1].peer_id))
+            await here.call(1, 0)
+            here.doors[0] = Door(here.hosts[0].rpc, here.manifest, time.time)
+            await here.open(0)
+            await here.call(1, 0)
+
+    run(scenario)
+
+
+def test_a_revocation_in_the_file_of_one_member_reaches_all_and_survives(tmp_path: Path) -> None:
+    """The command appends to the file; the third peer is not connected to whoever did so in time."""
+
+    async def scenario() -> None:
+        async with party(3, tmp_path) as here:
+            _, sent = invitation(here.manifest.run_id)
+            for number in range(3):
+                await here.open(number, sent.admit(here.hosts[number].peer_id) if number else b"")
+            outsider = identity(7).peer_id
+            for door in here.doors:
+                door.members.learn(outsider, sent.admit(outsider))
+                assert door.admits(outsider)
+            await here.call(1, 0)
+            await here.call(2, 1)
+            ActsFile(tmp_path / "acts1.txt").append(here.revoke(peer=outsider))
+            here.doors[1].read_file()
+            assert not here.doors[1].admits(outsider)
+            await until(lambda: not any(door.admits(outsider) for door in here.doors))
+            await until(lambda: all(len(ActsFile(tmp_path / f"acts{i}.txt").read_new()) == 1 for i in range(3)))
+            again = Door(here.hosts[2].rpc, here.manifest, time.time, ActsFile(tmp_path / "acts2.txt"))
+            again.read_file()
+            again.members.learn(outsider, sent.admit(outsider))
+            assert not again.admits(outsider)
+
+    run(scenario)
+
+
+def test_a_leader_learns_of_a_revocation_from_the_call_that_depends_on_it(tmp_path: Path) -> None:
+    """It never heard of it before: the follower's `gather` is answered after the leader has asked for its acts."""
+
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            _, sent = invitation(here.manifest.run_id)
+            await here.open(0)
+            await here.open(1, sent.admit(here.hosts[1].peer_id))
+            outsider = identity(7).peer_id
+            here.doors[0].members.learn(outsider, sent.admit(outsider))
+            seen = []
+
+            async def gather(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+                del peer_id, request
+                seen.append(here.doors[0].admits(outsider))
+                return {}
+
+            await here.hosts[0].rpc.serve("gather", gather)
+            await here.call(1, 0, "gather")
+            here.doors[1].tell = tuple  # nobody is told
+            here.doors[1].members.add(here.revoke(peer=outsider))
+            await here.call(1, 0, "gather")
+            assert seen == [True, False]
+
+    run(scenario)
+
+
+def test_a_peer_that_is_revoked_learns_that_it_is_out(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            _, sent = invitation(here.manifest.run_id)
+            await here.open(0)
+            await here.open(1, sent.admit(here.hosts[1].peer_id))
+            await here.call(1, 0)
+            here.doors[1].check_self(here.hosts[1].peer_id)
+            here.doors[0].tell = tuple
+            here.doors[0].members.add(here.revoke(peer=here.hosts[1].peer_id))
+            with pytest.raises(RefusedError):
+                await here.call(1, 0)
+            with pytest.raises(InvitationError, match="most members refuse this peer: the invitation has been revoked"):
+                here.doors[1].check_self(here.hosts[1].peer_id)
+
+    run(scenario)
+
+
+def test_what_a_stranger_gets_is_small(tmp_path: Path) -> None:
+    """Whatever it asks, beside what a monitor may have."""
+
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            await here.open(0)
+            sizes = []
+            send = here.hosts[1].rpc._send
+
+            async def measured(*arguments: Any, **options: Any) -> dict[str, Any]:
+                answer = await send(*arguments, **options)
+                sizes.append(len(msgpack.packb(answer)))
+                return answer
+
+            here.hosts[1].rpc._send = measured  # type: ignore[method-assign]
+            for method in ("table", "gather", "call", "have", "tokens", "tokenizer", "no such method"):
+                assert method not in VISIBLE
+                with pytest.raises(RefusedError):
+                    await here.call(1, 0, method)
+            assert len(sizes) == 7
+            assert sum(sizes) < 4096
+
+    run(scenario)
+
+
+# Records and statements.
+
+
+def lone_door(**settings: str) -> Door:
+    class Silent:
+        admission = b""
+
+    return Door(Silent(), manifest(**settings), time.time)  # type: ignore[arg-type]
+
+
+def test_records_of_others_than_members_do_not_count() -> None:
+    door = lone_door()
+    _, sent = invitation(door.members._run_id, experts=1, may_publish=False)
+    for record in (progress(), progress(admission=sent.admit("another")), lease(1.0, experts=[0])):
+        with pytest.raises(ProtocolError, match="stranger"):
+            door.vet_record("peer", record)
+    door.vet_record(FOUNDER.peer_id, progress())
+    door.vet_record("peer", progress(admission=sent.admit("peer")))
+    door.vet_record("peer", lease(1.0, experts=[0]))
+    with pytest.raises(ProtocolError, match="has 2 experts and may have 1"):
+        door.vet_record("peer", lease(1.0, experts=[0, 1]))
+    lone_door(admission="open").vet_record("anybody", progress())
+
+
+# Before anything is asked.
+
+
+def test_an_own_invitation_is_checked_against_the_manifest() -> None:
+    run_manifest = manifest()
+    other = dataclasses.replace(run_config(), name="other", admission="invite")
+    of_other = found_run(other, "ab" * 32, FOUNDER)
+    now = time.time()
+    check_admission(run_manifest, FOUNDER.peer_id, b"", now)
+    check_admission(manifest(admission="open"), "me", b"", now)
+    _, sent = invitation(run_manifest.run_id, expires=now)
+    check_admission(run_manifest, "me", sent.admit("me"), now - 1)
+    for admission, why in (
+        (b"", "is private: ask one of its members"),
+        (sent.admit("me"), "the invitation has expired"),
+        (invitation(of_other.run_id)[1].admit("me"), "is not valid for run"),
+        (b"garbage", "is not valid for run"),
+    ):
+        with pytest.raises(InvitationError, match=why):
+            check_admission(run_manifest, "me", admission, now)

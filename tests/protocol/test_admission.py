@@ -1,0 +1,346 @@
+"""Who may take part in a private run: chains of grants, admissions, and the acts that all members share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any
+
+import msgpack
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from spes_swarm.base.errors import InvitationError, ProtocolError
+from spes_swarm.protocol.admission import acts
+from spes_swarm.protocol.admission.grants import (
+    MAX_ADMISSION_BYTES,
+    MAX_GRANTS,
+    Chain,
+    Grant,
+    Invitation,
+    extend,
+    new_key,
+    open_admission,
+    open_chain,
+    read_invitation,
+)
+from spes_swarm.protocol.admission.membership import Membership
+from tests.helpers.rounds import identity
+
+RUN = "run-1"
+FOUNDER, KEY = identity(0), identity(0).public_key_der
+NOW = 1_000_000.0
+
+
+def made(parent: tuple[Chain, bytes] | None = None, **terms: Any) -> tuple[Chain, bytes]:
+    """A chain by the founder, or one grant longer than `parent`, with the private key of its last grant."""
+    secret, public = new_key()
+    chain, signer = parent if parent is not None else (None, FOUNDER)
+    return extend(chain, signer, RUN, Grant(key=public, **terms)), secret
+
+
+def invitation(parent: tuple[Chain, bytes] | None = None, **terms: Any) -> Invitation:
+    chain, secret = made(parent, **terms)
+    return Invitation(RUN, chain.wire, secret)
+
+
+def membership(policy: str = "invite") -> Membership:
+    return Membership(RUN, FOUNDER.peer_id, KEY, policy)
+
+
+def refused(kind: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        call()
+    assert caught.value.kind == kind
+
+
+# Chains and words.
+
+
+def test_an_invitation_survives_being_pasted() -> None:
+    sent = invitation(name="Ada", experts=2)
+    word = sent.to_text()
+    assert word.startswith("spes1.")
+    assert len(word) < 700  # one line of a message
+    broken = "\n".join(word[i : i + 60] for i in range(0, len(word), 60))
+    assert read_invitation(word) == read_invitation(f"  {broken}\n") == sent
+    assert sent.grants[0]["name"] == "Ada"
+
+
+@pytest.mark.parametrize("word", ["", "spes1.", "hello", "spes1." + "A" * 200, "spes2." + "A" * 200])
+def test_another_word_is_refused(word: str) -> None:
+    with pytest.raises(InvitationError):
+        read_invitation(word)
+
+
+def test_every_part_of_a_word_matters() -> None:
+    word = invitation().to_text()
+    for end in range(len(word) - 1, 6, -7):
+        with pytest.raises(InvitationError):
+            read_invitation(word[:end])
+
+
+def test_an_admission_is_of_one_peer_and_one_run() -> None:
+    sent = invitation(name="Ada")
+    admission = sent.admit("peer-a")
+    assert open_admission(admission, "peer-a", RUN, KEY).terms.name == "Ada"
+    assert len(admission) < MAX_ADMISSION_BYTES / 3
+    refused("signature", lambda: open_admission(admission, "peer-b", RUN, KEY))
+    refused("signature", lambda: open_admission(admission, "peer-a", "run-2", KEY))
+    refused("signature", lambda: open_admission(admission, "peer-a", RUN, identity(1).public_key_der))
+
+
+def test_what_is_signed_is_plain_ed25519() -> None:
+    sent = invitation()
+    chain, signature = msgpack.unpackb(sent.admit("peer-a"))
+    payload = msgpack.unpackb(chain[0][0])
+    grant_id = open_chain(chain, RUN, KEY).ids[-1]
+    signed = b"spes_swarm\0admission\0run-1\0" + grant_id + b"\0peer-a"
+    Ed25519PublicKey.from_public_bytes(payload["key"]).verify(signature, signed)
+
+
+def test_only_the_founder_begins_a_chain_and_only_an_inviter_continues_it() -> None:
+    own = Grant(key=new_key()[1])
+    refused("signature", lambda: open_chain(extend(None, identity(1), RUN, own).wire, RUN, KEY))
+    chain, secret = made(name="no inviter")
+    with pytest.raises(ValueError, match="right to invite"):
+        made((chain, secret))
+    inviter, key = made(may_invite=True)
+    # A grant that another key than the inviter's has signed; one below a grant without that right.
+    forged = extend(inviter, new_key()[0], RUN, own)
+    refused("signature", lambda: open_chain(forged.wire, RUN, KEY))
+    plain, plain_key = made((inviter, key))
+    pretending = Chain((plain.grants[0], plain.grants[0]), plain.ids, plain.wire)  # its own reader lets it go on
+    below = extend(pretending, plain_key, RUN, own)
+    refused("admission", lambda: open_chain(below.wire, RUN, KEY))
+
+
+def test_a_chain_ends_after_four_grants_and_after_a_peer() -> None:
+    chain, key = made(may_invite=True)
+    for _ in range(MAX_GRANTS - 1):
+        chain, key = made((chain, key), may_invite=True)
+    assert len(open_chain(chain.wire, RUN, KEY).grants) == MAX_GRANTS == 4
+    with pytest.raises(ValueError, match="at most 4"):
+        made((chain, key))
+    refused("malformed", lambda: open_chain([*chain.wire, chain.wire[0]], RUN, KEY))
+    named = extend(None, FOUNDER, RUN, Grant(peer="peer-a", may_invite=True))
+    refused("admission", lambda: open_chain([*named.wire, named.wire[0]], RUN, KEY))
+
+
+def test_the_strictest_terms_of_a_chain_hold() -> None:
+    first = made(may_invite=True, expires=500.0, experts=2, may_publish=False, weight=0.5)
+    chain, _ = made(first, expires=900.0, experts=8, weight=0.1, name="Bob")
+    terms = chain.terms
+    assert (terms.expires, terms.experts, terms.weight) == (500.0, 2, 0.1)
+    assert (terms.may_publish, terms.may_invite, terms.name) == (False, False, "Bob")
+    assert made(first)[0].terms.weight == 0.5
+
+
+@pytest.mark.parametrize(
+    "grant",
+    [
+        {},
+        {"key": b"1" * 31},
+        {"key": b"1" * 32, "peer": "p"},
+        {"key": b"1" * 32, "uses": 0},
+        {"key": b"1" * 32, "weight": 1.0},
+        {"key": b"1" * 32, "name": "a\nb"},
+        {"key": b"1" * 32, "expires": float("inf")},
+        {"key": b"1" * 32, "from_a_later_version": 1},
+    ],
+)
+def test_a_grant_with_impossible_terms_admits_nobody(grant: dict[str, Any]) -> None:
+    payload = msgpack.packb(grant, use_bin_type=True)
+    signature = FOUNDER.sign(b"spes_swarm\0grant\0run-1\0" + bytes(32) + b"\0" + payload)
+    refused("schema", lambda: open_chain([[payload, signature]], RUN, KEY))
+
+
+def test_changed_bytes_admit_nobody() -> None:
+    chain = random.Random(1)
+    good = invitation(made(may_invite=True), name="Ada", experts=2).admit("peer-a")
+    opened = 0
+    for _ in range(1000):
+        data = bytearray(good)
+        for _ in range(chain.randint(1, 3)):
+            data[chain.randrange(len(data))] ^= chain.randint(1, 255)
+        if chain.random() < 0.2:
+            data = data[: chain.randrange(len(data))]
+        try:
+            open_admission(bytes(data), "peer-a", RUN, KEY)
+            opened += bytes(data) != good
+        except ProtocolError:
+            pass
+    assert opened == 0
+
+
+# Members.
+
+
+def test_a_private_run_admits_its_founder_and_those_who_are_invited() -> None:
+    members = membership()
+    assert members.admits(FOUNDER.peer_id, NOW)
+    assert not members.admits("peer-a", NOW)
+    members.learn("peer-a", invitation().admit("peer-a"))
+    assert members.admits("peer-a", NOW)
+    assert not members.admits("peer-b", NOW)
+    assert membership("open").admits("anybody", NOW)
+
+
+def test_an_invitation_ends_participation_when_it_expires() -> None:
+    members = membership()
+    members.learn("peer-a", invitation(expires=NOW).admit("peer-a"))
+    assert members.admits("peer-a", NOW - 1)
+    assert not members.admits("peer-a", NOW)
+    assert members.why_not("peer-a", NOW) == "the invitation has expired"
+    members.learn("peer-a", invitation().admit("peer-a"))  # a new one
+    assert members.admits("peer-a", NOW)
+
+
+def test_an_allow_list_admits_by_name_alone() -> None:
+    members = membership("allow-list")
+    refused("admission", lambda: members.learn("peer-a", invitation().admit("peer-a")))
+    assert members.add(acts.allow(extend(None, FOUNDER, RUN, Grant(peer="peer-a", experts=1))))
+    assert members.admits("peer-a", NOW)
+    terms = members.terms("peer-a", NOW)
+    assert terms is not None
+    assert terms.experts == 1
+    assert not members.admits("peer-b", NOW)
+    refused("signature", lambda: members.add(acts.allow(extend(None, identity(1), RUN, Grant(peer="peer-b")))))
+    assert not members.admits("peer-b", NOW)
+
+
+def revocation(by: tuple[Chain, bytes] | None, **target: Any) -> bytes:
+    chain, signer = by if by is not None else (None, FOUNDER)
+    return acts.revoke(signer, chain, RUN, acts.Target(at=NOW, **target))
+
+
+def test_a_founder_revokes_a_peer_or_all_that_an_invitation_admitted() -> None:
+    members = membership()
+    delegate = made(may_invite=True)
+    below = invitation(delegate)
+    for peer in ("a", "b"):
+        members.learn(peer, below.admit(peer))
+    members.learn("c", invitation().admit("c"))
+    assert members.add(revocation(None, peer="a"))
+    assert [members.admits(peer, NOW) for peer in "abc"] == [False, True, True]
+    assert members.why_not("a", NOW) == "the invitation has been revoked"
+    assert members.add(revocation(None, grant=delegate[0].ids[0]))
+    assert [members.admits(peer, NOW) for peer in "abc"] == [False, False, True]
+    members.learn("d", below.admit("d"))  # whoever still has the word
+    assert not members.admits("d", NOW)
+
+
+def test_a_delegate_revokes_only_what_follows_from_its_own_invitation() -> None:
+    members = membership()
+    delegate, other = made(may_invite=True), made(may_invite=True)
+    members.learn("mine", invitation(delegate).admit("mine"))
+    members.learn("theirs", invitation(other).admit("theirs"))
+    for target in ({"peer": "mine"}, {"peer": "theirs"}, {"peer": FOUNDER.peer_id}, {"grant": other[0].ids[0]}):
+        members.add(revocation(delegate, **target))
+    members.add(revocation(delegate, grant=delegate[0].ids[0]))  # its own, which its inviter has made
+    assert [members.admits(peer, NOW) for peer in ("mine", "theirs", FOUNDER.peer_id)] == [False, True, True]
+    members.learn("another", invitation(delegate).admit("another"))
+    assert members.admits("another", NOW)
+
+
+def test_a_revocation_by_somebody_else_has_no_effect() -> None:
+    members = membership()
+    plain = made(name="may not invite")
+    members.learn("a", invitation().admit("a"))
+    refused("admission", lambda: members.add(revocation(plain, peer="a")))
+    refused("signature", lambda: members.add(acts.revoke(identity(1), None, RUN, acts.Target(at=NOW, peer="a"))))
+    forged = acts.revoke(new_key()[0], made(may_invite=True)[0], RUN, acts.Target(at=NOW, peer="a"))
+    refused("signature", lambda: members.add(forged))
+    assert members.admits("a", NOW)
+    assert members.digest == b""
+
+
+def test_peers_end_with_the_same_acts_in_whatever_order() -> None:
+    sent = invitation(uses=2)
+    known = [acts.use(peer, sent.admit(peer)) for peer in ("a", "b")]
+    known += [revocation(None, peer="c"), acts.allow(extend(None, FOUNDER, RUN, Grant(peer="d")))]
+    digests = set()
+    for order in permutations(known):
+        members = membership()
+        assert [members.add(act) for act in (*order, order[0])] == [True] * 4 + [False]
+        digests.add(members.digest)
+        assert [members.admits(peer, NOW) for peer in "abcd"] == [True, True, False, True]
+    assert len(digests) == 1
+
+
+def test_an_invitation_for_one_is_refused_to_a_second_peer() -> None:
+    members, sent = membership(), invitation(name="Ada", uses=1)
+    members.learn("first", sent.admit("first"))
+    assert members.admits("first", NOW)
+    members.settle(["first"])  # its work is in a commit
+    for copy in map(str, range(20)):  # whatever their hashes
+        members.learn(copy, sent.admit(copy))
+        assert not members.admits(copy, NOW)
+    assert members.why_not("0", NOW) == "the invitation has been used by others already"
+    assert members.admits("first", NOW)
+    # It is one of a peer's own acts, so it survives a restart.
+    again = membership()
+    for act in members.acts:
+        again.add(act, settled=True)
+    again.learn("0", sent.admit("0"))
+    assert (again.admits("first", NOW), again.admits("0", NOW)) == (True, False)
+
+
+def test_peers_agree_on_who_was_first_when_an_invitation_is_used_twice_at_once() -> None:
+    sent = invitation(uses=1)
+    here, there = membership(), membership()
+    here.learn("a", sent.admit("a"))
+    there.learn("b", sent.admit("b"))
+    assert here.admits("a", NOW)
+    assert there.admits("b", NOW)
+    for members, peer in ((here, "b"), (there, "a")):
+        members.learn(peer, sent.admit(peer))
+    admitted = [[members.admits(peer, NOW) for peer in "ab"] for members in (here, there)]
+    assert admitted[0] == admitted[1]
+    assert sum(admitted[0]) == 1
+
+
+def test_the_limit_of_an_invitation_counts_those_whom_its_delegates_admit() -> None:
+    members = membership()
+    first = made(may_invite=True, uses=2)
+    for peer in "abc":
+        members.learn(peer, invitation(first).admit(peer))
+        members.settle([peer])
+    assert [members.admits(peer, NOW) for peer in "abc"] == [True, True, False]
+
+
+def test_one_key_cannot_fill_the_memory_for_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_swarm.protocol.admission.membership._MAX_ACTS_PER_GRANT", 3)
+    members, delegate = membership(), made(may_invite=True)
+    assert [members.add(revocation(delegate, peer=str(i))) for i in range(5)] == [True] * 3 + [False] * 2
+    assert members.add(revocation(None, peer="x"))
+
+
+def test_one_act_has_one_encoding() -> None:
+    """Otherwise anybody could make any number of acts from one, and fill the memory of all peers."""
+    sent = invitation(uses=1)
+    for act in (revocation(None, peer="c"), acts.use("a", sent.admit("a"))):
+        content = msgpack.unpackb(act)
+        longer = b"\xdc" + len(content).to_bytes(2, "big") + act[1:]  # the length of the list in two bytes
+        assert msgpack.unpackb(longer) == content
+        refused("malformed", lambda data=longer: acts.open_act(data, RUN, KEY))  # type: ignore[misc]
+    admission = sent.admit("a")
+    refused("malformed", lambda: open_admission(b"\xdc\0\2" + admission[1:], "a", RUN, KEY))
+
+
+def test_garbage_is_no_act() -> None:
+    chance = random.Random(2)
+    good = [
+        acts.use("a", invitation(uses=1).admit("a")),
+        revocation(made(may_invite=True), peer="c"),
+        acts.allow(extend(None, FOUNDER, RUN, Grant(peer="d"))),
+    ]
+    for _ in range(1000):
+        data = bytearray(chance.choice(good))
+        data[chance.randrange(len(data))] ^= chance.randint(1, 255)
+        with pytest.raises(ProtocolError):
+            acts.open_act(bytes(data), RUN, KEY)
+    for data in (b"", b"\xc0", msgpack.packb(["use", "a"]), msgpack.packb({"allow": []}), b"\x91" * 50):
+        with pytest.raises(ProtocolError):
+            acts.open_act(data, RUN, KEY)
