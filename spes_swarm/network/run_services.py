@@ -26,6 +26,7 @@ from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from spes_swarm.network.link.wire import Guests
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.round.sync_round import SyncRounds
@@ -73,7 +74,7 @@ class RunServices(RunCommands):
         context.run, context.round = state.run_id, lambda: state.reference.round
         self._listener = listener
         self._daemon = daemon
-        rpc.on_contact = state.roster.standing.note_answer
+        rpc.on_contact, rpc.is_member = state.roster.standing.note_answer, state.is_member
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
@@ -85,19 +86,14 @@ class RunServices(RunCommands):
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
         self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
-        self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
+        guests = Guests(admits=lambda peer_id: True, is_member=state.is_member)
+        limits, stall_s = ExchangeLimits.of(run.round), run.round.stall_timeout_s
+        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
-        stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
-            p2p, rpc, state.run_id, state.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
+            p2p, rpc, state.run_id, state.reference, stall_s, self._on_fault, guests, settings.upload_mbps
         )
-        self._moments = Moments(
-            p2p,
-            state.run_id,
-            limits=moment_limits(run.training),
-            stall_timeout_s=stall_timeout_s,
-            on_fault=self._on_fault,
-        )
+        self._moments = Moments(p2p, state.run_id, moment_limits(run.training), stall_s, self._on_fault, guests)
         self._rendezvous = Rendezvous(
             rpc,
             identity,

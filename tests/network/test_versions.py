@@ -20,6 +20,7 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import Channel, open_channel, serve_channel
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from tests.helpers.hosts import MEMBERS
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
 
@@ -208,7 +209,7 @@ def test_streams_of_another_major_version_are_refused() -> None:
         def note(peer_id: str, error: ProtocolError) -> None:
             pair.faults.append(error)
 
-        await serve_channel(pair.mine.p2p, "test", handle, REASONABLE_S, note)
+        await serve_channel(pair.mine.p2p, "test", handle, REASONABLE_S, note, MEMBERS)
 
         async def open_with(fields: dict[str, Any]) -> str:
             async with open_channel(pair.other.p2p, pair.mine.peer_id, "test", REASONABLE_S) as channel:
