@@ -123,14 +123,14 @@ class RunServices(RunCommands):
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
         settings, run_id, initial_peers = self._state.settings, self._state.run_id, self._state.initial_peers
-        validator = RunRecordValidator(run_id, self._dht.now)
+        validator = RunRecordValidator(run_id, self._dht.now, self._is_known)
         await self._dht.join(
             settings.initial_peers,
             validator,
             lambda connected: initial_peers or connected,
             client_mode=settings.client_mode,
         )
-        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now)
+        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now, self._is_known)
         self._announcer.open(self._records)
         await self._dht.serve()
         await self._greetings.start()
@@ -155,6 +155,11 @@ class RunServices(RunCommands):
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
         self._listener.on_fault(peer_id, error)
+
+    def _is_known(self, peer_id: str) -> bool:
+        """Returns True if this peer has been in contact with another one, so that a process is behind its records."""
+        me, standing = self._state.identity.peer_id, self._state.roster.standing
+        return peer_id == me or standing.has_answered(peer_id) or self._dht.has_met(peer_id)
 
     # Reachability; see connectivity.RunPeers.
 

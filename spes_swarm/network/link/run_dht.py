@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from heapq import heapify
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 from hivemind.dht import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES, check_msgpack
@@ -27,6 +31,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import FaultSink
 
 _PIECE_BYTES = 1 << 20  # of a tokenizer, in one answer
+_MAX_OUTDATED = 64  # expirations that a dictionary keeps needlessly, beyond one for each entry
 
 # The only extension that the swarm's records use. hivemind's other one, for tuples, would be decoded without a limit.
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
@@ -44,6 +49,44 @@ def bound_dht_decoding() -> None:
     call that brought it, as malformed bytes do.
     """
     MSGPackSerializer.loads = staticmethod(_loads)
+
+
+def _drop_refused(protocol: DHTProtocol, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+    with dictionary.freeze():
+        kept = [
+            (subkey, *entry)
+            for subkey, entry in dictionary.items()
+            if protocol._validate_record(key, protocol.serializer.dumps(subkey), *entry)
+        ]
+    dictionary.clear()
+    for subkey, value, expiration_time in kept:
+        dictionary.store(subkey, value, expiration_time)
+    return bool(kept)
+
+
+_STORE = DictionaryDHTValue.store
+
+
+def _store_newer(dictionary: DictionaryDHTValue, subkey: Any, value: bytes, expiration_time: float) -> bool:
+    known = dictionary.data.get(subkey)
+    if known is not None and known.expiration_time >= expiration_time:
+        return False
+    stored = bool(_STORE(dictionary, subkey, value, expiration_time))
+    if len(dictionary.expiration_heap) > 2 * len(dictionary.data) + _MAX_OUTDATED:
+        dictionary.expiration_heap = list(dictionary.key_to_heap.values())
+        heapify(dictionary.expiration_heap)
+    return stored
+
+
+def bound_dht_storage() -> None:
+    """Makes hivemind in this process drop the refused entries of a dictionary, not all of it, and outdated expirations.
+
+    Nodes know different peers, so what an honest node hands on may contain a stranger too many for the one that asked.
+    hivemind 1.1.12 notes the expiration of each entry that is stored, even if a newer one is there, until that moment:
+    each read of a key takes memory, and an old copy of an entry ends the newer one.
+    """
+    DHTProtocol._validate_dictionary = _drop_refused
+    DictionaryDHTValue.store = _store_newer
 
 
 Trust = Callable[[set[str]], Collection[str]]
@@ -84,6 +127,7 @@ class RunDht:
         """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         give_to_hivemind(self.now)
         bound_dht_decoding()
+        bound_dht_storage()
         trusted = set(trust(await self.connected()))
         await self._timekeeper.settle(trusted)
         # `daemon.bootstrap` has run before, and reports better which initial peers do not answer.
@@ -134,6 +178,12 @@ class RunDht:
         if step_s < 0 and self._node is not None:
             self._node.blacklist.clear()  # it would exclude peers until a time that is now far away
         return step_s
+
+    def has_met(self, peer_id: str) -> bool:
+        """Returns True if a peer's DHT node has answered this one, or called it."""
+        with suppress(ValueError):  # not a peer id
+            return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
+        return False
 
     async def connected(self) -> set[str]:
         """Ids of the peers that this process is connected to."""
