@@ -101,6 +101,7 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     from spes_swarm.model.sparse_model import build_model, layout_of
     from spes_swarm.network.link.daemon import Daemon
     from spes_swarm.network.link.rpc import Rpc
+    from spes_swarm.network.link.wire import Guests
     from spes_swarm.network.transfer.transfer import Transfer
     from spes_swarm.protocol.consensus.reference import Reference
     from spes_swarm.protocol.members.identity import Identity
@@ -117,9 +118,9 @@ async def download_again_and_again(directory: Path, own: str, maddrs: Sequence[s
     model = manifest.run.model
     layout = layout_of(build_model(model.type, model.settings, 0, "cpu", on_meta=True))
     values_N = np.zeros(layout.num_elements, np.float32)
-    transfer = Transfer(
-        daemon.p2p, rpc, manifest.run_id, Reference(layout, values_N), manifest.run.round.stall_timeout_s, complain
-    )
+    nobody = Guests(admits=lambda peer_id: False, is_member=lambda peer_id: False)
+    stall_s, reference = manifest.run.round.stall_timeout_s, Reference(layout, values_N)
+    transfer = Transfer(daemon.p2p, rpc, manifest.run_id, reference, stall_s, complain, nobody)
     num_bytes = 0
     while True:
         values_N[:] = 0.0

@@ -25,6 +25,7 @@ from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from spes_swarm.network.link.wire import Guests
 from spes_swarm.network.round.company import Company
 from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
 from spes_swarm.network.round.rendezvous import Rendezvous
@@ -78,6 +79,7 @@ class RunServices(RunCommands):
         door.tell = lambda: [view.peer_id for view in state.roster.present()]
         state.roster.admits = door.admits
         rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
+        rpc.is_member = state.is_member
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._company = Company(state.roster, run.round.progress_ttl_s, self._refresh_quietly)
@@ -86,19 +88,14 @@ class RunServices(RunCommands):
         self._tasks: list[asyncio.Task[None]] = []
         self._round_task: asyncio.Task[Any] | None = None
         self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
-        self._exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), self._on_fault)
+        guests = Guests(admits=door.admits, is_member=state.is_member)
+        limits, stall_s = ExchangeLimits.of(run.round), run.round.stall_timeout_s
+        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
-        stall_timeout_s = run.round.stall_timeout_s
         self._transfer = Transfer(
-            p2p, rpc, state.run_id, state.reference, stall_timeout_s, self._on_fault, settings.upload_mbps
+            p2p, rpc, state.run_id, state.reference, stall_s, self._on_fault, guests, settings.upload_mbps
         )
-        self._moments = Moments(
-            p2p,
-            state.run_id,
-            limits=moment_limits(run.training),
-            stall_timeout_s=stall_timeout_s,
-            on_fault=self._on_fault,
-        )
+        self._moments = Moments(p2p, state.run_id, moment_limits(run.training), stall_s, self._on_fault, guests)
         self._rendezvous = Rendezvous(
             rpc,
             identity,
@@ -129,14 +126,15 @@ class RunServices(RunCommands):
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
         settings, run_id, initial_peers = self._state.settings, self._state.run_id, self._state.initial_peers
-        validator = RunRecordValidator(run_id, self._dht.now, self._door.vet_record)
+        rules = self._dht.now, self._is_known, self._door.vet_record
+        validator = RunRecordValidator(run_id, *rules)
         await self._dht.join(
             settings.initial_peers,
             validator,
             lambda connected: initial_peers or connected,
             client_mode=settings.client_mode,
         )
-        self._records = Records(self._dht.node, self._state.identity, run_id, self._dht.now, self._door.vet_record)
+        self._records = Records(self._dht.node, self._state.identity, run_id, *rules)
         self._announcer.open(self._records)
         await self._dht.serve()
         await self._greetings.start()
@@ -161,6 +159,11 @@ class RunServices(RunCommands):
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
         self._listener.on_fault(peer_id, error)
+
+    def _is_known(self, peer_id: str) -> bool:
+        """Returns True if this peer has been in contact with another one, so that a process is behind its records."""
+        me, standing = self._state.identity.peer_id, self._state.roster.standing
+        return peer_id == me or standing.has_answered(peer_id) or self._dht.has_met(peer_id)
 
     # Reachability; see connectivity.RunPeers.
 

@@ -37,6 +37,7 @@ class RunState:
     tracks: TrackRecords = field(default_factory=TrackRecords)
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     swarm_tokens: SwarmTokens = field(default_factory=SwarmTokens)
+    group: frozenset[str] = frozenset()  # the members of the last group, which may be exchanging still
 
     @classmethod
     def of(cls, identity: Identity, settings: RunSettings) -> Self:
@@ -46,15 +47,20 @@ class RunState:
         rotate_every, expert_every = run.ownership.rotate_every_rounds, run.round.expert_every
         rules = Rules(run.ownership.replicas, rotate_every, run.most_experts, expert_every)
         values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
+        standing = Standing(initial_peers)
         return cls(
             settings=settings,
             identity=identity,
             initial_peers=initial_peers,
             reference=Reference(layout, values_N),
             contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
-            roster=Roster(me, run.round.progress_ttl_s, Standing(initial_peers)),
-            leases=Leases(me, layout.num_experts, rules, run.round.lease_s),
+            roster=Roster(me, run.round.progress_ttl_s, standing),
+            leases=Leases(me, layout.num_experts, rules, run.round.lease_s, standing.voices),
         )
+
+    def is_member(self, peer_id: str) -> bool:
+        """Returns True if slots and upload are reserved for a peer, if only for the exchange that it takes part in."""
+        return peer_id in self.group or self.roster.standing.reserves_for(peer_id)
 
     @property
     def run(self) -> RunConfig:

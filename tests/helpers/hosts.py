@@ -13,7 +13,10 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import Guests
 from tests.helpers.rounds import identity
+
+MEMBERS = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: True)
 
 
 class Host:

@@ -41,6 +41,7 @@ from spes_swarm.protocol.rounds.plan import Part, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.hostile_peer import joined
+from tests.helpers.hosts import MEMBERS
 
 KINDS = ("silent", "absent", "lying", "owing")
 BANDWIDTH_MBPS = 1e6  # the largest that a statement may declare
@@ -142,12 +143,14 @@ async def attack(maddrs: Sequence[str], directory: Path, kind: str) -> None:
         run = manifest.run
         layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
         limits = ExchangeLimits.of(run.round)
-        exchange = Exchange(daemon.p2p, rpc, manifest.run_id, limits, lambda peer_id, error: None)
+        exchange = Exchange(daemon.p2p, rpc, manifest.run_id, limits, lambda peer_id, error: None, MEMBERS)
         if kind == "lying":
             await exchange.start()
         elif kind != "absent":
             for name in ("push", "pull"):
-                await serve_channel(daemon.p2p, f"{manifest.run_id}/{name}", _say_nothing, 1e6, lambda *fault: None)
+                await serve_channel(
+                    daemon.p2p, f"{manifest.run_id}/{name}", _say_nothing, 1e6, lambda *fault: None, MEMBERS
+                )
         intruder = Intruder(identity, rpc, manifest, layout, exchange, kind, directory / "groups.jsonl")
         peers = await bootstrap(daemon, list(maddrs), 60.0)
         print("connected", flush=True)

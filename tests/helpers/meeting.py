@@ -132,6 +132,7 @@ class Meeting:
             on_called=on_called or self.called.append,
             on_ahead=self.ahead.append,
             leaves_out=lambda peer_id: False,
+            vet=lambda peer_id, statement: 1.0,
             find_others=self.find_others,
         )
 

@@ -24,6 +24,7 @@ from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunks_of
+from tests.helpers.hosts import MEMBERS
 from tests.helpers.rounds import RUN_ID, identity
 
 # hivemind 1.1.12 does not close its connection to the daemon when a stream cannot be opened, as to a killed donor.
@@ -63,8 +64,7 @@ class Node:
             self.rpc,
             run_id,
             self.reference,
-            on_fault=self._on_fault,
-            **{"stall_timeout_s": STALL_S} | options,
+            **dict[str, Any](stall_timeout_s=STALL_S, on_fault=self._on_fault, guests=MEMBERS) | options,
         )
         self.others: list[str] = []
         self.progress: list[SyncProgress] = []

@@ -27,7 +27,7 @@ from spes_swarm.protocol.ownership.moment_rules import Limits, MomentLimits, Mom
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.hosts import Host, hosts, run
+from tests.helpers.hosts import MEMBERS, Host, hosts, run
 from tests.helpers.rounds import RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
 
 LONG_S = 60.0  # for what succeeds
@@ -68,7 +68,7 @@ async def refuses(channel: Channel) -> None:
 def test_a_stream_that_has_been_served_stays_open_until_the_other_side_closes_it(handler: StreamHandler) -> None:
     async def test() -> None:
         async with connected() as (server, client):
-            await serve_channel(server.daemon.p2p, "stream", handler, LONG_S, on_fault=lambda peer_id, error: None)
+            await serve_channel(server.daemon.p2p, "stream", handler, LONG_S, lambda peer_id, error: None, MEMBERS)
             async with open_channel(client.daemon.p2p, server.peer_id, "stream", LONG_S) as channel:
                 await channel.send_hello()
                 assert (await channel.receive(1000)).kind in (FrameKind.END, FrameKind.ERROR)
@@ -104,6 +104,7 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
                 RUN_ID,
                 ExchangeLimits(LONG_S, LONG_S),
                 lambda peer_id, error: faults.append(error),
+                MEMBERS,
             )
             await exchange.start()
             round_of_reducer = asyncio.create_task(exchange.run(states[reducer]))
@@ -133,9 +134,10 @@ def moments_of(host: Host, limits: Limits, faults: list[ProtocolError]) -> Momen
     return Moments(
         host.daemon.p2p,
         RUN_ID,
-        limits=limits,
+        limits,
         stall_timeout_s=LONG_S,
         on_fault=lambda peer_id, error: faults.append(error),
+        guests=MEMBERS,
     )
 
 

@@ -22,7 +22,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
-from hivemind.utils import ValueWithExpiration
+from hivemind.utils import ValueWithExpiration, get_dht_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,8 @@ from spes_swarm.network.link.dht_records import (
     _num_bytes,
     record_key,
 )
+from spes_swarm.network.link.run_dht import bound_dht_storage
+from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import (
@@ -107,6 +109,7 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
         expert_loads=bytes(MAX_LOADS),
         faults=[FaultNote(at=1e300, kind="x" * 24)] * MAX_FAULTS,
         telemetry=crowded_telemetry(),
+        admission=bytes(MAX_ADMISSION_BYTES),
     )
     assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
     # With the largest key that is allowed, which is longer by 256 bytes, as is its signature.
@@ -121,7 +124,7 @@ def crowded_telemetry() -> dict[str, float]:
 
 def crowded_rounds(number: int) -> Rounds:
     """As many figures as fit, in memory of their own."""
-    figures = {f"metric_{number}_{n}": [float(100 * number + 16 * n + m) for m in range(16)] for n in range(24)}
+    figures = {f"metric_{number}_{n}": [float(100 * number + 16 * n + m) for m in range(16)] for n in range(38)}
     record = {"expires": 1e9, "rounds": list(range(16)), "figures": figures}
     packed = msgpack.packb(record)
     assert MAX_RECORD_BYTES - 512 < len(packed) < MAX_RECORD_BYTES
@@ -291,6 +294,93 @@ def test_the_clock_is_asked_each_time(num_verified: Counter[str]) -> None:
         now[0] = moment
         assert validator.validate(record) == is_good
     assert num_verified["signatures"] == 1
+
+
+# Strangers.
+
+
+def accepted(validator: RunRecordValidator, *writers: int, expires: float = 0.0) -> list[bool]:
+    expires = expires or soon()
+    return [validator.validate(dht_record(lease(expires), expires, writer=identity(i))) for i in writers]
+
+
+@pytest.fixture
+def contacts(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The peers that are no strangers; of these, records of two at a time are kept."""
+    monkeypatch.setattr("spes_swarm.network.link.dht_records.MAX_STRANGERS", 2)
+    return set()
+
+
+def test_records_of_a_few_strangers_are_kept_until_they_expire(contacts: set[str]) -> None:
+    now = [time.time()]
+    validator = RunRecordValidator(RUN, lambda: now[0], contacts.__contains__)
+    assert accepted(validator, 0, 1, 2, 0, 1) == [True, True, False, True, True]
+    expires = now[0] + 100
+    assert accepted(validator, 0, expires=expires) == [True]  # renewed, it keeps its place
+    now[0] += 90  # the other's has expired
+    assert accepted(validator, 2, 1, expires=expires) == [True, False]
+
+
+def test_a_newcomer_that_calls_is_no_stranger_however_many_there_are(contacts: set[str]) -> None:
+    validator = RunRecordValidator(RUN, time.time, contacts.__contains__)
+    assert accepted(validator, 0, 1, 2) == [True, True, False]
+    contacts.add(identity(2).peer_id)
+    assert accepted(validator, 2) == [True]
+    contacts.add(identity(0).peer_id)  # its place is free then
+    assert accepted(validator, 3, 4) == [True, False]
+
+
+def test_a_refused_record_takes_no_place_and_costs_no_signature(contacts: set[str], num_verified: Counter[str]) -> None:
+    validator = RunRecordValidator(RUN, time.time, contacts.__contains__)
+    expires = soon()
+    for i in range(1, 4):  # in the names of others
+        good = dht_record(lease(expires), expires)
+        assert not validator.validate(replace(good, subkey=pack(identity(i).peer_id)))
+    assert accepted(validator, 1, 2) == [True, True]
+    num_verified.clear()
+    assert accepted(validator, 3) == [False]
+    assert not num_verified
+
+
+def bound_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one test, what a run's process does for good."""
+    monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
+    monkeypatch.setattr(DictionaryDHTValue, "store", DictionaryDHTValue.store)
+    bound_dht_storage()
+
+
+def test_an_old_copy_of_an_entry_neither_takes_memory_nor_ends_the_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound_storage(monkeypatch)
+    now = get_dht_time()
+    dictionary = DictionaryDHTValue()
+    for seconds in range(10, 510):  # a record that is renewed, and read again and again
+        assert dictionary.store("peer", b"value", now + seconds)
+        assert not dictionary.store("peer", b"value", now + seconds)
+        assert not dictionary.store("peer", b"old", now + 1)
+    assert len(dictionary.expiration_heap) <= 66
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now + 508)
+    assert dictionary.get("peer") == (b"value", now + 509)
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now + 510)
+    assert dictionary.get("peer") is None
+
+
+def test_a_stranger_too_many_does_not_hide_the_others_of_a_dictionary(
+    contacts: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_storage(monkeypatch)
+    contacts.add(identity(4).peer_id)
+    protocol = DHTProtocol(_initialized_with_create=True)
+    protocol.record_validator = RunRecordValidator(RUN, time.time, contacts.__contains__)
+    expires = soon()
+    dictionary = DictionaryDHTValue()
+    for i in range(5):
+        record = dht_record(lease(expires), expires, writer=identity(i))
+        dictionary.store(identity(i).peer_id, record.value, expires)
+    key = DHTID.generate(source=record_key(RUN, "leases")).to_bytes()
+    assert protocol._validate_dictionary(key, dictionary)
+    assert [owner for owner, _ in dictionary.items()] == [identity(i).peer_id for i in (0, 1, 4)]
+    assert not protocol._validate_dictionary(b"another key", dictionary)
+    assert len(dictionary) == 0
 
 
 # Two real nodes.

@@ -34,6 +34,7 @@ from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.version import with_version
 from tests.helpers import rounds
+from tests.helpers.hosts import MEMBERS
 from tests.helpers.records import progress
 from tests.helpers.tiny_model import tiny_layout
 
@@ -78,7 +79,7 @@ def test_an_exchange_that_takes_too_long_is_reported_before_anybody_is_given_up(
     async def hold() -> None:
         p2p: Any = SimpleNamespace(call_binary_stream_handler=silence)
         rpc: Any = SimpleNamespace(call=silence)
-        exchange = Exchange(p2p, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore)
+        exchange = Exchange(p2p, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore, MEMBERS)
         exchange.on_late = lambda: reports.append(list(exchange.describe()))
         try:
             await exchange.run(state)

@@ -41,7 +41,7 @@ def invitation(run_id: str, **terms: Any) -> tuple[Chain, Invitation]:
 
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(REASONABLE_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.05)
 
 

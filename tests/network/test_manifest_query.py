@@ -49,7 +49,7 @@ def served_from(path: Path) -> Callable[[int], Any]:
     class _Daemon:
         peer_id = "me"
 
-    manifest: Any = type("_Manifest", (), {"run_id": "run"})
+    manifest = found_run(run_config(), "ab" * 32, identity(0))
     dht = RunDht(cast(Daemon, _Daemon()), cast(Rpc, _Rpc()), manifest, lambda *_: None, path)
     return lambda offset: dht._serve_tokenizer("friend", {"offset": offset})
 

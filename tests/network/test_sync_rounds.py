@@ -21,7 +21,8 @@ from tests.helpers.tiny_model import tiny_layout
 
 def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     """The other member delivers nothing in rounds 1 to 3, all in round 4, and nothing in rounds 5 and 6."""
-    layout, me = tiny_layout(), identities(2)[0]
+    layout = tiny_layout()
+    me, newcomer = identities(2)
     settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
     run = RunState.of(me, settings)
     for vector in vectors:
@@ -33,6 +34,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         return form([member, member], statement.round)
 
     async def exchange(state: RoundState) -> CommitReport:
+        assert run.is_member(newcomer.peer_id)  # its slots are reserved although it has delivered nothing so far
         if state.plan.round == 4:
             other = RoundState(state.group, state.plan, 1, run.reference, run.contribution_N, state.codec, state.bounds)
             for one, two in ((state, other), (other, state)):
@@ -59,5 +61,6 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         for number in range(1, 7):
             await rounds.hold(number, tokens=1, routed=(1,) * len(run.leases.held), leaving=False)
 
+    assert not run.is_member(newcomer.peer_id)
     asyncio.run(hold())
     assert faults == [(3, me.peer_id, "standstill")]

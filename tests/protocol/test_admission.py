@@ -341,6 +341,6 @@ def test_garbage_is_no_act() -> None:
         data[chance.randrange(len(data))] ^= chance.randint(1, 255)
         with pytest.raises(ProtocolError):
             acts.open_act(bytes(data), RUN, KEY)
-    for data in (b"", b"\xc0", msgpack.packb(["use", "a"]), msgpack.packb({"allow": []}), b"\x91" * 50):
+    for other in (b"", b"\xc0", msgpack.packb(["use", "a"]), msgpack.packb({"allow": []}), b"\x91" * 50):
         with pytest.raises(ProtocolError):
-            acts.open_act(data, RUN, KEY)
+            acts.open_act(other, RUN, KEY)

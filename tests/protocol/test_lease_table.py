@@ -87,6 +87,13 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
     assert len(members_of(bounded.leased_bitmap, 4)) == 1
 
 
+def test_only_leases_of_voices_reserve_experts_but_a_newcomer_looks_at_all() -> None:
+    mine = Leases("me", 4, Rules(), voices={"member"}.intersection)
+    mine.update(others(member=[1], stranger=[0, 1, 2]))
+    assert mine.leased_bitmap == bitmap([1], 4)
+    assert mine.choose(1) == (3,)
+
+
 def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says about its end."""
     now = 100.0

@@ -85,6 +85,14 @@ def test_after_a_common_round_only_members_have_a_voice() -> None:
     assert not standing.defers(["told"])
 
 
+def test_slots_are_reserved_for_members_and_before_the_first_round_for_all_that_answer() -> None:
+    for standing in (Standing(), newcomer("told")):
+        standing.note_answer("a")
+        assert [standing.reserves_for(peer) for peer in ("a", "silent", "told")] == [True, False, False]
+        standing.committed(0.0, ["member"], [])
+        assert [standing.reserves_for(peer) for peer in ("a", "member", "told")] == [False, True, False]
+
+
 def test_a_round_that_was_held_alone_makes_no_members() -> None:
     standing = newcomer("told")
     standing.committed(0.0, [], ["told"])

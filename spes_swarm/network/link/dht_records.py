@@ -10,6 +10,9 @@ Four keys, each a dictionary with one entry per peer, keyed by its peer id:
 Every DHT node of the run checks every record. Only these keys exist. An entry must lie under its writer's own peer id,
 be signed by it, have the right schema, and expire at the signed time (so no record can be replayed to live longer). A
 plain value, which would replace the whole dictionary, is refused like any unknown key.
+
+Identities and records cost nothing. So a node keeps records of only a few *strangers*, peers that it has never been in
+contact with; a newcomer calls every peer that it finds, so its records are kept wherever it matters.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ MAX_LIFETIME_S = 24 * 3600.0
 
 # Enough for the records of 2,500 peers. By the estimate, one of rounds takes 14 KB, others 5 KB (all experts: 170 KB).
 _MAX_REMEMBERED_BYTES = 64 << 20
+# Strangers whose records are kept at a time, and the memory for their decoded ones: the three kinds of 256 peers.
+MAX_STRANGERS = 256
+_MAX_STRANGERS_BYTES = 4 << 20
 
 
 def _num_bytes(record: Record) -> int:
@@ -45,9 +51,16 @@ def _num_bytes(record: Record) -> int:
 
 
 _VERIFIED: VerifiedRecords[Record] = VerifiedRecords(_MAX_REMEMBERED_BYTES, _num_bytes)
+_OF_STRANGERS: VerifiedRecords[Record] = VerifiedRecords(_MAX_STRANGERS_BYTES, _num_bytes)
 
 
-def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
+def everybody(peer_id: str) -> bool:
+    """Nobody is a stranger, as for a monitor."""
+    del peer_id
+    return True
+
+
+def open_sealed(sealed: object, kind: str, run_id: str, *, is_stranger: bool) -> tuple[str, Record]:
     """Verifies a signed record, only once for the same bytes; returns (peer id of its writer, message).
 
     Raises:
@@ -55,7 +68,8 @@ def open_sealed(sealed: object, kind: str, run_id: str) -> tuple[str, Record]:
     """
     if not isinstance(sealed, bytes):
         raise ProtocolError("malformed", "a record is a signed message")
-    return _VERIFIED.open(sealed, kind, run_id, lambda: unseal(sealed, kind, run_id, SCHEMAS[kind]))
+    cache = _OF_STRANGERS if is_stranger else _VERIFIED
+    return cache.open(sealed, kind, run_id, lambda: unseal(sealed, kind, run_id, SCHEMAS[kind]))
 
 
 def record_key(run_id: str, kind: str) -> str:
@@ -72,12 +86,22 @@ def _accept(writer: str, record: Record) -> None:
 
 
 class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
-    """Accepts the records of one run and nothing else; `now` returns the swarm's time in Unix seconds."""
+    """Accepts the records of one run and nothing else; `now` returns the swarm's time in Unix seconds, `is_known` True
+    for a peer that this one has been in contact with.
+    """
 
-    def __init__(self, run_id: str, now: Callable[[], float], vet: Vet = _accept) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        now: Callable[[], float],
+        is_known: Callable[[str], bool] = everybody,
+        vet: Vet = _accept,
+    ) -> None:
         self._run_id = run_id
         self._now = now
+        self._is_known = is_known
         self._vet = vet
+        self._strangers: dict[str, float] = {}  # writers of records that may be stored, until when
         self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
 
     def validate(self, record: DHTRecord) -> bool:
@@ -93,7 +117,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
 
         Raises:
             ProtocolError: (`key`, `subkey`, `oversized`, `lifetime`, `malformed`, `version`, `signature`, `schema`,
-                `owner`, `expiration`, `stranger`, `terms`) the record must not be stored or used.
+                `owner`, `expiration`, `strangers`, `stranger`, `terms`) the record must not be stored or used.
         """
         kind = self._kinds.get(record.key)
         if kind is None:
@@ -105,13 +129,28 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         if record.expiration_time > self._now() + MAX_LIFETIME_S:
             raise ProtocolError("lifetime", "the record's lifetime is too long")
         owner, sealed = unpack(record.subkey), unpack(record.value)
-        writer, message = open_sealed(sealed, kind, self._run_id)
+        if not isinstance(owner, str):
+            raise ProtocolError("owner", "a record lies under the id of its writer")
+        is_stranger = not self._is_known(owner)
+        if is_stranger and not self._has_room(owner):  # asked first: a signature takes longer to verify
+            raise ProtocolError("strangers", f"records of {MAX_STRANGERS} peers that never had contact with this one")
+        writer, message = open_sealed(sealed, kind, self._run_id, is_stranger=is_stranger)
         if owner != writer:
             raise ProtocolError("owner", f"{writer} wrote a record in the name of {owner}")
         if message.expires != record.expiration_time:
             raise ProtocolError("expiration", "the record's expiration is not the signed one")
         self._vet(writer, message)
+        if is_stranger:
+            self._strangers[writer] = max(message.expires, self._strangers.get(writer, 0.0))
         return writer, message
+
+    def _has_room(self, stranger: str) -> bool:
+        if stranger not in self._strangers and len(self._strangers) >= MAX_STRANGERS:
+            now = self._now()
+            self._strangers = {
+                peer: until for peer, until in self._strangers.items() if until > now and not self._is_known(peer)
+            }
+        return stranger in self._strangers or len(self._strangers) < MAX_STRANGERS
 
 
 async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
@@ -127,16 +166,23 @@ async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
 
 
 class Records:
-    """Reads and writes the records of one run; `now` is the swarm's time in Unix seconds."""
+    """Reads and writes the records of one run; `now` and `is_known` as for RunRecordValidator."""
 
     def __init__(
-        self, node: DHTNode, identity: Identity, run_id: str, now: Callable[[], float], vet: Vet = _accept
+        self,
+        node: DHTNode,
+        identity: Identity,
+        run_id: str,
+        now: Callable[[], float],
+        is_known: Callable[[str], bool] = everybody,
+        vet: Vet = _accept,
     ) -> None:
         self._node = node
         self._vet = vet
         self._identity = identity
         self._run_id = run_id
         self._now = now
+        self._is_known = is_known
 
     async def publish(self, kind: str, record: Record) -> bool:
         """Stores this peer's record. Returns True if it is in the DHT afterwards."""
@@ -153,7 +199,8 @@ class Records:
         records: dict[str, Model] = {}
         for owner, entry in (await search(self._node, record_key(self._run_id, kind))).items():
             try:
-                writer, message = open_sealed(entry.value, kind, self._run_id)
+                is_stranger = not self._is_known(owner)
+                writer, message = open_sealed(entry.value, kind, self._run_id, is_stranger=is_stranger)
                 self._vet(writer, message)
             except ProtocolError:
                 continue  # the validator has refused it already; a hostile node may still return it to us

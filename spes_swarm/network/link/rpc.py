@@ -32,6 +32,8 @@ MAX_RPC_BYTES = (4 << 20) - 4096
 MAX_REQUEST_BYTES = 2 * MAX_MESSAGE_BYTES
 # An honest peer has two or three calls under way at a time; some of them are held open for a second.
 MAX_CALLS_PER_PEER = 16
+# Strangers' calls under way, in all and from each: a call may be held open, and identities cost nothing.
+MAX_CALLS_OF_STRANGERS, MAX_CALLS_PER_STRANGER = 128, 8
 _MAX_REASON_CHARS = 500
 # After this many unanswered calls in a row, and this long without any sign of life, a connection counts as dead.
 _DEAD_CALLS, _DEAD_S = 2, 5.0
@@ -71,6 +73,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
 
     Attributes:
         on_fault: called for peers whose calls break the protocol; callers use it for peers whose answers do.
+        is_member: returns True for peers whose calls are served however many strangers call; see wire.Guests.
         on_contact: called for peers that answer a call or make one.
         on_silence: called for peers that no longer answer. A hanging peer looks the same as a path that was cut for a
             while. In the latter case, TCP waits longer and longer before it retries the old connection, libp2p keeps
@@ -83,12 +86,14 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         self.door: Doorkeeper | None = None  # of the run, once it is open
         self._shown: OrderedDict[str, None] = OrderedDict()  # peers that have seen the admission
         self.on_fault = on_fault
+        self.is_member: Callable[[str], bool] = lambda peer_id: True
         self.on_contact: Callable[[str], None] = lambda peer_id: None
         self.on_silence: Callable[[str], None] = lambda peer_id: None
         self._handlers: dict[str, Handler] = {}
         self._unanswered: Counter[str] = Counter()
         self._heard_at: dict[str, float] = {}
         self._num_calls: Counter[str] = Counter()
+        self._num_of_strangers = 0  # calls
 
     async def start(self) -> None:
         """Registers the service with the P2P daemon."""
@@ -183,9 +188,13 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
         """Serves one call."""
         peer_id = str(context.remote_id)
+        is_stranger = not self.is_member(peer_id)
+        most = MAX_CALLS_PER_STRANGER if is_stranger else MAX_CALLS_PER_PEER
         self._num_calls[peer_id] += 1
+        self._num_of_strangers += is_stranger
         try:
-            if self._num_calls[peer_id] > MAX_CALLS_PER_PEER:
+            full = is_stranger and self._num_of_strangers > MAX_CALLS_OF_STRANGERS
+            if full or self._num_calls[peer_id] > most:
                 raise ProtocolError("busy", "too many calls at a time")
             message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
             if not isinstance(message.get("arguments"), dict):
@@ -198,6 +207,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             _LOGGER.exception("a call of %s failed", peer_id)
             raise  # hivemind answers
         finally:
+            self._num_of_strangers -= is_stranger
             self._num_calls[peer_id] -= 1
             if not self._num_calls[peer_id]:
                 del self._num_calls[peer_id]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from heapq import heapify
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +35,7 @@ from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.storage.acts_file import ActsFile
 
 _PIECE_BYTES = 1 << 20  # of a tokenizer, in one answer
+_MAX_OUTDATED = 64  # expirations that a dictionary keeps needlessly, beyond one for each entry
 
 # The only extension that the swarm's records use. hivemind's other one, for tuples, would be decoded without a limit.
 _DICTIONARY: Final[int] = MSGPackSerializer._ext_types[DictionaryDHTValue]
@@ -91,6 +94,44 @@ def _guarded(door: Door, rpc: Rpc) -> type[DHTProtocol]:
     return Guarded
 
 
+def _drop_refused(protocol: DHTProtocol, key: bytes, dictionary: DictionaryDHTValue) -> bool:
+    with dictionary.freeze():
+        kept = [
+            (subkey, *entry)
+            for subkey, entry in dictionary.items()
+            if protocol._validate_record(key, protocol.serializer.dumps(subkey), *entry)
+        ]
+    dictionary.clear()
+    for subkey, value, expiration_time in kept:
+        dictionary.store(subkey, value, expiration_time)
+    return bool(kept)
+
+
+_STORE = DictionaryDHTValue.store
+
+
+def _store_newer(dictionary: DictionaryDHTValue, subkey: Any, value: bytes, expiration_time: float) -> bool:
+    known = dictionary.data.get(subkey)
+    if known is not None and known.expiration_time >= expiration_time:
+        return False
+    stored = bool(_STORE(dictionary, subkey, value, expiration_time))
+    if len(dictionary.expiration_heap) > 2 * len(dictionary.data) + _MAX_OUTDATED:
+        dictionary.expiration_heap = list(dictionary.key_to_heap.values())
+        heapify(dictionary.expiration_heap)
+    return stored
+
+
+def bound_dht_storage() -> None:
+    """Makes hivemind in this process drop the refused entries of a dictionary, not all of it, and outdated expirations.
+
+    Nodes know different peers, so what an honest node hands on may contain a stranger too many for the one that asked.
+    hivemind 1.1.12 notes the expiration of each entry that is stored, even if a newer one is there, until that moment:
+    each read of a key takes memory, and an old copy of an entry ends the newer one.
+    """
+    DHTProtocol._validate_dictionary = _drop_refused
+    DictionaryDHTValue.store = _store_newer
+
+
 Trust = Callable[[set[str]], Collection[str]]
 """Returns those of the connected peers whose clocks count."""
 
@@ -136,6 +177,7 @@ class RunDht:
         """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         give_to_hivemind(self.now)
         bound_dht_decoding()
+        bound_dht_storage()
         await self.door.open(self._daemon.peer_id)
         hivemind.dht.node.DHTProtocol = DHTProtocol if self.door.is_visible else _guarded(self.door, self._rpc)
         trusted = await self._trusted(trust)
@@ -191,6 +233,12 @@ class RunDht:
 
     async def _trusted(self, trust: Trust) -> set[str]:
         return set(filter(self.door.admits, trust(await self.connected())))
+
+    def has_met(self, peer_id: str) -> bool:
+        """Returns True if a peer's DHT node has answered this one, or called it."""
+        with suppress(ValueError):  # not a peer id
+            return self._node is not None and PeerID.from_base58(peer_id) in self._node.protocol.routing_table
+        return False
 
     async def connected(self) -> set[str]:
         """Ids of the peers that this process is connected to."""

@@ -16,8 +16,9 @@ import logging
 import struct
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
@@ -42,6 +43,10 @@ MAX_EXTRA_BYTES = 4096
 MAX_STREAMS_PER_PEER = 8
 # Of one kind, from all peers together: each stream costs a file descriptor.
 MAX_STREAMS = 256
+# Those of them that strangers may hold: in all, and each. Identities cost nothing, so the rest is for members.
+MAX_STREAMS_OF_STRANGERS, MAX_STREAMS_PER_STRANGER = 32, 3
+# A stranger that opens a stream says within this time what it wants. An honest one does so at once.
+STRANGER_HELLO_S = 5.0
 # Limit on what a served peer sends after the answer, such as requests made in advance.
 _MAX_LATE_BYTES = 1 << 16
 
@@ -58,14 +63,17 @@ class Channel:
         writer: asyncio.StreamWriter,
         timeout_s: float,
         name: str = "",  # of the stream
+        address: str = "",  # multiaddress of the other side, if that side opened the stream
     ) -> None:
         self.peer_id = peer_id
         self.name = name
+        self.address = address
         self.opened_at = self.active_at = time.monotonic()  # when it was opened, and when a frame passed last
         self._open.add(self)
         self._reader = reader
         self._writer = writer
         self._timeout_s = timeout_s
+        self.next_timeout_s = timeout_s  # for the next frame that arrives, not for those after it
 
     @classmethod
     def open_ones(cls) -> list[Channel]:
@@ -102,7 +110,7 @@ class Channel:
             raise ProtocolError("truncated", "the stream ended within a frame") from exc
 
     async def _read_frame(self, max_payload_bytes: int) -> Frame:
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self.next_timeout_s):
             header = await self._reader.readexactly(_HEADER.size)
             kind, form, num_extra, part, weight, num_payload = _HEADER.unpack(header)
             if kind not in FrameKind._value2member_map_:
@@ -111,6 +119,7 @@ class Channel:
                 raise ProtocolError("oversized", f"a frame of {num_payload + num_extra} bytes")
             extra = await self._reader.readexactly(num_extra)
             payload = await self._reader.readexactly(num_payload)
+        self.next_timeout_s = self._timeout_s
         self.active_at = time.monotonic()
         return Frame(FrameKind(kind), form, part, weight, extra, payload)
 
@@ -189,6 +198,14 @@ FaultSink = Callable[[str, ProtocolError], None]
 """Receives the id of a peer that broke the protocol, or with which an operation failed, and the error."""
 
 
+@dataclass(frozen=True)
+class Guests:
+    """Who may open streams at all, and whose slots are reserved; both by peer id."""
+
+    admits: Callable[[str], bool]
+    is_member: Callable[[str], bool]
+
+
 @asynccontextmanager
 async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> AsyncIterator[Channel]:
     """Opens a stream to a peer's handler.
@@ -211,38 +228,76 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
         channel.close()
 
 
-async def serve_channel(p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink) -> None:
+class _Slots:
+    """The open streams of one kind. A stream counts as what its peer was when it was opened."""
+
+    def __init__(self) -> None:
+        self._num_open: Counter[str] = Counter()
+        self._num_of_strangers = 0
+
+    @contextmanager
+    def take(self, peer_id: str, *, is_member: bool) -> Iterator[None]:
+        """Holds a slot.
+
+        Raises:
+            ProtocolError: (`busy`) this peer, strangers together or all peers together have no slot left.
+        """
+        own = MAX_STREAMS_PER_PEER if is_member else MAX_STREAMS_PER_STRANGER
+        full = self._num_open.total() >= MAX_STREAMS or self._num_open[peer_id] >= own
+        if full or (not is_member and self._num_of_strangers >= MAX_STREAMS_OF_STRANGERS):
+            raise ProtocolError("busy", "too many open streams")
+        self._num_open[peer_id] += 1
+        self._num_of_strangers += not is_member
+        try:
+            yield
+        finally:
+            self._num_of_strangers -= not is_member
+            self._num_open[peer_id] -= 1
+            if not self._num_open[peer_id]:
+                del self._num_open[peer_id]
+
+
+async def serve_channel(
+    p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink, guests: Guests
+) -> None:
     """Registers a stream handler. A ProtocolError in it is reported, is sent to the other side, and ends the stream.
 
-    After the handler has returned, the stream stays open until the other side closes it.
+    Peers without a slot (`busy`) or a right (`stranger`) get the error alone. After the handler has returned, the
+    stream stays open until the other side closes it.
     """
-    num_open: Counter[str] = Counter()
+    slots = _Slots()
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(str(info.peer_id), reader, writer, timeout_s, name)
-        busy = num_open[channel.peer_id] >= MAX_STREAMS_PER_PEER or num_open.total() >= MAX_STREAMS
-        num_open[channel.peer_id] += 1
+        channel = Channel(str(info.peer_id), reader, writer, timeout_s, name, str(info.addr))
+        is_member = guests.is_member(channel.peer_id)
+        if not is_member:
+            channel.next_timeout_s = min(STRANGER_HELLO_S, timeout_s)
         try:
-            if busy:
-                raise ProtocolError("busy", "too many open streams")
-            await handler(channel)
-            await channel.wait_until_closed()
-        except ProtocolError as exc:
+            if not guests.admits(channel.peer_id):
+                raise ProtocolError("stranger", "this peer is not in the run")
+            with slots.take(channel.peer_id, is_member=is_member):
+                await _serve(channel, handler, on_fault)
+        except ProtocolError as exc:  # a wait would defeat the limit on streams; the answer may be lost
             on_fault(channel.peer_id, exc)
             await channel.send_error(str(exc))
-            if not busy:  # a wait would defeat the limit on streams; the answer to a busy peer may be lost
-                await channel.wait_until_closed()
         except TimeoutError:
-            on_fault(channel.peer_id, ProtocolError("stalled", f"a stream made no progress for {timeout_s:.0f} s"))
+            detail = f"a stream made no progress for {channel.next_timeout_s:.0f} s"
+            on_fault(channel.peer_id, ProtocolError("stalled", detail))
         except STREAM_ERRORS:
             pass  # the other side is gone; whatever waits for it notices
         finally:
             channel.close()
-            num_open[channel.peer_id] -= 1
-            if not num_open[channel.peer_id]:
-                del num_open[channel.peer_id]
 
     await p2p.add_binary_stream_handler(name, handle)
+
+
+async def _serve(channel: Channel, handler: StreamHandler, on_fault: FaultSink) -> None:
+    try:
+        await handler(channel)
+    except ProtocolError as exc:
+        on_fault(channel.peer_id, exc)
+        await channel.send_error(str(exc))
+    await channel.wait_until_closed()
 
 
 def report_loop_errors(report: Callable[[str], None]) -> None:

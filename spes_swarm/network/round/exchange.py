@@ -26,7 +26,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import round_faults
@@ -56,10 +56,13 @@ class ExchangeLimits:
 class Exchange:
     """Serves the round streams of one run and drives this member's side of a round."""
 
-    def __init__(self, p2p: P2P, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink) -> None:
+    def __init__(
+        self, p2p: P2P, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink, guests: Guests
+    ) -> None:
         self._p2p = p2p
         self._rpc = rpc
         self._limits = limits
+        self._guests = guests
         self.on_fault = on_fault
         self.on_late: Callable[[], None] = lambda: None  # called at the first deadline, before anybody is given up
         self._push_name = f"{run_id}/push"
@@ -72,9 +75,9 @@ class Exchange:
 
     async def start(self) -> None:
         """Registers the handlers."""
-        limits = self._limits
-        await serve_channel(self._p2p, self._push_name, self._serve_push, limits.stall_timeout_s, self.on_fault)
-        await serve_channel(self._p2p, self._pull_name, self._serve_pull, limits.stall_timeout_s, self.on_fault)
+        stall_s, guests = self._limits.stall_timeout_s, self._guests
+        await serve_channel(self._p2p, self._push_name, self._serve_push, stall_s, self.on_fault, guests)
+        await serve_channel(self._p2p, self._pull_name, self._serve_pull, stall_s, self.on_fault, guests)
         await self._rpc.serve("have", self._serve_have)
 
     async def run(self, state: RoundState) -> CommitReport:

@@ -69,6 +69,7 @@ class SyncRounds:
         started = time.monotonic()
         statement = await self._state(target_round, tokens, routed, leaving)
         group = await self.rendezvous.join(statement)
+        self.run_state.group = frozenset(member.peer_id for member in group.members)
         grouped = time.monotonic()
         plan = self._make_plan(group, experts=self._clock.synchronises_experts(group.round))
         self.listener.notify(events.Group(round=group.round, peers=len(group.members)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 
 from hivemind.p2p import P2P
 
@@ -20,7 +20,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import TrainingConfig
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel, serve_channel
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.port.messages import ReceivedMoments
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
@@ -53,10 +53,10 @@ class Moments:
 
     p2p: P2P
     run_id: str
-    _: KW_ONLY
     limits: Limits
     stall_timeout_s: float
     on_fault: FaultSink
+    guests: Guests
     _round: int = -1
     # Expert -> peers that have not fetched its moments yet.
     _due: dict[int, set[str]] = field(default_factory=dict, init=False)
@@ -70,7 +70,7 @@ class Moments:
 
     async def start(self) -> None:
         """Registers the handler."""
-        await serve_channel(self.p2p, self._name, self._serve, self.stall_timeout_s, self.on_fault)
+        await serve_channel(self.p2p, self._name, self._serve, self.stall_timeout_s, self.on_fault, self.guests)
 
     # Giving.
 

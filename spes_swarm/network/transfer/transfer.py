@@ -22,7 +22,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import TransferLimit
 from spes_swarm.metrics import events
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import Channel, FaultSink, serve_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, Guests, serve_channel
 from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_frames, read_request
 from spes_swarm.network.transfer.donors import Donors, DonorVote, table_to_wire
 from spes_swarm.network.transfer.download import Download
@@ -86,6 +86,7 @@ class Transfer:
     reference: Reference
     stall_timeout_s: float
     on_fault: FaultSink
+    guests: Guests
     upload_mbps: float | None = None  # see base/rate_limit.py
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class Transfer:
 
     async def start(self) -> None:
         """Registers the handlers; nothing is served before `open`."""
-        await serve_channel(self.p2p, self._name, self._serve_fetch, self.stall_timeout_s, self.on_fault)
+        await serve_channel(self.p2p, self._name, self._serve_fetch, self.stall_timeout_s, self.on_fault, self.guests)
         await self.rpc.serve("table", self._serve_table)
 
     def open(self) -> None:

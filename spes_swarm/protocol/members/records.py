@@ -31,7 +31,7 @@ MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
 MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
-_MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 4096 that a record may have
+_MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 6144 that a record may have
 _RECENT_S = 60.0
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]

@@ -87,6 +87,13 @@ class Standing:
         """Returns True if the work of a peer is in a round that this peer has committed."""
         return peer_id in self._members
 
+    def reserves_for(self, peer_id: str) -> bool:
+        """Returns True if slots and upload are reserved for a peer: a member, or any that answers while there is none.
+
+        The rest, strangers, share a small part, because identities cost nothing.
+        """
+        return peer_id in (self._members or self._answered)
+
     def note_answer(self, peer_id: str) -> None:
         """Notes that a peer answered or made a call, which proves that a process runs it."""
         _remember(self._answered, peer_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
@@ -32,10 +32,18 @@ class ExpertChange:
 
 
 class Leases:
-    """The experts of one peer."""
+    """The experts of one peer. `voices` returns those of some peers whose claims count: only their leases reserve."""
 
-    def __init__(self, me: str, num_experts: int, rules: Rules, lease_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        me: str,
+        num_experts: int,
+        rules: Rules,
+        lease_s: float = math.inf,
+        voices: Callable[[Iterable[str]], set[str]] = set,
+    ) -> None:
         self._me = me
+        self._voices = voices
         self._lease_s = lease_s
         self._num_experts = num_experts
         self._rules = rules
@@ -76,8 +84,9 @@ class Leases:
 
     @property
     def leased_bitmap(self) -> bytes:
-        """For the statement: the experts that others' unexpired leases reserve."""
-        return bitmap(reserving(self._others, self._num_experts, self._rules), self._num_experts)
+        """For the statement: the experts that voices' unexpired leases reserve, so that orphans are not adopted."""
+        leases = {peer: self._others[peer] for peer in self._voices(self._others)}
+        return bitmap(reserving(leases, self._num_experts, self._rules), self._num_experts)
 
     def after_commit(self, group: Group, plan: Plan) -> ExpertChange:
         """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
