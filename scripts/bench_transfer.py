@@ -6,8 +6,8 @@ Three real peers (`python -m spes_swarm.join`) train in network namespaces, each
 directions. In every other phase newcomers on a fourth host, which has no limit, download the peers' reference
 repeatedly. The benchmark compares exchange times in phases with and without downloads, for three kinds of donors:
 
-  declared   as shipped, with `upload_mbps` in the configuration
-  silent     as shipped, without `upload_mbps`: transfers are limited during rounds only
+  declared   as shipped (except that newcomers have no budget), with `upload_mbps` in the configuration
+  silent     the same without `upload_mbps`: transfers are limited during rounds only
   no limit   transfers use all available bandwidth
 
 Prints a table and writes JSON. All processes share the processors, but exchanges do not run while peers train.
@@ -82,12 +82,15 @@ class Outcome:
 # Processes of the experiment: this script in another role.
 
 
-def take_part(arguments: list[str]) -> int:
-    """Runs a peer whose transfers have no limit."""
+def take_part(kind: str, arguments: list[str]) -> int:
+    """Runs a donor of this kind, from which strangers may download as often as they like."""
     from spes_swarm.base import rate_limit
     from spes_swarm.join import main as join
+    from spes_swarm.network.transfer import transfer
 
-    rate_limit.DURING_ROUNDS_SHARE = 1e6
+    transfer._PER_STRANGER = transfer._PER_HOST = 1 << 30
+    if kind == "no limit":
+        rate_limit.DURING_ROUNDS_SHARE = 1e6
     return join(arguments)
 
 
@@ -163,10 +166,9 @@ def in_namespace(network: LocalNetwork, host: int, command: Sequence[str], log: 
 
 def launcher(network: LocalNetwork, host: int, kind: str) -> Callable[[Sequence[str], Path], PeerProcess]:
     """The `launch` argument of LocalPeer for a donor."""
-    command = [__file__, "--take-part"] if kind == "no limit" else ["-m", "spes_swarm.join"]
 
     def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
-        return in_namespace(network, host, [*command, *arguments], log)
+        return in_namespace(network, host, [__file__, "--take-part", kind, *arguments], log)
 
     return launch
 
@@ -260,7 +262,7 @@ def measure(kind: str, mbps: float, count: int, rounds: int, phases: int, direct
 def main() -> int:
     """Runs the benchmark."""
     if sys.argv[1:2] == ["--take-part"]:
-        return take_part(sys.argv[2:])
+        return take_part(sys.argv[2], sys.argv[3:])
     if sys.argv[1:2] == ["--download"]:
         asyncio.run(download_again_and_again(Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))
     assert __doc__ is not None

@@ -268,3 +268,15 @@ def tcp_endpoint(maddr: str) -> tuple[str, int] | None:
         return None
     host, port = values.get("ip4") or values.get("ip6"), values.get("tcp")
     return (host, int(port)) if host is not None and port is not None else None
+
+
+def host_of(maddr: str) -> str:
+    """Returns what is costly to have many of in a remote address: the IPv4 address, or the IPv6 network of 64 bits.
+
+    For a circuit it is that of the relay. Addresses of another form count as one: the result is empty.
+    """
+    kind, _, rest = maddr.removeprefix("/").partition("/")
+    with suppress(ValueError):
+        host = ipaddress.ip_interface(rest.partition("/")[0].partition("%")[0])
+        return str(host.ip if kind == "ip4" else ipaddress.ip_network((host.ip, 64), strict=False))
+    return ""

@@ -1,4 +1,5 @@
-"""Limits how fast this peer sends its reference to others: all transfers share one limit, and rounds come first.
+"""Limits how fast this peer sends its reference to others: all transfers share one limit, and rounds come first. Also
+limits how much each of them may fetch.
 
 Pure arithmetic on a clock: a sender books its bytes and asks how long it has to wait.
 """
@@ -6,6 +7,7 @@ Pure arithmetic on a clock: a sender books its bytes and asks how long it has to
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ ASSUMED_MBPS = 100.0
 # At a lower rate, newcomers would take a donor for dead.
 MIN_BYTES_PER_S = 16 * 1024.0
 BURST_BYTES = 64 * 1024
+MAX_TAKERS = 4096  # with a budget; the one that has taken nothing for longest is forgotten first
 
 
 class RateLimit:
@@ -58,6 +61,31 @@ class RateLimit:
         else:
             self._flowed += self._rate * (now - self._at)
         self._at = now
+
+
+class Budgets:
+    """A budget of bytes for each of any number of takers, which refills at a constant rate within `refill_s`."""
+
+    def __init__(self, num_bytes: int, refill_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_bytes = num_bytes
+        self._bytes_per_s = num_bytes / refill_s
+        self._clock = clock
+        self._spent: OrderedDict[str, tuple[float, float]] = OrderedDict()  # bytes, and when; the latest last
+
+    def allows(self, taker: str, num_bytes: int) -> bool:
+        """Returns True if what is left of a taker's budget suffices for these bytes."""
+        return self._spent_now(taker) + num_bytes <= self._num_bytes
+
+    def spend(self, taker: str, num_bytes: int) -> None:
+        """Takes bytes from a taker's budget."""
+        self._spent[taker] = self._spent_now(taker) + num_bytes, self._clock()
+        self._spent.move_to_end(taker)
+        while len(self._spent) > MAX_TAKERS:
+            self._spent.popitem(last=False)
+
+    def _spent_now(self, taker: str) -> float:
+        spent, at = self._spent.get(taker, (0.0, 0.0))
+        return max(0.0, spent - self._bytes_per_s * (self._clock() - at))
 
 
 class TransferLimit(RateLimit):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spes_swarm.base.address import (
     best_first,
+    host_of,
     listen_address,
     listen_addresses,
     peer_address,
@@ -303,3 +304,19 @@ def test_settings_of_a_peer_and_of_the_monitor_are_normal_forms(tmp_path: Path) 
     assert peer.announce_maddrs == ("/ip4/203.0.113.7/tcp/1", "/ip4/203.0.113.8/tcp/1")
     options = parse_options(["--initial-peers", f"{NORMAL}/,{OTHER}\r\n"])
     assert options.initial_peers == (NORMAL, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("maddr", "host"),
+    [
+        ("/ip4/203.0.113.7/tcp/31337", "203.0.113.7"),
+        ("/ip4/203.0.113.7/udp/9/quic-v1", "203.0.113.7"),
+        ("/ip4/203.0.113.7/tcp/31337/p2p/QmRelay/p2p-circuit", "203.0.113.7"),
+        ("/ip6/2001:db8:1:2:3:4:5:6/tcp/1", "2001:db8:1:2::/64"),
+        ("/ip6/2001:db8:1:2:ffff::1/tcp/2", "2001:db8:1:2::/64"),
+        ("/p2p/QmRelay/p2p-circuit", ""),
+        ("", ""),
+    ],
+)
+def test_ports_and_ids_are_free_but_hosts_are_not(maddr: str, host: str) -> None:
+    assert host_of(maddr) == host

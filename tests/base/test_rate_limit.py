@@ -14,6 +14,7 @@ from spes_swarm.base.rate_limit import (
     BURST_BYTES,
     DURING_ROUNDS_SHARE,
     MIN_BYTES_PER_S,
+    Budgets,
     RateLimit,
     TransferLimit,
 )
@@ -118,3 +119,30 @@ def test_rounds_come_first_and_what_is_declared_is_kept() -> None:
     assert rate(silent) is None
     with TransferLimit(1e-4, clock).round_under_way():
         assert rate(TransferLimit(1e-4, clock)) == pytest.approx(MIN_BYTES_PER_S)
+
+
+def test_a_budget_is_spent_by_one_taker_and_refills_slowly() -> None:
+    clock = Clock()
+    budgets = Budgets(1000, 100.0, clock)  # 10 bytes a second
+    for _ in range(2):
+        assert budgets.allows("greedy", 400)
+        budgets.spend("greedy", 400)
+    assert budgets.allows("greedy", 200)
+    assert not budgets.allows("greedy", 400)
+    assert budgets.allows("other", 1000)
+    assert not budgets.allows("other", 1001)
+    clock.now += 19.9
+    assert not budgets.allows("greedy", 400)
+    clock.now += 0.2
+    assert budgets.allows("greedy", 400)
+    clock.now += 1000.0  # no more than the whole comes back
+    assert budgets.allows("greedy", 1000)
+    assert not budgets.allows("greedy", 1001)
+
+
+def test_budgets_remember_the_latest_takers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spes_swarm.base.rate_limit.MAX_TAKERS", 2)
+    budgets = Budgets(10, 100.0, Clock())
+    for taker in ("a", "b", "a", "c"):
+        budgets.spend(taker, 10)
+    assert [budgets.allows(taker, 10) for taker in ("a", "b", "c")] == [False, True, False]

@@ -15,7 +15,8 @@ import pytest
 
 from spes_swarm.base.rate_limit import BETWEEN_ROUNDS_SHARE, BURST_BYTES, MIN_BYTES_PER_S
 from spes_swarm.metrics.events import SyncProgress
-from spes_swarm.network.link.wire import Channel, open_channel
+from spes_swarm.network.link.wire import Channel, Guests, open_channel
+from spes_swarm.network.transfer import transfer as transfer_module
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, Answer, ChunkAssembler, piece_frames, request_frame
 from spes_swarm.protocol.consensus.reference import Reference, chunks_of
 from tests.helpers.transfer_net import (
@@ -355,5 +356,53 @@ def test_a_full_disk_does_not_fail_a_download(net: Net, tmp_path: Path) -> None:
             assert kept_bytes(report) == TOTAL_BYTES
             assert newcomer.kinds(newcomer) == {"disk"}
             assert not partial.is_symlink()
+
+    net.run(test)
+
+
+@pytest.mark.slow
+def test_a_stranger_and_its_address_may_fetch_the_reference_a_few_times(
+    net: Net, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "_PER_STRANGER", 2)
+    monkeypatch.setattr(transfer_module, "_PER_HOST", 3)
+    members: set[str] = set()
+    guests = Guests(admits=lambda peer_id: True, is_member=members.__contains__)
+
+    async def test() -> None:
+        async with net.peers(2, guests=guests) as (newcomer, (donor, other)):
+
+            async def fetch_from(*donors: Node) -> dict[str, int]:
+                newcomer.transfer.reference = newcomer.reference = Reference(
+                    LAYOUT, np.zeros(LAYOUT.num_elements, np.float32)
+                )
+                newcomer.others = [node.peer_id for node in donors]
+                report = await newcomer.download()
+                assert_same(newcomer, other)
+                return dict(report.chunks_by_donor)
+
+            for _ in range(2):
+                assert await fetch_from(donor) == {donor.peer_id: NUM_CHUNKS}
+            assert not donor.faults
+            assert await fetch_from(donor, other) == {other.peer_id: NUM_CHUNKS}
+            assert donor.kinds(newcomer) == {"budget"}
+            assert newcomer.kinds(donor) == {"refused"}
+
+            # The address has one more for another identity.
+            await other.daemon.connect(next(m for m in await donor.daemon.maddrs() if "127.0.0.1" in m), 10.0)
+            digests = donor.reference.table.chunk_digests
+            wanted = [digest for block in digests for digest in block]
+            async with open_channel(other.daemon.p2p, donor.peer_id, f"{donor.run_id}/fetch", STALL_S) as channel:
+                arrivals = ChunkAssembler([chunk for block in LAYOUT.blocks for chunk in chunks_of(block)])
+                for number in range(NUM_CHUNKS):
+                    await channel.send(arrivals.ask(number, wanted[number]))
+                    while arrivals.take(await channel.receive(PIECE_BYTES)) is None:
+                        pass
+                await channel.send(request_frame({0: wanted[0]}))
+                answer = await channel.receive(1000)
+                assert answer.error_text().startswith("budget: ")
+
+            members.add(newcomer.peer_id)
+            assert await fetch_from(donor) == {donor.peer_id: NUM_CHUNKS}
 
     net.run(test)

@@ -18,8 +18,9 @@ from typing import Any
 
 from hivemind.p2p import P2P
 
+from spes_swarm.base.address import host_of
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.base.rate_limit import TransferLimit
+from spes_swarm.base.rate_limit import Budgets, TransferLimit
 from spes_swarm.metrics import events
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, FaultSink, Guests, serve_channel
@@ -37,6 +38,14 @@ _RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun o
 _MAX_COPIED_BYTES = 1 << 30
 # Newcomers request block after block; several small ones are under way at a time.
 _BLOCKS_PER_STREAM = 4
+# How often a donor sends its whole reference within an hour to one stranger, to strangers at one address, and to one
+# member; more after an hour. An honest download takes at most two references, even from this donor alone and in a swarm
+# that keeps committing: each block once, then what has changed, in passes that halve (see download.py). What an earlier
+# attempt has fetched is resumed from disk. So two attempts that lost their disk fit into a stranger's budget, and eight
+# into that of an address, which many peers of a laboratory or behind a relay may share. Beyond it, newcomers turn to
+# other donors; once their work is in a commit, they are members. These fall behind now and then.
+_PER_STRANGER, _PER_HOST, _PER_MEMBER = 4, 16, 16
+_REFILL_S = 3600.0
 
 
 class Copies:
@@ -93,6 +102,10 @@ class Transfer:
         self._name = f"{self.run_id}/fetch"
         self._chunks = [chunk for block in self.reference.layout.blocks for chunk in chunks_of(block)]
         self._limit = TransferLimit(self.upload_mbps)
+        total_bytes = EXACT.num_bytes(self.reference.layout.num_elements)
+        self._of_strangers, self._of_hosts, self._of_members = (
+            Budgets(share * total_bytes, _REFILL_S) for share in (_PER_STRANGER, _PER_HOST, _PER_MEMBER)
+        )
         self._copies = Copies(self.reference)
         self._copying: set[asyncio.Task[None]] = set()
         # For each open stream: the blocks requested last, each with its newest request (chunk and digest).
@@ -179,11 +192,22 @@ class Transfer:
                         raise ProtocolError("unready", "this peer has no complete reference yet")
                     payload = self._payload(number, digest)
                     if payload is not None:
+                        self._spend(channel, len(payload))
                         await self._note_under_way(blocks, number, digest)
                     await self._send_chunk(channel, number, payload)
         finally:
             self._under_way = [other for other in self._under_way if other is not blocks]
             self._drop_copies()
+
+    def _spend(self, channel: Channel, num_bytes: int) -> None:
+        """Books a chunk that is about to be sent; raises ProtocolError (`budget`) if its receiver has had too many."""
+        budgets = [(self._of_members, channel.peer_id)]
+        if not self.guests.is_member(channel.peer_id):
+            budgets = [(self._of_strangers, channel.peer_id), (self._of_hosts, host_of(channel.address))]
+        if not all(budget.allows(taker, num_bytes) for budget, taker in budgets):
+            raise ProtocolError("budget", "this donor has sent its reference there too often; ask another, or wait")
+        for budget, taker in budgets:
+            budget.spend(taker, num_bytes)
 
     async def _note_under_way(self, blocks: dict[int, tuple[int, bytes]], number: int, digest: bytes) -> None:
         block = self._chunks[number].block
