@@ -12,10 +12,13 @@ from blake3 import blake3
 
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.manifest_query import ask_for_tokenizer
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from tests.helpers.lone_trainer import run_config
+from tests.helpers.rounds import identity
 
 PACKED = bytes(range(256)) * 10_000  # two and a half pieces
 DIGEST = blake3(PACKED).hexdigest()
